@@ -108,6 +108,7 @@ def _episode_rows(step: int, group: EpisodeGroup) -> list[dict[str, Any]]:
         start, end = int(group.cu_seqlens[index]), int(group.cu_seqlens[index + 1])
         versions = group.spans[group.spans[:, 0] == index][:, 1]
         reward, failed = float(group.returns[index]), bool(group.failed[index])
+        steps = int(group.valid[start:end].sum())
         rows.append(
             {
                 "id": f"{step}-{group.draw}-{index}",
@@ -115,7 +116,9 @@ def _episode_rows(step: int, group: EpisodeGroup) -> list[dict[str, Any]]:
                 "draw": str(group.draw),
                 "index": index,
                 "env": "",
-                "task": group.meta.get("task", ""),
+                "prompt": f"{group.meta.get('task', '')} from reset id {group.reset_id}".strip(),
+                "completion": f"{'solved' if group.succeeded[index] else 'not solved'} in {steps} steps",
+                "answer": None,
                 "reset_id": group.reset_id,
                 "reward": reward,
                 "parts": {"return": reward},
@@ -126,7 +129,7 @@ def _episode_rows(step: int, group: EpisodeGroup) -> list[dict[str, Any]]:
                 "failed": failed,
                 "finish": "abort" if failed else "length" if group.truncated[end - 1].any() else "stop",
                 "tokens": end - start,
-                "steps": int(group.valid[start:end].sum()),
+                "steps": steps,
                 "logprob": float(np.sum(group.logprobs[start:end])),
                 "min_version": int(versions.min()) if len(versions) else 0,
                 "max_version": int(versions.max()) if len(versions) else 0,

@@ -21,16 +21,20 @@ from penstock.cli.machine import DataDir, ready_with_progress
 from penstock.cli.online import LIMIT_S, load_online_job, run_online, tell_online
 from penstock.cli.outcome import GOAL, Outcome, scores_of
 from penstock.cli.printing import Json, console, note, show_json
+from penstock.cli.sims import ensure_simulator
 from penstock.cli.view import REWARD, View
 from penstock.cli.watching import watch
 from penstock.client import AsyncClient
 from penstock.local import LARGEST, Stack, StackOptions, StreamSizes
+from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.errors import ConfigError
 
 __all__ = ["DEMO_STREAMS", "demo", "demo_options", "example"]
 
-DEMO, ONLINE_DEMO = "addition.yaml", "online.yaml"
+DEMO, ONLINE_DEMO, ROBOT_DEMO = "addition.yaml", "online.yaml", "metaworld-reach-ppo.yaml"
+SUCCESS = "success/rate"
+"""Share of the episodes of an update that succeed."""
 RATE = {"PENSTOCK_RATE_LIMIT": "1000000/minute"}
 """One agent stands for many users."""
 
@@ -43,11 +47,13 @@ class Show(StrEnum):
 
     ADDITION = "addition"
     ONLINE = "online"
+    ROBOT = "robot"
 
 
 def demo(
     show: Annotated[
-        Show, typer.Argument(help="addition: learn from a data set; online: serve an agent, learn from its feedback.")
+        Show,
+        typer.Argument(help="addition: learn from data; online: from an agent's feedback; robot: in a simulator."),
     ] = Show.ADDITION,
     *,
     file: Annotated[Path | None, typer.Option("--file", help="Another job file.")] = None,
@@ -73,7 +79,11 @@ def demo(
             tell_online(shown, directory, as_json=as_json)
             code = shown.code
         else:
-            job, goal = load_job(file or example(DEMO), overrides or []), GOAL if file is None else None
+            robot = show is Show.ROBOT
+            job = load_job(file or example(ROBOT_DEMO if robot else DEMO), overrides or [])
+            if isinstance(job, EmbodiedJob):
+                ensure_simulator(job.environment.backend)
+            goal = GOAL if file is None else None
             outcome = asyncio.run(_run(job, options, screen, goal))
             _tell(outcome, screen, as_json=as_json)
             code = outcome.code
@@ -117,9 +127,10 @@ async def _run(job: AnyJob, options: StackOptions, screen: Console, goal: float 
         note("stopping the services")
         seconds = time.monotonic() - began
     series = metrics["series"]
-    rewards = [value for value in series.get(REWARD, []) if value is not None]
+    name, what = (SUCCESS, "success rate") if isinstance(job, EmbodiedJob) else (REWARD, "sampled reward")
+    values = [value for value in series.get(name, []) if value is not None]
     evaluations = scores_of(series)
-    return Outcome(view.record, rewards, report, seconds, options.data_dir, goal=goal, evaluations=evaluations)
+    return Outcome(view.record, values, report, seconds, options.data_dir, goal, what, evaluations)
 
 
 async def _watch(client: AsyncClient, job: str, stack: Stack, screen: Console) -> View:
@@ -149,11 +160,14 @@ def _tell(outcome: Outcome, screen: Console, *, as_json: bool) -> None:
 
 def _next(outcome: Outcome) -> list[str]:
     name = outcome.record.name
+    again = {f"penstock submit {example(DEMO)} --set train.max_lag=0 --follow": "strictly on-policy"}
+    if outcome.record.spec.get("kind") == "embodied":
+        again = {f"penstock submit {example(ROBOT_DEMO)} --set environment.task=push-v3 --follow": "another task"}
     commands = {
         f"penstock up --detach --data-dir {outcome.data_dir}": "the same deployment again",
-        f"penstock samples {name} --sort=-reward": "what the model wrote",
+        f"penstock samples {name} --sort=-reward": "what the policy did",
         f"penstock replay {name}": "train it again and compare, bit by bit",
-        f"penstock submit {example(DEMO)} --set train.max_lag=0 --follow": "strictly on-policy",
+        **again,
     }
     width = max(map(len, commands))
     return [f"  {command:<{width}}  # {what}" for command, what in commands.items()]

@@ -14,7 +14,7 @@ from penstock.shared.protocol.jobs import JobRecord
 __all__ = ["FIRST", "GOAL", "LAST", "Outcome", "scores_of"]
 
 GOAL = 0.9
-"""Mean sampled reward that the demo promises for its own job file."""
+"""Mean sampled reward, or share of episodes that succeed, that a demo promises for its own job file."""
 FIRST, LAST = 5, 10
 """Updates that are averaged at the start and at the end of the run: a policy learns most in the beginning."""
 
@@ -23,8 +23,9 @@ FIRST, LAST = 5, 10
 class Outcome:
     """A finished run.
 
-    ``rewards`` is the mean sampled reward of each update, ``evaluations`` the first and last value of each metric over
-    held-out prompts, ``report`` the audit; ``goal`` None: the job file promises nothing.
+    ``rewards`` is the value of each update that the goal is about, called ``what``; ``evaluations`` the first and last
+    value of each metric over held-out prompts or episodes, ``report`` the audit; ``goal`` None: the job file promises
+    nothing.
     """
 
     record: JobRecord
@@ -33,6 +34,7 @@ class Outcome:
     seconds: float
     data_dir: Path
     goal: float | None = GOAL
+    what: str = "sampled reward"
     evaluations: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -49,6 +51,11 @@ class Outcome:
         return self.goal is None or (self.ends is not None and self.ends[1] >= self.goal)
 
     @property
+    def held_out(self) -> str:
+        """Name of what evaluations measure on."""
+        return "held-out episodes" if self.record.spec.get("kind") == "embodied" else "held-out prompts"
+
+    @property
     def code(self) -> int:
         """Exit code."""
         ended = result_code(self.record)
@@ -61,7 +68,7 @@ class Outcome:
             flaws.append(f"the job {self.record.status.phase}: {self.record.status.message}".rstrip(": "))
         if not self.reached:
             found = "no update was made" if self.ends is None else f"it was {self.ends[1]:.3f}"
-            wanted = f"a mean sampled reward of at least {self.goal:g} over the last {LAST} updates"
+            wanted = f"a mean {self.what} of at least {self.goal:g} over the last {LAST} updates"
             flaws.append(f"the goal was missed: {wanted}; {found}")
         if not self.report["ok"]:
             flaws.append("the books do not hold: " + "; ".join(self.report["violations"][:3]))
@@ -95,9 +102,9 @@ class Outcome:
             lines.append(f"  {status.message}")
         if self.ends is not None:
             goal = "" if self.goal is None else f"   (goal {self.goal:g}: {'reached' if self.reached else 'MISSED'})"
-            lines.append(f"  sampled reward  {self.ends[0]:.3f} -> {self.ends[1]:.3f}{goal}")
+            lines.append(f"  {self.what:<15} {self.ends[0]:.3f} -> {self.ends[1]:.3f}{goal}")
         for name, (first, last) in self.evaluations.items():
-            lines.append(f"  {name:<15} {first:.3f} -> {last:.3f}   (held-out prompts)")
+            lines.append(f"  {name:<15} {first:.3f} -> {last:.3f}   ({self.held_out})")
         lines.append(f"  groups          {equation(self.report['equation'])}")
         lines.append(f"  books           {'hold' if self.report['ok'] else 'DO NOT HOLD, see: penstock audit'}")
         lines.append(f"  checkpoint      {status.checkpoint or 'none'}")

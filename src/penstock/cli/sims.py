@@ -20,7 +20,7 @@ from penstock.services.env.simulators import BACKENDS, INSTALLED, interpreter_of
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import ConfigError
 
-__all__ = ["Pins", "app", "find_simulators"]
+__all__ = ["Pins", "app", "ensure_simulator", "find_simulators"]
 
 app = typer.Typer(
     name="sims",
@@ -75,9 +75,26 @@ def install(
     folder = load_settings().sims_dir.expanduser() / name
     if (folder / INSTALLED).exists() and not again:
         note(f"{name} is installed in {folder}; --again installs it anew")
-        if as_json:
-            show_json({"name": name, "folder": str(folder), "packages": pins.packages})
-        return
+    else:
+        _install(name, pins, folder, python)
+    if as_json:
+        show_json({"name": name, "folder": str(folder), "packages": pins.packages})
+
+
+def ensure_simulator(name: str) -> None:
+    """Install a simulator where no interpreter of this machine has it.
+
+    Raises:
+        typer.Exit: it cannot be installed; the output says why.
+    """
+    settings = load_settings()
+    problem = next((problem for found, _, problem in find_simulators(settings) if found == name), "")
+    if problem and name in PINS:
+        note(f"{name} is not here yet ({problem.partition(':')[0]}): installing it once")
+        _install(name, PINS[name], settings.sims_dir.expanduser() / name, Path(sys.executable))
+
+
+def _install(name: str, pins: Pins, folder: Path, python: Path) -> None:
     started = time.monotonic()
     if folder.exists():
         shutil.rmtree(folder)
@@ -86,8 +103,6 @@ def install(
     _run([str(own), "-m", "pip", "install", "--progress-bar", "off", *pins.packages], f"installing {name}")
     _run([str(own), "-c", f"import {pins.imports}"], f"importing {pins.imports}")
     (folder / INSTALLED).write_text(json.dumps({"packages": pins.packages}))
-    if as_json:
-        show_json({"name": name, "folder": str(folder), "packages": pins.packages})
     note(f"{name} is ready after {time.monotonic() - started:.0f} s{': ' + pins.note if pins.note else ''}")
 
 
