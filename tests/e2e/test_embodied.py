@@ -1,0 +1,124 @@
+"""Embodied jobs through all services: they learn, the books hold, a replay is equal, and any process may die."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.shared.config.base import load_yaml, with_overrides
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.events import BatchTrained, JobStarted, LineageForked
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+JOB: dict[str, Any] = {
+    "kind": "embodied",
+    "name": "cartpole",
+    "environment": {"task": "CartPole-v1", "horizon": 100, "num_envs": 4, "sessions": 2, "bytes_per_step": 256},
+    "policy": {"type": "categorical", "hidden_sizes": [16]},
+    "algorithm": {"type": "ppo", "epochs": 2, "minibatches": 2, "value_hidden_sizes": [16]},
+    "train": {"batch_size": 8, "max_updates": 6, "max_lag": 1, "draw_timeout_s": 15},
+    "evaluation": {"episodes": 4},
+    "checkpoint": {"every": 3},
+    "limits": {"byte_budget": 4 << 20},
+}
+VICTIMS = ("coordinator-0", "rollout-0", "env-0", "trainer-0", "nats")
+
+
+def submit(stack: Any, *changes: str, spec: dict[str, Any] | None = None) -> str:
+    """Submit the job above, or another file, with changes; returns its id."""
+    job: str = stack.client.submit(with_overrides(copy.deepcopy(spec or JOB), list(changes))).id
+    return job
+
+
+def test_a_policy_in_a_simulator_is_trained_like_any_other(stack: Any) -> None:
+    job = submit(stack)
+    record = stack.finish(job)
+    assert (record.status.phase, record.status.step) == ("succeeded", 6), record.status
+    audit = stack.check_books(job)
+    assert audit["equation"]["trained"] == 48
+    stack.check_replay(job, at_least=6)
+    described = next(event for event in stack.ledger(job) if isinstance(event, JobStarted)).environment
+    assert (described["env_id"], described["num_actions"]) == ("CartPole-v1", 2)
+    series = stack.client.metrics(job)["series"]
+    assert all(0 < length <= 100 for length in series["episode/length"] if length is not None)
+    assert [value for value in series["eval/length"] if value is not None], "held-out episodes at the start and the end"
+    assert max(value for value in series["mismatch/kl"] if value is not None) < 1e-6, (
+        "trainer and sampler are one policy"
+    )
+    shown = stack.cli("samples", job, "--json")
+    assert "CartPole" in stack.cli("describe", job).output
+    assert shown.exit_code == 0, shown.output
+    one = stack.client.samples(job, limit=1)[0]
+    assert one.completion.endswith(f"{one.tokens} steps"), one
+    assert one.reward == one.tokens, "CartPole pays 1 a step"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("environment.task=CartPole-v99", "CartPole-v99"),
+        ("environment.backend=isaac", "Isaac Lab needs Isaac Sim"),
+        ("policy.type=gaussian", "is one of 2 actions; use categorical"),
+        ("policy.observations=[image]", "has no observation 'image'; it has: state"),
+        ("environment.bytes_per_step=64", "raise it to at least that"),
+    ],
+)
+def test_a_job_that_does_not_fit_its_simulator_is_refused(stack: Any, change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        submit(stack, change)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_any_process_may_die_in_mid_episode(stack: Any, victim: str) -> None:
+    job = submit(stack, "train.max_updates=30", "train.max_lag=0", "checkpoint.every=5", "environment.horizon=200")
+    for step in (4, 9):
+        stack.reach(job, step)
+        stack.kill(victim)
+    record = stack.finish(job, 150)
+    assert (record.status.phase, record.status.step) == ("succeeded", 30), record.status
+    stack.check_books(job)
+    events = stack.ledger(job)
+    assert [event.number for event in events if isinstance(event, BatchTrained)] == list(range(1, 31))
+    assert not any(isinstance(event, LineageForked) for event in events), "a restarted trainer gave other digests"
+    stack.check_replay(job, at_least=5)
+
+
+@pytest.mark.long
+def test_soft_actor_critic_goes_on_to_the_same_bytes_after_a_kill(stack: Any) -> None:
+    """A trainer that starts again has the replay buffer of its checkpoint and repeats the rest, digest by digest."""
+    job = submit(
+        stack, "environment={task: Pendulum-v1, horizon: 50, num_envs: 4, sessions: 1, bytes_per_step: 256}",
+        "policy={type: squashed, hidden_sizes: [32]}", "train.max_updates=24", "checkpoint.every=6",
+        "algorithm={type: sac, warmup_transitions: 1000, steps_per_update: 20, batch_size: 64,"
+        " critic_hidden_sizes: [32], buffer: {capacity: 5000}}",
+    )  # fmt: skip
+    for step in (9, 16):
+        stack.reach(job, step)
+        stack.kill("trainer-0")
+    record = stack.finish(job, 150)
+    assert (record.status.phase, record.status.step) == ("succeeded", 24), record.status
+    stack.check_books(job)
+    assert not any(isinstance(event, LineageForked) for event in stack.ledger(job))
+    stack.check_replay(job, at_least=6)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(420)
+def test_a_robot_arm_learns_to_reach(stack: Any) -> None:
+    """Meta-World's reach-v3 by PPO: from hardly ever to nearly always, on held-out goals, too."""
+    job = submit(stack, spec=load_yaml(EXAMPLES / "metaworld-reach-ppo.yaml"))
+    record = stack.finish(job, 360)
+    assert record.status.phase == "succeeded", record.status
+    series = stack.client.metrics(job)["series"]
+    rates = [value for value in series["success/rate"] if value is not None]
+    held_out = [value for value in series["eval/success"] if value is not None]
+    assert sum(rates[:3]) / 3 <= 0.3
+    assert sum(rates[-5:]) / 5 >= 0.8, rates
+    assert held_out[-1] >= 0.8, held_out
+    stack.check_books(job)
