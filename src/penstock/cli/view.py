@@ -42,6 +42,12 @@ class View:
         return next((v for v in reversed(self.series.get(name, [])) if v is not None), None)
 
     @property
+    def rate(self) -> str:
+        """Work of all rollout workers per second: tokens, or steps in a simulator; '' while it is not known."""
+        what = "steps" if self.record.spec.get("kind") == "embodied" else "tokens"
+        return "" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f} {what}/s"
+
+    @property
     def running(self) -> int:
         """Sequences that are decoded at the moment."""
         return sum(int(row.get("running") or 0) for row in self.workers if row.get("service") == "rollout")
@@ -84,7 +90,8 @@ class Observer:
 
     def _rate(self, workers: list[dict[str, Any]]) -> float | None:
         now = time.monotonic()
-        total = sum(int(row.get("generated_tokens") or 0) for row in workers)
+        acting = [row for row in workers if row.get("service") == "rollout"]
+        total = sum(int(row.get("generated_tokens") or row.get("steps") or 0) for row in acting)
         if self._tokens and total < self._tokens[-1][1]:  # a worker started again and counts from 0
             self._tokens.clear()
         self._tokens.append((now, total))
@@ -105,8 +112,8 @@ def progress_line(view: View) -> str:
     lag = view.last(LAG)
     if lag is not None:
         parts.append(f"lag {lag:.0f}")
-    if view.tokens_per_s is not None:
-        parts.append(f"{view.tokens_per_s:,.0f} tokens/s")
+    if view.rate:
+        parts.append(view.rate)
     parts.append(f"in flight {status.draws.get('in_flight', 0)}")
     if status.queues:
         parts.append(f"queues: {_queues(view, ', ')}")
@@ -129,7 +136,7 @@ def panel(view: View) -> RenderableType:
     grid.add_row("reward", Text(f"{number(reward) or '-':<8} {history}", "green"))
     lag = view.last(LAG)
     grid.add_row("policy", f"version {status.policy_version}   lag {number(lag) or '-'}")
-    rate = f"{view.tokens_per_s:,.0f} tokens/s" if view.tokens_per_s is not None else "-"
+    rate = view.rate or "-"
     grid.add_row("rollout", f"{rate}   {view.running} sequences   {status.draws.get('in_flight', 0)} draws in flight")
     if status.queues:
         grid.add_row("queues", _queues(view, "   "))
