@@ -130,7 +130,7 @@ async def test_an_audit_finds_an_admission_that_does_not_follow(bus: Bus, tmp_pa
     async with live.leader(bus, record, 1, tmp_path):
         await live.report(bus, job, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
         first, second = await live.serve(bus, job), await live.serve(bus, job)
-        await live.say(bus, job, ("a", first, 1.0), ("b", second, -1.0))
+        await live.post_feedback(bus, job, ("a", first, 1.0), ("b", second, -1.0))
         await live.until_sealed(bus, job, 1)
     control = CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
     honest = await control.audit(job)
