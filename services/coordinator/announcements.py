@@ -1,4 +1,4 @@
-"""Decisions of a job as rows of EVENTS, for people."""
+"""Reports decisions of a job to users as rows of EVENTS."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["announce"]
 
 
 def announce(outbox: Outbox, events: Iterable[Event]) -> None:
-    """Tell of the decisions that people care about."""
+    """Report the decisions that matter to users."""
     for event in events:
         match event:
             case Checkpointed():

@@ -1,7 +1,7 @@
-"""A version on trial: which conversations it answers, and what their feedback says of it. Pure.
+"""Canary trials: which conversations the version on trial answers, and whether their feedback lets it pass. Pure.
 
-A digest of its name says to which arm a conversation belongs: the same at every coordinator, another one in the next
-trial. The decision rests on a number of conversations that is fixed beforehand: looking more often does not change it.
+A digest of its name assigns a conversation to an arm: the same one on every coordinator, another one in the next trial.
+The number of conversations is fixed beforehand, so checking more often does not change the decision.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ SMALLEST = 2
 
 
 def is_in_canary(job: str, version: int, share: float, conversation: str) -> bool:
-    """True if the version on trial answers a conversation."""
+    """Return True if the version on trial answers a conversation."""
     return xxhash.xxh3_64_intdigest(f"{job}:{version}:{conversation}".encode()) < share * POINTS
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Rewards of the judged conversations of one arm: how many, their mean and their unbiased variance."""
+    """Rewards of the conversations in one arm: their number, mean and unbiased variance."""
 
     count: int
     mean: float
@@ -41,7 +41,7 @@ class Arm:
 
     @classmethod
     def of(cls, rewards: Sequence[float]) -> Arm:
-        """Of these rewards; not a number where there are too few."""
+        """Compute an arm from rewards; NaN where there are too few."""
         count = len(rewards)
         mean = math.fsum(rewards) / count if count else math.nan
         spread = math.fsum((reward - mean) ** 2 for reward in rewards)
@@ -58,9 +58,9 @@ class Verdict:
 
 
 def arms_of(judged: Iterable[Judged]) -> tuple[Arm, Arm]:
-    """The arms of the version on trial and of the one that is served.
+    """Return the arms of the version on trial and of the served one.
 
-    The unit is the conversation, for that is what was assigned to an arm: where its answers are judged one by one, it
+    The unit is the conversation, because conversations were assigned to arms: a conversation with several samples
     counts with their mean.
     """
     rewards: dict[tuple[bool, str], list[float]] = defaultdict(list)
@@ -72,7 +72,8 @@ def arms_of(judged: Iterable[Judged]) -> tuple[Arm, Arm]:
 
 
 def lower_bound(first: Arm, second: Arm, confidence: float) -> float:
-    """One-sided lower confidence bound of the difference of two means, of arms of at least two conversations.
+    """Return the one-sided lower confidence bound of the difference of two means, of arms of at least two
+    conversations.
 
     Welch, Biometrika 34 (1947), with the degrees of freedom of Satterthwaite (Biometrics 2, 1946).
     """
@@ -86,7 +87,7 @@ def lower_bound(first: Arm, second: Arm, confidence: float) -> float:
 
 
 def _student(level: float, freedom: float) -> float:
-    """Quantile of Student's t by its expansion about the normal one (Abramowitz and Stegun, 26.7.5)."""
+    """Return a quantile of Student's t by its expansion about the normal one (Abramowitz and Stegun, 26.7.5)."""
     x = NormalDist().inv_cdf(level)
     first = (x**3 + x) / 4
     second = (5 * x**5 + 16 * x**3 + 3 * x) / 96
@@ -95,7 +96,7 @@ def _student(level: float, freedom: float) -> float:
 
 
 def verdict_of(config: CanaryConfig, begun: CanaryBegun, arms: tuple[Arm, Arm], *, now: float) -> Verdict:
-    """True if a version is served to all: if it is shown not to be worse by more than ``max_drop`` (non-inferiority).
+    """Decide a trial: a version passes if it is shown not to be worse by more than ``max_drop`` (non-inferiority).
 
     The burden of proof lies on the new version: the lower bound of its difference must not be below ``-max_drop``.
     """
@@ -130,7 +131,7 @@ def _figures(canary: Arm, served: Arm) -> dict[str, float]:
 
 
 def row_of(config: CanaryConfig, begun: CanaryBegun, arms: tuple[Arm, Arm]) -> dict[str, Any]:
-    """How far a trial is, for people and for those who assign conversations."""
+    """Return the progress of a trial, for users and for the gateways that assign conversations."""
     canary, served = arms
     return {
         "version": begun.version,
@@ -147,7 +148,7 @@ def row_of(config: CanaryConfig, begun: CanaryBegun, arms: tuple[Arm, Arm]) -> d
 
 
 def flaws_of_canaries(entries: Iterable[Iterable[Event]], config: PromotionConfig | None) -> list[str]:
-    """Findings of an audit: versions passed without a trial or against its result; judged answers that were trained."""
+    """Find versions that passed without a trial or against its result, and trial answers that were trained."""
     flaws: list[str] = []
     begun: CanaryBegun | None = None
     judged: dict[str, Judged] = {}

@@ -15,7 +15,7 @@ __all__ = ["Best", "BestTracker", "EarlyStop", "Goals"]
 
 
 class EarlyStop:
-    """Follows one metric; ``reason`` says why the run should end, '' while it should not."""
+    """Watches one metric; ``reason`` is why the run should end, or ''."""
 
     def __init__(self, config: EarlyStopConfig) -> None:
         self.config = config
@@ -25,7 +25,7 @@ class EarlyStop:
         self.reason = ""
 
     def take(self, value: float) -> None:
-        """The next value of the metric."""
+        """Take the next value of the metric."""
         config = self.config
         self._newest.append(value)
         if len(self._newest) < config.window:
@@ -51,20 +51,20 @@ class Best:
 
 
 class BestTracker:
-    """Follows one metric; ``best`` is its best value."""
+    """Watches one metric; ``best`` is its best value."""
 
     def __init__(self, config: KeepBestConfig, known: BestCheckpoint | None) -> None:
         self.config = config
         self.best = None if known is None else Best(known.value, known.step)
 
     def take(self, value: float, step: int) -> None:
-        """The value after batch ``step``."""
+        """Take the value after batch ``step``."""
         if self.best is None or (value > self.best.value if self.config.mode == "max" else value < self.best.value):
             self.best = Best(value, step)
 
 
 class Goals:
-    """Both rules of one job. ``state`` arguments are the ledger, which alone says what is recorded already."""
+    """Both rules of one job. ``state`` arguments are the ledger, the only record of earlier results."""
 
     def __init__(self, early_stop: EarlyStopConfig | None, keep_best: KeepBestConfig | None) -> None:
         self._stop, self._keep = early_stop, keep_best
@@ -72,22 +72,23 @@ class Goals:
         self.begin(None)
 
     def begin(self, known: BestCheckpoint | None) -> None:
-        """Start from what the ledger knows."""
+        """Start from the results in the ledger."""
         self._early = None if self._stop is None else EarlyStop(self._stop)
         self._tracker = None if self._keep is None else BestTracker(self._keep, known)
         self._taken.clear()
 
     def roll_back(self, state: LedgerState) -> None:
-        """The lineage forked: decide again from what was measured of the batches that are left."""
+        """Decide again after a fork, from the values of the batches that are left."""
         left = [(values, step) for values, step in self._taken if state.in_lineage(step)]
         self.begin(state.best)
         for values, step in left:
             self.take(values, step)
 
     def take(self, values: Mapping[str, float], step: int) -> None:
-        """The metrics of an update or an evaluation, after batch ``step``. A value that is not finite is no value.
+        """Take the metrics of an update or an evaluation after batch ``step``. A value that is not finite does not
+        count.
 
-        An evaluation that misses prompts is none: it compares with no other, and fewer prompts may well score better.
+        An evaluation without some prompts does not count either, because fewer prompts may score better.
         """
         if values.get("eval/missing"):
             return
@@ -100,28 +101,28 @@ class Goals:
 
     @property
     def stop_reason(self) -> str:
-        """Why the run should end early, or ''."""
+        """Return why the run should end early, or ''."""
         return "" if self._early is None else self._early.reason
 
     def unknown(self, values: Mapping[str, float]) -> list[str]:
-        """Metrics that are followed and are neither in ``values``, an update's, nor of an evaluation."""
+        """Return the watched metrics that are neither in ``values`` of an update nor from an evaluation."""
         followed = [rule.config.metric for rule in (self._early, self._tracker) if rule is not None]
         return [name for name in followed if name not in values and not name.startswith("eval/")]
 
     def wanted(self, state: LedgerState) -> str:
-        """Why a checkpoint is wanted for a new best, or ''."""
+        """Return why a new best needs a checkpoint, or ''."""
         best = self._unmarked(state)
         if best is None or self._tracker is None or _checkpoint_of(best, state) is not None:
             return ""
         return f"new best {self._tracker.config.metric} {best.value:.4g} after update {best.step}"
 
     def holds(self, state: LedgerState) -> bool:
-        """True if no batch may be sealed: the weights that were evaluated best are not in a checkpoint yet."""
+        """Return True if no batch may be sealed, because the best weights are not in a checkpoint yet."""
         followed = self._tracker.config.metric if self._tracker is not None else ""
         return followed.startswith("eval/") and bool(self.wanted(state))
 
     def mark(self, state: LedgerState, *, writer_epoch: int, now: float) -> list[BestCheckpoint]:
-        """The event that names the best checkpoint, once there is one that the ledger does not name yet."""
+        """Return the event that names the best checkpoint, once it exists and the ledger does not name it yet."""
         best = self._unmarked(state)
         number = None if best is None else _checkpoint_of(best, state)
         if best is None or number is None or self._tracker is None:
@@ -142,5 +143,5 @@ class Goals:
 
 
 def _checkpoint_of(best: Best, state: LedgerState) -> int | None:
-    """The first checkpoint that holds the update after which ``best`` was measured."""
+    """Return the first checkpoint that contains the update after which ``best`` was measured."""
     return min((number for number in state.checkpoints if number >= best.step), default=None)

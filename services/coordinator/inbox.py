@@ -1,4 +1,4 @@
-"""Facts that wait until the leader of a job takes them in: one at a time, in order, between its decisions."""
+"""Facts that wait until the leader of a job takes them in, one at a time and in order, between its decisions."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ T = TypeVar("T")
 
 
 class Inbox:
-    """A fact is a coroutine function that takes it in; whoever brings one while the inbox is full waits."""
+    """Queue of facts. A fact is a coroutine function that takes it in; with a full inbox, ``put`` waits."""
 
     def __init__(self, max_facts: int = MAX_FACTS) -> None:
         self._facts: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue(max_facts)
 
     async def put(self, fact: Callable[[], Awaitable[None]]) -> None:
-        """Bring a fact."""
+        """Add a fact."""
         await self._facts.put(fact)
 
     async def ask(self, fact: Callable[[], Awaitable[T]]) -> T:
-        """Bring a fact and return what taking it in gave."""
+        """Add a fact, and return its result once the leader has taken it in."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         async def answered() -> None:
@@ -40,22 +40,22 @@ class Inbox:
         return await done
 
     def wake(self) -> None:
-        """Have ``take`` return soon."""
-        with contextlib.suppress(asyncio.QueueFull):  # so much is there that nobody has to be woken
+        """Make ``take`` return soon."""
+        with contextlib.suppress(asyncio.QueueFull):  # a full inbox wakes the leader anyway
             self._facts.put_nowait(_nothing)
 
     async def take(self, within_s: float, *, rest_s: float | None = None) -> None:
-        """Wait for a fact, then take in all that are there, for no longer than that: one decision for many groups.
+        """Wait for a fact, then take in all facts that are there, within the same time: one decision for many groups.
 
-        What comes meanwhile, or does not fit in, stays: the desired state and deadlines are checked in between.
-        ``rest_s``: longest wait for the first fact; None: as long as for the others.
+        Later facts stay, because the leader checks the desired state and deadlines in between. ``rest_s``: longest wait
+        for the first fact; None is ``within_s``.
         """
         try:
             async with asyncio.timeout(within_s if rest_s is None else rest_s):
                 fact = await self._facts.get()
         except TimeoutError:
             return
-        until = time.monotonic() + within_s  # a fact may ask the bus for what it is about
+        until = time.monotonic() + within_s  # a fact may read from the bus
         slice_ = WorkSlice()
         await fact()
         for _ in range(self._facts.qsize()):

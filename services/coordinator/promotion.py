@@ -1,8 +1,8 @@
-"""Which version of an online job is served: a decision of its leader, from what was measured of the newest one. Pure.
+"""Decides which version of an online job is served, from the measurements of the newest one. Pure.
 
-A version that breaks a bound is refused: the one before is served on, and its answers are trained on within the lag
-bound. After `online.promotion.patience` refusals in a row training goes back to the version that is served. With
-`online.promotion.canary` a version that keeps every bound is tried on a share of live traffic before it is served.
+A version that breaks a bound is refused: the version before it stays served, and its answers are trained within the lag
+bound. After `online.promotion.patience` refusals in a row training rolls back to the served version. With
+`online.promotion.canary` a version that keeps every bound first answers a share of live traffic.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["Decided", "Evaluated", "PromotionGate", "Rollback", "flaw_of_rollbac
 Decided = Promoted | PromotionRefused | CanaryBegun
 """Decisions on a version."""
 FIGURES = {"policy/kl_ref": "max_kl", "policy/entropy": "min_entropy", "mismatch/kl": "max_mismatch"}
-"""Metrics of an update that bounds are about."""
+"""Metrics of an update that have bounds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The newest complete evaluation: of which version, and its values."""
+    """The newest complete evaluation: its version and its values."""
 
     version: int
     values: Mapping[str, float]
@@ -45,7 +45,7 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """Training goes back to where it was after batch ``number``; ``operation``: the request, '' where there is none."""
+    """A rollback of training to its state after batch ``number``; ``operation`` is the request, or ''."""
 
     number: int
     reason: str
@@ -56,25 +56,25 @@ class PromotionGate:
     """Decides on the newest version.
 
     Args:
-        evaluated: the newest evaluation, None before the first.
+        evaluated: returns the newest evaluation, None before the first.
     """
 
     def __init__(self, config: PromotionConfig, evaluated: Callable[[], Evaluated | None]) -> None:
         self.config, self._evaluated = config, evaluated
         self.forced = -1
-        """A version that somebody wants served whatever was measured of it."""
+        """A version that a user wants served in spite of its measurements."""
         self.announced = -1
-        """The version that engines are told to serve."""
+        """The version in the manifest that engines watch."""
         self._judged: Mapping[str, Judged] = {}
         self._arms = arms_of([])
 
     def figures_of(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Metrics of an update that the ledger keeps: those with a bound."""
+        """Return the metrics of an update that the ledger keeps: those with a bound."""
         bounded = [name for name, bound in FIGURES.items() if getattr(self.config, bound) is not None]
         return {name: metrics[name] for name in bounded if name in metrics}
 
     def decide(self, state: LedgerState, *, writer_epoch: int, now: float) -> Decided | None:
-        """The event that decides on ``state.version``; None where it is decided, or not yet measured."""
+        """Return the event that decides on ``state.version``; None if it is decided, or not measured yet."""
         figures = self._figures(state)
         reason, known = self._grant(state, figures)
         flaws = [] if reason or self._is_decided(state) else self._flaws(state, figures)
@@ -101,7 +101,7 @@ class PromotionGate:
     def _canary(
         self, state: LedgerState, figures: Mapping[str, float], *, writer_epoch: int, now: float
     ) -> CanaryBegun | None:
-        """Have the newest version tried, once nothing is in training: its weights must stay."""
+        """Begin a trial of the newest version, once nothing is in training, because its weights must stay."""
         config, served = self.config.canary, state.promoted
         if config is None or served is None or state.sealed:
             return None
@@ -111,13 +111,13 @@ class PromotionGate:
         )  # fmt: skip
 
     def arms(self, state: LedgerState) -> tuple[Arm, Arm]:
-        """Figures of the version on trial and of the one that is served; computed when more is judged."""
+        """Return the figures of the version on trial and of the served one, computed for each new sample."""
         if self._judged is not state.judged:
             self._judged, self._arms = state.judged, arms_of(state.judged.values())
         return self._arms
 
     def _grant(self, state: LedgerState, figures: Mapping[str, float]) -> tuple[str, Mapping[str, float]]:
-        """Why the newest version is served, or '', and what is to be known of it."""
+        """Return why the newest version is served, or '', with its figures."""
         served, metric = state.promoted, self.config.metric
         if served is None:
             return "initial", {}
@@ -126,22 +126,23 @@ class PromotionGate:
         if state.forked == state.version and self._is_wanted_fork(state, served):
             return "rolled back", served.figures if served.digest == state.digest else {}
         unknown = self.config.max_drop is not None and metric not in figures
-        if self.forced == state.version and not (unknown and state.sealed):  # else it would never be measured
+        if self.forced == state.version and not (unknown and state.sealed):  # otherwise it would never be measured
             return "by request", figures
-        if state.canary is not None:  # it passed when that began
+        if state.canary is not None:  # it passed when the trial began
             return "passed", state.canary.figures
         passed = not (self._is_decided(state) or unknown or self._flaws(state, figures))
         return ("passed", figures) if passed else ("", {})
 
     @staticmethod
     def _is_wanted_fork(state: LedgerState, served: Promoted) -> bool:
-        """True if a fork has the weights of the served version, none newer are left, or somebody asked for it."""
+        """Return True if a fork has the served weights, no newer ones are left, or a user asked for it."""
         return bool(state.fork_request) or served.digest == state.digest or not state.after(served.number)
 
     def lacks(self, state: LedgerState) -> bool:
-        """True if the held-out reward of the newest version must be known next, whatever the plan of evaluations says.
+        """Return True if the held-out reward of the newest version is needed next, whatever the plan of evaluations is.
 
-        It is served, so others are compared with it; or a fork began it, and what is trained next depends on it.
+        That holds if it is served, because others are compared with it, or if a fork began it, because the next
+        training depends on it.
         """
         served = state.promoted
         if self.config.max_drop is None or served is None:
@@ -155,7 +156,7 @@ class PromotionGate:
         return state.version in (one.version for one in (state.promoted, state.refused) if one is not None)
 
     def _figures(self, state: LedgerState) -> dict[str, float]:
-        """Figures of the newest version. A held-out reward that is no number was not measured."""
+        """Return the figures of the newest version; a held-out reward that is not a number counts as not measured."""
         evaluated, metric = self._evaluated(), self.config.metric
         if self.config.max_drop is None or evaluated is None or evaluated.version != state.version:
             return dict(state.figures)
@@ -163,16 +164,16 @@ class PromotionGate:
         return state.figures | {metric: value} if math.isfinite(value) else dict(state.figures)
 
     def _flaws(self, state: LedgerState, figures: Mapping[str, float]) -> list[str]:
-        """The bounds that are known to be broken; what is not measured yet breaks none."""
+        """Return the bounds that are broken for certain; a missing measurement breaks none."""
         served = {} if state.promoted is None else state.promoted.figures
         return broken_bounds(self.config, figures, served, measured=self.config.metric in figures)
 
     # -- what follows ------------------------------------------------------------------------------------------------
 
     def rollback(self, state: LedgerState) -> Rollback | None:
-        """Where training goes back to for too many refusals.
+        """Return the rollback that too many refusals call for.
 
-        A fork that is refused is one too many: its number is above the clock, so what is served is too old for it.
+        One refusal of a fork is too many: its number is above the clock, so what is served is too old for it.
         """
         refused, served = state.refused, state.promoted
         if refused is None or served is None:
@@ -182,14 +183,14 @@ class PromotionGate:
         return Rollback(served.number, f"version {refused.version} was refused: {refused.reason}")
 
     def lets_train(self, state: LedgerState) -> bool:
-        """True if another batch may be sealed: one at a time, so that the version that is served keeps its slot, and
-        none while a version is tried, which has the other one."""
+        """Return True if another batch may be sealed: one at a time, so that the served version keeps its slot, and
+        none during a trial, which has the other one."""
         if state.sealed or state.canary is not None:
             return False
         return state.promoted is not None and self.announced == state.promoted.version
 
     def fact(self, state: LedgerState) -> tuple[Literal["True", "False", "Unknown"], str, str]:
-        """Status, reason and message of the condition `PromotionAllowed`."""
+        """Return status, reason and message of the condition `PromotionAllowed`."""
         served, refused = state.promoted, state.refused
         if served is None:
             return "Unknown", "NoVersionYet", ""
@@ -209,7 +210,7 @@ class PromotionGate:
 
 
 def gate_of(config: AnyTraining, evaluated: Callable[[], Evaluated | None]) -> PromotionGate | None:
-    """The gate of a job, None where the newest version is served."""
+    """Return the gate of a job; None if it always serves the newest version."""
     promotion = config.online.promotion if isinstance(config, OnlineJob) else None
     return None if promotion is None else PromotionGate(promotion, evaluated)
 
@@ -217,10 +218,10 @@ def gate_of(config: AnyTraining, evaluated: Callable[[], Evaluated | None]) -> P
 def broken_bounds(
     config: PromotionConfig, figures: Mapping[str, float], served: Mapping[str, float], *, measured: bool = True
 ) -> list[str]:
-    """Bounds that ``figures`` of a version break, given those of the version that is served.
+    """Return the bounds that ``figures`` of a version break, given those of the served version.
 
     Args:
-        measured: whether the held-out reward is to be looked at.
+        measured: True if the held-out reward counts.
     """
     flaws: list[str] = []
     bounds = (
@@ -240,7 +241,7 @@ def broken_bounds(
 
 
 def flaws_of_promotions(entries: Iterable[Iterable[Event]], config: PromotionConfig | None) -> list[str]:
-    """Findings of an audit: versions that passed without keeping the bounds, or by figures that are not theirs."""
+    """Find versions that passed without keeping the bounds, or by figures that are not theirs."""
     flaws: list[str] = []
     served: Mapping[str, float] = {}
     measured: Mapping[str, float] = {}
@@ -263,7 +264,7 @@ def flaws_of_promotions(entries: Iterable[Iterable[Event]], config: PromotionCon
 
 
 def flaw_of_rollback(state: LedgerState, number: int) -> str:
-    """Why training cannot go back to checkpoint ``number``, or ''."""
+    """Return why training cannot roll back to checkpoint ``number``, or ''."""
     if number not in state.checkpoints:
         known = ", ".join(str(one) for one in sorted(state.checkpoints)) or "none"
         return f"there is no checkpoint {number} to go back to; there are: {known}"

@@ -1,7 +1,7 @@
-"""Shares of a store that all tenants use, so that a tenant who fills it is refused before the others are.
+"""Shares of a store that all tenants use, so that a tenant that fills it is refused before the others are.
 
-An owner may hold a share of what the others have not taken: with 0.95 the first one gets 95 % of an empty store, and
-whoever comes then 95 % of the rest. Something is always left for another one.
+An owner may hold a share of the space that others have not taken: with 0.95 the first one gets 95 % of an empty store,
+the next one 95 % of the rest. Some space always remains for another one.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ __all__ = ["EntryShares", "FeedbackShares"]
 logger = logging.getLogger(__name__)
 
 OVERHEAD_BYTES = 160
-"""Of a stored message: its subject, headers and framing, about."""
+"""Approximate size of a stored message's subject, headers and framing."""
 RETRY_S = 1.0
 LOOK_S = 5.0
 PLACES = 1024
 """Sequences that are counted together."""
 LOOKED_AT = 0.25
-"""Share of the stream above which it is looked up where what an owner still has begins."""
+"""Above this share of the stream, the oldest remaining messages of owners are looked up."""
 
 
 class EntryShares:
-    """Entries of a bucket by owner; of each it is known when it ends."""
+    """Entries of a bucket by owner, with the time at which each expires."""
 
     def __init__(self, share: float) -> None:
         self.max_bytes = 0
-        """Of the bucket; 0: not known yet, and nobody is refused."""
+        """Size of the bucket; while it is 0 (unknown), every entry is accepted."""
         self._share = share
         self._used: Counter[str] = Counter()
         self._entries: dict[str, tuple[str, int, float]] = {}
         self._ends: list[tuple[float, str]] = []
 
     def has_room(self, owner: str, nbytes: int) -> bool:
-        """True if ``owner`` may store an entry of ``nbytes``."""
+        """Return True if ``owner`` may store an entry of ``nbytes``."""
         self._expire()
         others = self._used.total() - self._used[owner]
         wanted = self._used[owner] + nbytes + OVERHEAD_BYTES
         return not self.max_bytes or wanted <= self._share * (self.max_bytes - others)
 
     def put(self, key: str, owner: str, nbytes: int, until: float) -> None:
-        """An entry was stored, or replaced, that ends at ``until`` (Unix seconds)."""
+        """Count an entry that was stored or replaced, and that expires at ``until`` (Unix seconds)."""
         self.remove(key)
         self._entries[key] = owner, nbytes + OVERHEAD_BYTES, until
         self._used[owner] += nbytes + OVERHEAD_BYTES
         heapq.heappush(self._ends, (until, key))
 
     def remove(self, key: str) -> None:
-        """An entry is gone."""
+        """Stop counting an entry."""
         owner, nbytes, _ = self._entries.pop(key, ("", 0, 0.0))
         self._used[owner] -= nbytes
         if not self._used[owner]:
@@ -71,13 +71,13 @@ class EntryShares:
 
 
 class FeedbackShares:
-    """Bytes of FEEDBACK by job, read from the heads of its messages, whoever stored them."""
+    """Bytes of FEEDBACK by job, read from the headers of its messages, whichever replica stored them."""
 
     def __init__(self, bus: Bus, share: float) -> None:
         self._bus, self._share = bus, share
         self._max_bytes = self._bytes = self._looked_at = 0
         self._places: dict[str, Counter[int]] = {}
-        """By job and group of PLACES sequences."""
+        """Bytes by job and group of PLACES sequences."""
         self._used: Counter[str] = Counter()
 
     async def run(self) -> None:
@@ -94,14 +94,14 @@ class FeedbackShares:
                     self._bytes += nbytes if message.seq > self._looked_at else 0
 
     def has_room(self, job: str, nbytes: int) -> bool:
-        """True if ``nbytes`` more of ``job`` may be stored."""
+        """Return True if ``nbytes`` more of ``job`` may be stored."""
         own = min(self._used[job], self._bytes)
         others = max(0, self._bytes - own)
-        is_free = self._share >= 1 or not self._max_bytes  # a stream that is full says so itself
+        is_free = self._share >= 1 or not self._max_bytes  # a full stream refuses the message itself
         return is_free or own + nbytes <= self._share * (self._max_bytes - others)
 
     async def _look(self) -> None:
-        """Learn how full the stream is, and what was removed from it: the oldest messages of a job, or all of them."""
+        """Learn the fill level of the stream, and which messages are gone: the oldest ones of a job, or all of them."""
         while True:
             try:
                 state = await self._bus.stream_state(subjects.FEEDBACK)
