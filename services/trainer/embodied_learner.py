@@ -62,8 +62,9 @@ class EmbodiedLearner:
             config.policy, spec, action_chunk=config.environment.action_chunk,
             seed=derive_seed(config.seed, "policy"),
         )  # fmt: skip
+        self._collective = collective or Alone()
         self.policy = policy.to(self._device)
-        self._rule = _open_rule(config, self.policy, collective or Alone())
+        self._rule = _open_rule(config, self.policy, self._collective)
 
     def layout(self) -> Layout:
         """Layout of the policy's weights and of the statistics of its observations."""
@@ -83,7 +84,8 @@ class EmbodiedLearner:
 
     def environment(self) -> dict[str, str]:
         """Facts beside the state that bit-identical results depend on."""
-        return describe_environment(dtype="float32", device=str(self._device))
+        pins = describe_environment(dtype="float32", device=str(self._device))
+        return pins | {"ranks": str(self._collective.size)}
 
     def state(self) -> LearnerState:
         """A copy of everything that the next update depends on, the replay buffer included."""

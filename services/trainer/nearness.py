@@ -29,8 +29,9 @@ Weights = Mapping[str, Tensor]
 
 
 def copy_weights(learner: JobLearner) -> dict[str, Tensor]:
-    """The published weights, on the CPU."""
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in learner.weights()}
+    """The published weights, on the CPU; without statistics in float64, whose counts would drown what is trained."""
+    weights = ((name, tensor) for name, tensor in learner.weights() if tensor.dtype != torch.float64)
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
 
 
 def distance(a: Weights, b: Weights) -> float:

@@ -15,6 +15,7 @@ from penstock.services.trainer.checkpoint import load_checkpoint, save_checkpoin
 from penstock.services.trainer.embodied_learner import EmbodiedLearner
 from penstock.services.trainer.export import export
 from penstock.services.trainer.job_learner import open_learner
+from penstock.services.trainer.nearness import copy_weights
 from penstock.services.trainer.sharding import BatchShard
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.errors import CheckpointError, ConfigError, ProtocolError
@@ -199,6 +200,13 @@ def test_a_checkpoint_describes_its_policy_and_is_no_hugging_face_model(tmp_path
     EmbodiedLearner(job, spec_of(action_low=[-np.inf, -2.0])).load_state(load_checkpoint(path).state)
     with pytest.raises(CheckpointError, match="no Hugging Face model"):
         export(path, tmp_path / "target")
+
+
+def test_a_replay_elsewhere_compares_what_is_trained_and_knows_the_number_of_ranks() -> None:
+    learner = learner_of()
+    assert learner.environment()["ranks"] == "1"
+    assert set(copy_weights(learner)) == {name for name, _ in learner.policy.named_parameters()}
+    assert {"normaliser.count", "normaliser.mean_O", "normaliser.squares_O"} < dict(learner.weights()).keys()
 
 
 def test_a_learner_needs_the_facts_of_the_simulator() -> None:
