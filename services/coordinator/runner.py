@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from functools import partial
 from pathlib import Path
@@ -264,7 +265,8 @@ class JobRunner:
                 break
             is_idle = not (self._decided or is_asking or self.desired_state.pending)
             self._decided, rest_s = False, min(2 * rest_s, IDLE_S) if is_idle else TICK_S
-            await self.inbox.take(TICK_S, rest_s=rest_s if is_told else TICK_S)
+            spread_s = random.uniform(0.5, 1.0) * rest_s  # jobs that were woken together part again
+            await self.inbox.take(TICK_S, rest_s=spread_s if is_told else TICK_S)
         await self._close_supply()
         await self._settle_operations()
         self._report_status(force=True)

@@ -39,6 +39,7 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Fenced, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobFailure, JobRecord
 from penstock.shared.protocol.messages import Heartbeat
@@ -60,6 +61,8 @@ ARCHIVE_SHARE, ARCHIVED_AT_ONCE = 0.5, 64
 """Above this share of LEDGER finished jobs leave it, whatever they have there; so many of them at a time."""
 BROKEN_TRIES = 3
 """A job whose leader breaks this often on something unexpected is marked failed."""
+WOKEN_AT_ONCE = 16
+"""Leaders of jobs that look at new workers in one turn of the loop."""
 SOUND_S = 300.0
 """Failures from before a leader that led for this long count no more."""
 
@@ -91,7 +94,7 @@ class CoordinatorService:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._server: uvicorn.Server | None = None
         self._http: asyncio.Task[None] | None = None
-        self._stopping = asyncio.Event()
+        self._stopping, self._workers_changed = asyncio.Event(), asyncio.Event()
         self._ledger_fills = False
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -142,10 +145,16 @@ class CoordinatorService:
                 logger.warning("heartbeat on %s ignored: %s", subject, error)
                 return
             if self.members.on_heartbeat(beat, time.monotonic()):
-                for runner in self.runners.values():
-                    runner.wake()
+                self._workers_changed.set()
 
         await self.bus.subscribe(subjects.HEARTBEATS, hear)
+        while True:
+            await self._workers_changed.wait()
+            self._workers_changed.clear()
+            for count, runner in enumerate(list(self.runners.values()), 1):
+                runner.wake()
+                if count % WOKEN_AT_ONCE == 0:
+                    await asyncio.sleep(0)
 
     # -- leadership --------------------------------------------------------------------------------------------------
 
@@ -228,7 +237,7 @@ class CoordinatorService:
 
     async def _fail(self, job: str, reason: str) -> None:
         error = JobFailure(code="internal", message=reason, service="coordinator")
-        await self.store.set_status(job, phase="failed", message=reason, error=error)
+        await self.store.set_status(job, phase="failed", message=reason, error=error, finished_at=bus_datetime())
 
     def _leader(self, record: JobRecord, epoch: int) -> Leader:
         if not trains(record.spec):

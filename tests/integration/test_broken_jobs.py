@@ -25,5 +25,6 @@ async def test_a_job_file_of_another_release(bus: Bus, tmp_path: Path, monkeypat
     await asyncio.wait_for(service._run_job(record.id, 1), 60)
     status = (await JobStore(bus).get(record.id)).status
     assert status.phase == "failed"
+    assert status.finished_at is not None
     assert "internal error: " in status.message
     assert "gone" in status.message
