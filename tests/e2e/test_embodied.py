@@ -111,7 +111,7 @@ def test_soft_actor_critic_goes_on_to_the_same_bytes_after_a_kill(stack: Any) ->
 @pytest.mark.timeout(420)
 def test_a_robot_arm_learns_to_reach(stack: Any) -> None:
     """Meta-World's reach-v3 by PPO: from hardly ever to nearly always, on held-out goals, too."""
-    job = submit(stack, spec=load_yaml(EXAMPLES / "metaworld-reach-ppo.yaml"))
+    job = submit(stack, "limits.byte_budget=33554432", spec=load_yaml(EXAMPLES / "metaworld-reach-ppo.yaml"))
     record = stack.finish(job, 360)
     assert record.status.phase == "succeeded", record.status
     series = stack.client.metrics(job)["series"]
