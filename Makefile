@@ -11,7 +11,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
-	demo bench bench-bus bench-update-path bench-ledger bench-takeover bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-serving bench-online bench-length bench-rambling fresh package release clean
+	demo bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-serving bench-online bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -116,6 +116,9 @@ bench-ledger: $(BIN)/pytest  ## how long a new leader takes to know the state of
 
 bench-jobs: $(BIN)/pytest  ## pages and submissions per second with ten thousand jobs
 	$(BIN)/python benchmarks/jobs.py $(ARGS)
+
+bench-embodied: $(BIN)/pytest  ## a robot arm as a job beside one plain process, three seeds (needs metaworld)
+	$(BIN)/python benchmarks/embodied_training.py $(ARGS)
 
 bench-takeover: $(BIN)/pytest  ## how long a job stands still when its leader is replaced, with much kept or waiting
 	$(BIN)/python benchmarks/takeover.py $(ARGS)
