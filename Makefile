@@ -11,7 +11,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
-	demo bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-serving bench-online bench-length bench-rambling fresh package release clean
+	demo bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-online bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -157,6 +157,9 @@ bench-attacks: $(BIN)/pytest  ## how far a stranger or a tenant can slow the coo
 
 bench-ingest: $(BIN)/pytest  ## durable feedback per second through HTTP, and what SIGKILL loses
 	$(BIN)/python benchmarks/ingest.py $(ARGS)
+
+bench-steps: $(BIN)/pytest  ## environment steps per second through one rollout worker, beside a bare simulator loop
+	$(BIN)/python benchmarks/embodied.py steps $(ARGS)
 
 bench-serving: $(BIN)/pytest  ## tokens/s and time to the first token through the gateway, beside the bare engine
 	$(BIN)/python benchmarks/serving.py $(ARGS)
