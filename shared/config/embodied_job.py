@@ -62,6 +62,18 @@ class EmbodiedJob(TrainingJob):
         return self
 
     @model_validator(mode="after")
+    def _warmup_ends(self) -> EmbodiedJob:
+        if not isinstance(self.algorithm, SoftActorCriticConfig):
+            return self
+        most = self.train.max_updates * self.train.batch_size * self.max_decisions
+        if most < self.algorithm.warmup_transitions:
+            raise ValueError(
+                f"algorithm.warmup_transitions {self.algorithm.warmup_transitions}: the run has at most {most} "
+                "transitions, so nothing would be trained; lower it, or raise train.max_updates"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _held_out_ids_stay_held_out(self) -> EmbodiedJob:
         sim, held = self.environment, self.evaluation
         if not held.episodes:

@@ -64,6 +64,10 @@ def test_reset_ids_go_round_or_on() -> None:
         ({"train": {"batch_size": 15}, "algorithm": {"type": "grpo"}}, "not divisible by algorithm.group_size 8"),
         ({"algorithm": {"type": "sac"}}, "algorithm 'sac' trains a 'squashed' policy"),
         ({"policy": {"type": "squashed"}}, "'squashed' is for algorithm 'sac', found 'ppo'"),
+        (
+            {"algorithm": {"type": "sac", "warmup_transitions": 4801}, "policy": {"type": "squashed"}},
+            "the run has at most 4800 transitions, so nothing would be trained",
+        ),
         ({"evaluation": {"first_reset_id": 0}}, "training draws every id from 0 on"),
         ({"environment": {"num_reset_ids": 50}, "evaluation": {"first_reset_id": 49}}, "they overlap"),
         ({"early_stop": {"metric": "eval/greedy", "goal": 1}}, "they measure eval/return, eval/success, eval/length"),
