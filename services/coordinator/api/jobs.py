@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -208,6 +209,26 @@ def _is_below(module: str, allowed: frozenset[str]) -> bool:
     return "*" in allowed or any(module == name or module.startswith(f"{name}.") for name in allowed)
 
 
+def _files_in_options(spec: AnyJob) -> Iterator[tuple[str, str]]:
+    """Texts among the keyword arguments of a simulator that name a file, for it may read whatever it is given."""
+    if not isinstance(spec, EmbodiedJob):
+        return
+    for key, text in _texts_in(spec.environment.options, "environment.options"):
+        if os.sep in text or text.startswith("~") or os.path.lexists(text):
+            yield key, text
+
+
+def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts_in(inner, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for place, inner in enumerate(value):
+            yield from _texts_in(inner, f"{key}[{place}]")
+
+
 def check_files(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
     """Look whether a caller may have the files read that a job file names. Follows symbolic links; blocks.
 
@@ -217,7 +238,7 @@ def check_files(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None
     roots = [Path(root.strip()).expanduser().resolve() for root in settings.job_roots.split(",") if root.strip()]
     if not roots and caller.may("admin"):
         return
-    for key, name in named(spec, "file"):
+    for key, name in [*named(spec, "file"), *_files_in_options(spec)]:
         if name.startswith("job:") or (key == "model.tokenizer" and name == CHARACTERS):
             continue
         if _HUB.fullmatch(name) and not os.path.lexists(name):

@@ -100,6 +100,23 @@ async def test_files_lie_below_the_directories_for_jobs(connect: Any, job: Any, 
             assert await refusal(client, {**job, "model": {"path": "/etc"}}, caller) == "other_path"
 
 
+async def test_a_simulator_is_given_no_code_and_no_file_without_the_right(connect: Any, tmp_path: Path) -> None:
+    def acting(task: str = "CartPole-v1", **options: Any) -> dict[str, Any]:
+        simulator = {"task": task, "horizon": 10, "bytes_per_step": 256, "options": options}
+        return {"kind": "embodied", "name": "arm", "environment": simulator, "train": {"max_updates": 1}}
+
+    (tmp_path / "scene.xml").write_text("<mujoco/>")
+    async with connect(api_keys="root") as client:
+        writer = await key(client)
+        assert await refusal(client, acting(), writer) == ""
+        assert await refusal(client, acting("my_module:Arm-v0"), writer) == "missing_scope"
+        scene = str(tmp_path / "scene.xml")
+        for options in ({"xml_file": scene}, {"assets": [{"file": scene}]}, {"xml_file": "~/scene.xml"}):
+            assert await refusal(client, acting(**options), writer) == "other_path", options
+    async with connect(api_keys="root", job_roots=str(tmp_path)) as client:
+        assert await refusal(client, acting(xml_file=scene), await key(client)) == ""
+
+
 def test_every_field_that_names_code_or_a_file_is_marked() -> None:
     """A new kind of scorer or source cannot slip by: fields of these names carry a mark."""
     seen: set[type[StrictModel]] = set()
