@@ -98,7 +98,7 @@ def memcpy_rate(size: int) -> float:
 
 
 def has(python: str, module: str) -> bool:
-    """Whether ``python`` can import ``module``."""
+    """True if ``python`` can import ``module``."""
     return subprocess.run([python, "-c", f"import {module}, numpy"], capture_output=True, check=False).returncode == 0
 
 

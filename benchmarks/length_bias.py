@@ -1,4 +1,4 @@
-"""What aggregations and overlong rules do to the length of answers, and what that costs.
+"""Effect of aggregations and overlong rules on the length of answers, and its cost.
 
     python benchmarks/length_bias.py [--task astray|rambling] [--arms token_mean ...] [--seeds 3] [--parallel 2]
         --out STEM [--report]

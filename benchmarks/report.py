@@ -1,4 +1,4 @@
-"""What every benchmark prints beside its numbers: the machine, a table, the targets it checks, and JSON."""
+"""Output of every benchmark beside its numbers: the machine, a table, the targets it checks, and JSON."""
 
 from __future__ import annotations
 

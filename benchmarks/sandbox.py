@@ -1,4 +1,4 @@
-"""What one contained run costs, beside a bare interpreter.
+"""Cost of one contained run, beside a bare interpreter.
 
     python benchmarks/sandbox.py [--runs 200]
 

@@ -18,7 +18,7 @@ READY_S, JOB_S = 120.0, 3600.0
 
 @dataclass(frozen=True)
 class Finished:
-    """What a succeeded job left behind. ``metrics`` and ``events`` are those of the REST API."""
+    """A succeeded job. ``metrics`` and ``events`` are those of the REST API."""
 
     job: str
     metrics: dict[str, Any]

@@ -198,7 +198,7 @@ def training(wanted: bool) -> Iterator[None]:
 
 
 def measured(function: Any, *args: Any) -> Any:
-    """What ``function`` sends, run in a process of its own."""
+    """Results that ``function`` sends from a process of its own."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     process = context.Process(target=function, args=(*args, results))

@@ -1,4 +1,4 @@
-"""What a strictly on-policy update waits for the bus: from the end of scoring to the trainer that has the whole batch.
+"""Time a strictly on-policy update waits for the bus: from the end of scoring until the trainer has the whole batch.
 
     python benchmarks/update_path.py [--out results.json] [--updates 200] [--groups 16]
 

@@ -52,7 +52,7 @@ SEQUENCES, MAX_LENGTH = 4, 256
 
 
 class Served(msgspec.Struct, frozen=True):
-    """What the engine measured of one version; times are of the machine's monotonic clock."""
+    """The engine's measurements of one version; times are of the machine's monotonic clock."""
 
     version: int
     staged: float
@@ -121,7 +121,7 @@ class Serving:
 
 
 def filling(version: int) -> float:
-    """What all weights of a version are."""
+    """Value of all weights of a version."""
     return version / 1000
 
 
@@ -205,7 +205,7 @@ async def publish_all(args: argparse.Namespace, report: Report, url: str, direct
 def next_weights(
     weights: dict[str, Tensor], version: int, source: NDArray[np.uint8], target: NDArray[np.uint8]
 ) -> tuple[float, float]:
-    """What an optimizer step would do, and then one copy of as many bytes; returns when the copy began and ended."""
+    """Change all weights as an optimizer step would, then copy as many bytes; returns when the copy began and ended."""
     for tensor in weights.values():
         tensor.fill_(filling(version))
     start = time.monotonic()

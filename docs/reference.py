@@ -153,7 +153,7 @@ def _section(path: str, model: type[BaseModel]) -> str:
 
 
 def _tag(model: type[BaseModel]) -> str:
-    """What tells a section from others of the same key: its ``type``, where that has one value."""
+    """Value that tells a section from others of the same key: its ``type``, where that has one value."""
     values = get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
     return str(values[0]) if len(values) == 1 else ""
 

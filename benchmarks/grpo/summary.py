@@ -1,4 +1,4 @@
-"""What runs of several systems say: speed, learning, and Penstock's own account, as Markdown tables."""
+"""Tables of runs of several systems in Markdown: speed, learning, and Penstock's own account."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """What one system did. ``start`` is when its first generation could begin; ``startup_s`` what came before."""
+    """Run of one system. ``start`` is when its first generation could begin; ``startup_s`` what came before."""
 
     system: str
     start: float

@@ -1,4 +1,4 @@
-"""What a benchmark of lengths is asked: a job, arms that change it, and what their runs are expected to show."""
+"""Question of a benchmark of lengths: a job, arms that change it, and what their runs are expected to show."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Clock(TrainerCallback):  # type: ignore[misc,unused-ignore]
 
 
 def _scored(batch: Batch, device: str) -> dict[str, torch.Tensor]:
-    """What ``_generate_and_score_completions`` returns."""
+    """Batch in the form that ``_generate_and_score_completions`` returns."""
     given = {name: torch.from_numpy(array) for name, array in batch.padded().items()}
     given["advantages"] = torch.from_numpy(batch.advantages())
     given["num_items_in_batch"] = torch.tensor(float(batch.trained))

@@ -29,7 +29,7 @@ TIMEOUT_S = 1800.0
 
 @dataclass
 class Turn:
-    """What a system did in one turn.
+    """Measurements of a system in one turn.
 
     ``resident_bytes`` is its memory now, ``peak_bytes`` the most it ever was; ``facts`` is what it noted last.
     """

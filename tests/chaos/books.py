@@ -132,7 +132,7 @@ def newest_fates(messages: Iterable[bytes]) -> dict[str, str]:
 
 @dataclass
 class FeedbackBooks:
-    """What the streams of one job tell of feedback, by id; ``ids`` are those that the job knows without their items.
+    """Feedback that the streams of one job report, by id; ``ids`` are those that the job knows without their items.
 
     ``decided_below`` is the sequence in FEEDBACK below which the ledger says that everything is decided.
     """

@@ -175,7 +175,7 @@ class Ran:
     said: dict[str, Any]
     """The last line of its output."""
     records: list[Interaction]
-    """What the deployment recorded meanwhile."""
+    """Interactions that the deployment recorded meanwhile."""
     deployment: Deployment
 
 

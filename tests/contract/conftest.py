@@ -35,7 +35,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Answer:
-    """What goes back, after the service was told to, at the latest after ``wait_s``."""
+    """Reply of the service: sent once a test lets it go, at the latest after ``wait_s``."""
 
     body: Any
     status: int = 200

@@ -46,7 +46,7 @@ ROW = {"prompt": "6+6=", "tests": [{"stdin": "", "stdout": "12"}, {"stdin": "x",
 
 
 def grade(asked: Any) -> dict[str, Any]:
-    """What the judge and the web service of these tests say: 12 is right."""
+    """Verdict of the judge and the web service of these tests: 12 is right."""
     if asked.path == "/score":
         return {"results": [{"score": float(text == "12")} for text in asked.json["completions"]]}
     assert asked.path == "/v1/chat/completions"

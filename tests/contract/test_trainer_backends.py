@@ -1,4 +1,4 @@
-"""What every trainer backend must do. A new backend joins by one entry in ``BACKENDS``."""
+"""Contract of every trainer backend. A new backend joins by one entry in ``BACKENDS``."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_gradients_add_up_until_the_step(open_backend: Open) -> None:
 
 
 def categorical(model: torch.nn.Module, row: tuple[list[int], list[int]], temperature: float) -> Categorical:
-    """What the model says of the tokens of an answer."""
+    """The model's distribution of each token of an answer."""
     prompt, answer = row
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]

@@ -38,7 +38,7 @@ def http_config(web: Any, **changes: Any) -> HttpScorer:
 
 @pytest.fixture(autouse=True)
 def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What whoever runs the service lets scorers use."""
+    """Variables that the service's operator lets scorers use."""
     monkeypatch.setenv("PENSTOCK_SCORER_ENV", "GRADER_KEY, SIGNING_SECRET,SCORES_KEY")
 
 

@@ -188,7 +188,7 @@ class Deployment:
         }
 
     def log(self, worker: str) -> str:
-        """What a service wrote so far."""
+        """Log of a service so far."""
         return (self.directory / "data" / "logs" / f"{worker}.log").read_text()
 
     # -- jobs --------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ class Deployment:
     # -- streams -----------------------------------------------------------------------------------------------------
 
     def on_bus(self, ask: Callable[[Bus], Awaitable[T]]) -> T:
-        """What ``ask`` gets from the bus of this stack."""
+        """Result of ``ask`` on the bus of this stack."""
 
         async def go() -> T:
             state = read_state(self.directory / "data")

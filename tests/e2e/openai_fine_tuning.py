@@ -1,4 +1,4 @@
-"""What a user of OpenAI's SDK does to fine-tune: run by ``test_fine_tuning.py`` with the SDK's own interpreter."""
+"""A user of OpenAI's SDK fine-tunes: run by ``test_fine_tuning.py`` with the SDK's own interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users get wrong: a clear message at the edge, a non-zero exit, and nothing half done."""
+"""Mistakes of users: a clear message at the edge, a non-zero exit, and nothing half done."""
 
 from __future__ import annotations
 

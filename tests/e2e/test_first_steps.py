@@ -23,7 +23,7 @@ SMALLER = "limits.byte_budget=33554432"
 
 
 def blocks(language: str) -> list[str]:
-    """What the section shows in one language."""
+    """Code blocks of the section in one language."""
     return re.findall(rf"```{language}\n(.*?)```", SECTION, flags=re.DOTALL)
 
 

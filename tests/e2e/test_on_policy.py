@@ -1,4 +1,4 @@
-"""What the trainer learns from was written by the policy that it updates, and both agree on its probability."""
+"""The trainer learns from text of the policy that it updates, and both agree on its probability."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def check_dropped(stack: Any, job: str) -> int:
 
 
 def greedy_score(model: Any, config: JobConfig, score: Callable[..., float]) -> float:
-    """What a transformers model writes greedily, scored: one prompt at a time, without a cache."""
+    """Score of a transformers model's greedy answers: one prompt at a time, without a cache."""
     tokenizer = build_tokenizer(config.model)
     source, stops = PromptSource(config.data, tokenizer, config.seed), stop_token_ids(tokenizer, None)
     scores = []

@@ -80,7 +80,7 @@ class PlainGRPO:
         return log_softmax(logits, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
 
     def reward(self, ids: list[int]) -> float:
-        """What the format scorer gives."""
+        """Reward of the format scorer."""
         text = self.tokenizer.decode(ids[:-1] if ids[-1:] == [self.eos] else ids)
         return float(re.fullmatch(self.config.reward.scorers[0].pattern, text, re.DOTALL) is not None)
 

@@ -48,7 +48,7 @@ def trainer(stack: Any, size: int, **of_the_last: str) -> Iterator[ServiceRanks]
 
 
 def lineage(events: list[Event]) -> tuple[dict[int, BatchSealed], list[BatchTrained], list[Checkpointed]]:
-    """What counts in the end: sealed batches by number, trained ones and checkpoints in order."""
+    """The lineage in the end: sealed batches by number, trained ones and checkpoints in order."""
     sealed: dict[int, BatchSealed] = {}
     trained: list[BatchTrained] = []
     checkpoints: list[Checkpointed] = []
@@ -67,7 +67,7 @@ def lineage(events: list[Event]) -> tuple[dict[int, BatchSealed], list[BatchTrai
 
 
 def has_checkpoint_of(stack: Any, job: str, size: int) -> bool:
-    """Whether one counts that so many ranks wrote: it is written while updates go on."""
+    """True once a checkpoint of so many ranks counts: it is written while updates go on."""
     return any(ranks_of(stack, checkpoint) == str(size) for checkpoint in lineage(stack.ledger(job))[2])
 
 

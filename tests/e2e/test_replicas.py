@@ -45,13 +45,13 @@ LIVE = {
 
 
 def lease_holder(stack: Any) -> str:
-    """Who holds the lease, as its record says; no coordinator is asked."""
+    """Holder of the lease by its record; no coordinator is asked."""
     entry = stack.on_bus(lambda bus: bus.kv(subjects.LEASES).get(COORDINATOR))
     return msgspec.json.decode(entry.value, type=LeaseRecord).holder
 
 
 def leader(url: str) -> str:
-    """Who holds the lease, as one coordinator knows."""
+    """Holder of the lease, as one coordinator knows."""
     reply = httpx.get(f"{url}/readyz", timeout=10).json()
     return str(reply["checks"]["leader"]["detail"]).partition(" ")[0]
 
@@ -64,7 +64,7 @@ class Replica:
         self.client = Client(url, api_key=API_KEY, retries=10)
 
     def leader(self) -> str:
-        """Who holds the lease."""
+        """Holder of the lease."""
         return leader(self.url)
 
     def kill(self) -> None:

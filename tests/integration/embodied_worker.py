@@ -51,7 +51,7 @@ def job(task: str, *, horizon: int, policy: str = "gaussian", group: int = 2, **
 
 
 def spec_of(config: EmbodiedJob) -> EnvSpec:
-    """What the simulator of a job is like."""
+    """Description of a job's simulator."""
     sim = config.environment
     request = OpenEnv(env_id=sim.task, num_envs=1, backend=sim.backend, options=sim.options)
     return describe_simulator(request, NOWHERE)

@@ -1,4 +1,4 @@
-"""What happens when the server dies, goes silent or restarts, and when our own code misbehaves."""
+"""The bus when the server dies, goes silent or restarts, and when our own code misbehaves."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ async def led(bus: Bus, **train: Any) -> AsyncIterator[Led]:
 
 
 async def test_a_scan_finds_what_no_advisory_told(bus: Bus) -> None:
-    """Nobody listened while the deliveries were used up, as when every coordinator is down."""
+    """No coordinator listened while the deliveries were used up."""
     async with led(bus) as job:
         await job.use_up(subjects.TICKETS, 2)
 

@@ -1,4 +1,4 @@
-"""What others said in messages that a deletion takes apart while a leader admits it counts, once. On a real bus."""
+"""Other users' items in messages that a deletion takes apart while a leader admits them count once. On a real bus."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Scene:
 
     @asynccontextmanager
     async def worker(self) -> AsyncIterator[None]:
-        """Somebody who turns posted answers into tokens: without it nothing is made."""
+        """A worker that turns posted answers into tokens: without it nothing is made."""
         tokenizer = build_tokenizer(CONFIG.model)
         engine = await asyncio.to_thread(
             open_engine, CONFIG.model, tokenizer, max_running=2, seed=CONFIG.seed, version=0
@@ -276,7 +276,7 @@ async def test_what_others_posted_and_is_admitted_keeps_its_body(scene: Scene) -
 async def test_what_is_admitted_between_what_a_deletion_reads_keeps_its_body(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads what was told and what the ledger says, whichever comes first, and an item is admitted in between."""
+    """The deletion reads DECISIONS and the ledger in either order, and an item is admitted in between."""
     items = [scene.posted(user) for user in ("gone", "other", "another")]
     await scene.post(*items)
 

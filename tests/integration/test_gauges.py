@@ -1,4 +1,4 @@
-"""What a job measures is what Prometheus scrapes, while it is led here."""
+"""Prometheus scrapes the measurements of a job while it is led here."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def load_example(name: str, *overrides: str) -> JobConfig:
 
 
 def of_files(files: Path) -> list[str]:
-    """What turns the full example into a job of the files here, for a model this small."""
+    """Overrides that turn the full example into a job of the files here, for a model this small."""
     paths = {"model": "model", "data.train": "train.jsonl", "data.eval": "test.jsonl"}
     overrides = [f"{key}.path={files / name}" for key, name in paths.items()]
     return [*overrides, "model.dtype=float32", "sampling.max_new_tokens=12", "algorithm.group_size=4"]

@@ -1,4 +1,4 @@
-"""What a job's record says of who leads it and why it failed, on a real bus."""
+"""A job's record names its leader and why it failed, on a real bus."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_each_control_loop_counts_and_the_last_one_tells_why(bus: Bus) -> 
 
 
 async def test_the_next_leader_tells_why_where_the_last_one_died_before_it_could(bus: Bus) -> None:
-    """What is known lies in the ledger: the record knew nothing of it."""
+    """The ledger alone knows it: the record knew nothing of it."""
     store = JobStore(bus)
     record = await store.create(JOB)
     journal = Journal(bus, record.id)

@@ -80,7 +80,7 @@ async def ledger_of(bus: Bus) -> list[bytes]:
 
 
 async def test_an_append_whose_answer_was_lost_is_one_entry(bus: Bus) -> None:
-    """It stands in the ledger, its leader lives and does not know it: the append again finds its own entry."""
+    """The entry stands in the ledger, its leader does not know it, and the append again finds its own entry."""
     journal = Journal(bus, JOB)
     await journal.load()
     first = await journal.append(entry(0))

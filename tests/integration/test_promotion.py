@@ -108,7 +108,7 @@ class Job:
         await self.bus.publish(subjects.feedback(self.id), pack(FeedbackBatch(items=items), job=self.id))
 
     async def manifest(self) -> WeightManifest:
-        """What engines are told to serve."""
+        """Manifest that engines are told to serve."""
         entry = await self.bus.kv(subjects.MANIFESTS).get(self.id)
         assert entry is not None
         assert entry.value is not None
@@ -179,7 +179,7 @@ async def running_job(bus: Bus, directory: Path) -> AsyncIterator[Job]:
 
 
 async def test_no_evaluation_begins_while_training_is_to_go_back(bus: Bus, tmp_path: Path) -> None:
-    """It would hold the version that is about to be left behind, and its tickets would come too late."""
+    """An evaluation would hold the version that is about to be left behind, and its tickets would come too late."""
     record = await JobStore(bus).create(CONFIG)
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)
     runner.run = JobRun(CONFIG, LedgerState(started=True), num_ordinals=None, writer_epoch=1)

@@ -1,4 +1,4 @@
-"""What several coordinators agree on through the bus: whose submission is which job, and who answers for a job."""
+"""Several coordinators agree through the bus whose submission is which job, and who answers for a job."""
 
 from __future__ import annotations
 

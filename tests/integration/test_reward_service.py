@@ -228,7 +228,7 @@ async def test_slow_groups_move_from_raw_to_experience(
 
 
 async def test_a_group_above_one_message_is_scored_whole(bus: Bus, user_module: None) -> None:
-    """It comes in parts and goes on in parts; none of them stays behind."""
+    """The group comes in parts and goes on in parts; none of them stays behind."""
     async with run_reward(bus):
         await put_job(bus, {"scorers": [{"type": "exact"}], "slow": True})
         group = raw_group("4", "5")

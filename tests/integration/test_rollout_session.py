@@ -211,7 +211,7 @@ async def is_free(worker: Worker) -> bool:
 
 
 async def test_every_draw_in_hand_is_named(bus: Bus, tmp_path: Path) -> None:
-    """What a worker does not name looks dead to the coordinator once it is late."""
+    """A draw that no worker names looks dead to the coordinator once it is late."""
     ordinals = range(1, 100)
     async with working(bus, tmp_path, [PROMPTS[1]] * 100) as worker:
         for ordinal in ordinals:

@@ -29,7 +29,7 @@ NOBODY = dict.fromkeys(("coordinator", "reward", "env", "rollout", "trainer"), 0
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """What every disk has free."""
+    """Free bytes of every disk."""
     found = {"bytes": 100 * GIB}
     monkeypatch.delenv("PENSTOCK_EXPERIENCE_BYTES", raising=False)
     monkeypatch.delenv("PENSTOCK_STREAM_BYTES", raising=False)

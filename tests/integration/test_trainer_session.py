@@ -1,4 +1,4 @@
-"""What a trainer's session survives, and what it lets go of."""
+"""A trainer's session: the faults that it survives, and the resources that it lets go of."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ JOB, OTHER = "job_" + "1" * 32, "job_" + "2" * 32
 
 @dataclass
 class Receiver:
-    """What arrived, and what is answered."""
+    """Requests that arrived, and the answers to them."""
 
     url: str = ""
     seen: list[tuple[dict[str, str], bytes]] = field(default_factory=list)

@@ -96,7 +96,7 @@ def hold(settings: ServiceSettings) -> Iterator[Callable[[WeightManifest], subpr
 
 
 def ask(process: subprocess.Popen[str]) -> str:
-    """What the holder sees in its slot."""
+    """Ask the holder what it sees in its slot."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("look\n")

@@ -65,7 +65,7 @@ def job(
 
 @dataclass
 class World:
-    """What survives every crash."""
+    """State that survives every crash."""
 
     entries: list[list[Event]] = field(default_factory=list)
     snapshots: list[bytes] = field(default_factory=list)
@@ -273,7 +273,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule(temperature=st.sampled_from([0.5, 1.0, 1.5]))
     def amend(self, temperature: float) -> None:
-        """Somebody changes the job file; what is in flight stays as it was drawn."""
+        """A user changes the job file; what is in flight stays as it was drawn."""
         sampling = self.config.sampling.model_copy(update={"temperature": temperature})
         self.config = self.config.model_copy(update={"sampling": sampling})
         self.append(self.run.amend(self.config, 2, self.now))
@@ -461,7 +461,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @rule()
     def leader_is_replaced_while_it_lives(self) -> None:
-        """It is stopped for longer than its lease; who leads now writes something, or finds nothing to decide yet."""
+        """The leader stands still for longer than its lease; the next one writes, or has nothing to decide yet."""
         first: dict[Draw, int] = {}
         for seq, header in sorted(self.world.stored.items()):
             first.setdefault(header.draw, seq)
@@ -475,8 +475,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: getattr(self, "paused", None) is not None)
     @rule(late_s=st.sampled_from([0.0, 150.0]))
     def the_old_leader_goes_on(self, late_s: float) -> None:
-        """It hears what was stored meanwhile, decides, writes: refused once another one has written. What it takes for
-        a duplicate and deletes is one for all."""
+        """The leader hears what was stored meanwhile, decides, writes: refused once another has written. A group
+        that it deletes as a duplicate is one for all leaders."""
         assert self.paused is not None
         old, known, heard = self.paused
         for seq, header in sorted(self.world.stored.items()):
@@ -606,7 +606,7 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def sealed_groups_are_stored(self) -> None:
-        """What a sealed batch or a restart needs is never deleted or purged."""
+        """Groups that a sealed batch or a restart needs are never deleted or purged."""
         if not hasattr(self, "run"):
             return
         state = self.run.state

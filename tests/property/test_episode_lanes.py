@@ -27,7 +27,7 @@ A = 2
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the simulator does with one episode. ``breaks_at`` is the step that it does not survive; 0: its reset."""
+    """The simulator's course of one episode. ``breaks_at`` is the step that it does not survive; 0: its reset."""
 
     ends_at: int
     terminates: bool

@@ -16,6 +16,13 @@ SOURCES = sorted(
     for path in (ROOT / folder).rglob("*.py")
     if "src/penstock/s" not in str(path)
 )
+TESTS_AND_TOOLS = sorted(
+    path
+    for folder in ("tests", "benchmarks", "docs", "examples")
+    for path in (ROOT / folder).rglob("*.py")
+    if "node_modules" not in path.parts
+)
+"""Programs whose docstrings are held to the same style; their size is not."""
 MAX_FILE_LINES, MAX_MEDIAN_LINES, MAX_FUNCTION_LINES = 600, 200, 60
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "v2"}
 
@@ -36,6 +43,7 @@ def name_of(path: Path) -> str:
 
 def test_the_sources_are_found() -> None:
     assert len(SOURCES) > 30
+    assert len(TESTS_AND_TOOLS) > 300
 
 
 def test_a_file_holds_one_concept() -> None:
@@ -105,7 +113,7 @@ def _texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def test_docstrings_begin_with_their_subject() -> None:
     found = [
         f"{name_of(path)}:{line}: {text.splitlines()[0]}"
-        for path in SOURCES
+        for path in [*SOURCES, *TESTS_AND_TOOLS]
         for line, text in _texts(tree_of(path))
         if VAGUE.match(text)
     ]

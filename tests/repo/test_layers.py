@@ -1,4 +1,4 @@
-"""What import-linter cannot say: its contracts name what is forbidden, this one what is allowed."""
+"""Allowed imports of the layers: import-linter's contracts name what is forbidden, this one what is allowed."""
 
 from __future__ import annotations
 

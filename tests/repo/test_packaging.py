@@ -1,4 +1,4 @@
-"""What is installed: one top-level name, and a control plane without torch."""
+"""The installed package: one top-level name, and a control plane without torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo says of a run, and how it watches one: the panel on a terminal, lines in a pipe."""
+"""The demo's account of a run, and how it watches one: the panel on a terminal, lines in a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step costs does not depend on how much a client asks for."""
+"""The cost of a step does not depend on how much a client asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rollout worker makes of tokens that were posted."""
+"""A rollout worker reads tokens that were posted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not be stored is found in texts, and the tokens that spell it are blanked."""
+"""Secrets that must not be stored are found in texts, and the tokens that spell them are blanked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job file may say about rewards, and what is refused before anything runs."""
+"""Rewards that a job file may ask for, and what is refused before anything runs."""
 
 from __future__ import annotations
 

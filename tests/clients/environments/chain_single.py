@@ -10,7 +10,7 @@ __all__ = ["SingleTaskset"]
 
 
 class Data(vf.TaskData):
-    """What is right."""
+    """The right answer."""
 
     answer: str
 

@@ -28,7 +28,7 @@ class Add(vf.Toolset[vf.ToolsetConfig, Calls]):
 
 
 class Adding(vf.Task[vf.TaskData, Calls]):
-    """Whether there was one call, and then an answer."""
+    """Rewards one call that an answer follows."""
 
     @vf.reward
     async def called(self, trace: vf.Trace) -> float:

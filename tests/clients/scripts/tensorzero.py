@@ -50,7 +50,7 @@ def verdicts(gateway: TensorZeroGateway) -> list[str]:
 
 
 def refusals(gateway: TensorZeroGateway) -> None:
-    """What is not declared is refused, and the client says so."""
+    """The gateway refuses metrics that are not declared, and the client says so."""
     target, _ = answer()
     for bad in ({"metric_name": "liked", "value": True}, {"metric_name": "accepted", "value": "yes"}):
         try:

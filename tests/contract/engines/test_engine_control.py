@@ -11,7 +11,7 @@ from penstock.shared.errors import Unavailable
 
 
 async def settled(task: asyncio.Task[Any]) -> bool:
-    """Whether a task ends within a moment."""
+    """True if a task ends within a moment."""
     done, _ = await asyncio.wait([task], timeout=0.05)
     return bool(done)
 

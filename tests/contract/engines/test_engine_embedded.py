@@ -1,4 +1,4 @@
-"""What only the embedded engine can show from outside: that the flush is what keeps log-probs true."""
+"""The flush of the embedded engine keeps log-probs true: no other engine shows that from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every engine owes its callers: exact log-probs, reproducible samples, honest ends."""
+"""Every engine owes its callers exact log-probs, reproducible samples and honest ends."""
 
 from __future__ import annotations
 

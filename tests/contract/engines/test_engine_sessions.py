@@ -17,7 +17,7 @@ from penstock.shared.protocol.generation import GenRequest, Sample
 
 STOPS = tuple(range(5, 25))
 TOLD = (30, 31, 32, 33, 34, 35, 36)
-"""What is appended between two turns, cut to different lengths."""
+"""Tokens appended between two turns, cut to different lengths."""
 
 
 def turn(

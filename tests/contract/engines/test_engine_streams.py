@@ -1,4 +1,4 @@
-"""What every engine tells while it decodes: tokens as they are sampled, the likeliest others, log-probs of a text."""
+"""Every engine reports while it decodes: tokens as they are sampled, the likeliest others, log-probs of a text."""
 
 from __future__ import annotations
 

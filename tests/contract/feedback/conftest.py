@@ -87,7 +87,7 @@ class Desk:
         return found
 
     async def stored(self) -> list[list[Feedback]]:
-        """What FEEDBACK holds, message by message."""
+        """Items in FEEDBACK, message by message."""
         messages = await self.bus.read(subjects.FEEDBACK, "feedback.*")
         whole = await self.bus.get_whole(subjects.FEEDBACK, [message.seq for message in messages])
         return [unpack(whole[m.seq].data, FeedbackBatch)[0].items for m in messages]

@@ -1,4 +1,4 @@
-"""What an agent does with the clients: it opens an episode, says what it thinks, and reads what became of it."""
+"""An agent uses the clients: it opens an episode, says what it thinks, and reads what became of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of an interaction: asked by its id, counted by job."""
+"""The outcome of an interaction: asked by its id, counted by job."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ async def test_a_broken_file_is_built_anew_at_the_start(
 
 
 async def test_a_file_that_breaks_meanwhile_is_built_anew(desk: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Who asks meanwhile is told to come again, and posts are taken."""
+    """Readers are told to come again meanwhile, and posts are taken."""
     ids = await judged(desk, "somebody", 100)
     index = desk.desk.index
     await index.catch_up(subjects.FEEDBACK, subjects.INTERACTIONS)

@@ -1,4 +1,4 @@
-"""What `/v1/limits` says of feedback is what is enforced: that much is taken, and no more."""
+"""The limits of feedback that `/v1/limits` shows are enforced: that much is taken, and no more."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ async def test_a_deletion_that_another_replica_left_is_finished(
 async def test_a_deletion_that_takes_long_is_carried_out_by_one_replica(
     open_desk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for a job longer than a process may be silent; who asks again meanwhile does not begin a second one."""
+    """The deletion waits for a job longer than a process may be silent; a second request does not begin another one."""
     monkeypatch.setattr(desk_module, "ABANDONED_S", 4.0)
     monkeypatch.setattr(desk_module, "PROMPT_S", 0.1)
     let_go, begun = asyncio.Event(), list[str]()

@@ -1,4 +1,4 @@
-"""What a leader tells when another one has spoken already changes nothing that people see."""
+"""A leader that speaks after its successor changes nothing that people see."""
 
 from __future__ import annotations
 

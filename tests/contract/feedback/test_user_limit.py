@@ -15,7 +15,7 @@ def verdict(desk: Any, **more: Any) -> dict[str, Any]:
 
 
 def over(reply: httpx.Response) -> dict[str, Any]:
-    """What a refused request is told."""
+    """Error of a refused request."""
     body: dict[str, Any] = reply.json()
     assert (reply.status_code, body["error"]["code"]) == (429, "user_rate_limited"), body
     assert body["error"]["type"] == "rate_limit_error"

@@ -21,7 +21,7 @@ async def submitted(client: Any, job: Any) -> str:
 
 
 def follow(books: Any, path: str, step: int) -> None:
-    """What the leader writes when it took a change up."""
+    """Write the status as the leader does once it has taken a change up."""
     id = path.rpartition("/")[2]
     books.advance(id, "running", observed_generation=books.jobs[id].generation, applies_at_step=step)
 

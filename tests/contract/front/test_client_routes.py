@@ -85,7 +85,7 @@ REPLIES: dict[type, Operation] = {
     results.GraderRun: ("POST", "/v1/graders/run"),
     results.AuditEntry: ("GET", "/v1/audit-log"),
 }
-"""What answers with which struct, itself or a list of them. Rows without a schema are read in the other tests."""
+"""Methods and the struct that they return, itself or a list of them. Other tests read rows without a schema."""
 
 ARGUMENTS: dict[str, Any] = {
     "job": "job_1", "goal": "terminal", "ref": "addition", "patch": {}, "number": 1, "pool": "rollout", "replicas": 1,
@@ -93,7 +93,7 @@ ARGUMENTS: dict[str, Any] = {
     "corrected": "b", "model": "policy", "sha256": "a" * 64, "name": "n", "scopes": ["admin"], "url": "http://x.test",
     "grader": {}, "sample": "text", "version": 1, "checkpoint": 1, "item": "7", "user": "eve", "train": True,
 }  # fmt: skip
-"""What the methods need, by the names of their parameters."""
+"""Arguments of the methods, by the names of their parameters."""
 WAYS: dict[str, list[dict[str, Any]]] = {
     "submit": [{"job": {}}],
     "dry_run": [{"job": {}}],
@@ -216,7 +216,7 @@ def test_replies_are_those_of_the_document(document: dict[str, Any], kind: type)
 
 
 def test_parts_of_the_clients_answer_with_structs() -> None:
-    """What begins an operation answers with what that came to, which its kind decides."""
+    """A method that begins an operation returns the operation's result, whose type depends on its kind."""
     with Client() as client:
         said = {name: typing.get_type_hints(inspect.unwrap(one))["return"] for name, one in methods(client).items()}
     loose = {name for name, kind in said.items() if "." in name and "dict[str, typing.Any]" in str(kind)}

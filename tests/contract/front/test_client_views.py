@@ -1,4 +1,4 @@
-"""What a job shows, by both clients: samples, timelines, logs that are followed, archives, files by their content."""
+"""Views of a job by both clients: samples, timelines, logs that are followed, archives, files by their content."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Measured:
-    """What each rank found, by case and quantity, and the exported model."""
+    """Measurements of each rank, by case and quantity, and the exported model."""
 
     ranks: list[dict[str, dict[str, float]]]
     export: Path

@@ -1,4 +1,4 @@
-"""What each rank of the megatron contract runs: the backend beside `local`, and how far apart they are.
+"""Program of each rank of the megatron contract: the backend beside `local`, and how far apart they are.
 
 `measure_all` runs on ranks; rank 0 writes the exported model.
 """

@@ -188,7 +188,7 @@ class Stack:
 
 @dataclass
 class Front:
-    """What a coordinator has of live requests: its HTTP, its gateway, its desk for feedback."""
+    """A coordinator's parts for live requests: its HTTP, its gateway, its desk for feedback."""
 
     url: str
     client: httpx.AsyncClient
@@ -205,7 +205,7 @@ class Front:
 
 
 def consent_of(user: str) -> bool | None:
-    """What a user said: it is in the name."""
+    """Consent of a user, which the name tells."""
     return False if "no" in user else True if "yes" in user else None
 
 

@@ -25,7 +25,7 @@ async def have(stack: Any, version: int) -> None:
 
 
 async def on_trial(stack: Any, version: int | None, *gateways: Any) -> None:
-    """What the leader says of a trial, and that it is heard."""
+    """Announce a trial as the leader does, and wait until the gateways have heard it."""
     row = None if version is None else {"version": version, "share": SHARE}
     await JobStore(stack.bus).set_status(stack.job, canary=row)
     expected = None if version is None else (version, SHARE)
@@ -69,7 +69,7 @@ async def test_each_conversation_is_answered_by_its_arm_at_every_coordinator(sta
 
 
 async def test_no_agent_gets_a_token_of_the_next_version_on_trial(stack_of: Any) -> None:
-    """What the version on trial began is gone on with by the version served when the trial's engine moves on."""
+    """The served version continues conversations of the trial when the trial's engine moves on."""
     async with stack_of(**TRIED) as stack:
         await stack.publish(1, candidate=True)
         await have(stack, 1)

@@ -1,4 +1,4 @@
-"""What agents get from `/v1/chat/completions` and `/v1/completions`, and what is recorded of it."""
+"""Agents' answers from `/v1/chat/completions` and `/v1/completions`, and the records of them."""
 
 from __future__ import annotations
 

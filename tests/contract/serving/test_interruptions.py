@@ -1,4 +1,4 @@
-"""What an agent notices of new weights, lost workers and its own retries: nothing; and what is recorded then."""
+"""An agent notices nothing of new weights, lost workers and its own retries; and the records of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests say of themselves in `metadata`: what is understood is recorded, and what is not is refused."""
+"""The `metadata` of requests: known keys are recorded, and others are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be served is refused with a reason that OpenAI's clients understand."""
+"""Requests that cannot be served are refused with a reason that OpenAI's clients understand."""
 
 from __future__ import annotations
 

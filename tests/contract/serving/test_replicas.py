@@ -69,7 +69,7 @@ async def test_a_retry_elsewhere_gets_the_answer_that_is_being_written(stack_of:
 
 
 async def test_a_second_retry_where_the_answer_is_written_gets_it(stack_of: Any) -> None:
-    """It was handed over, and its client left there, too."""
+    """The request was handed over, and its client left there, too."""
     async with stack_of() as stack, stack.replica() as other:
         await leave(other, await asked(stack, other, max_tokens=1500))
         body = {**BODY, "max_tokens": 1500}
@@ -138,7 +138,7 @@ async def test_a_request_is_noted_before_any_worker_has_it(stack_of: Any) -> Non
 
 
 async def test_a_note_that_is_not_stored_yet_is_found(stack_of: Any) -> None:
-    """It was sent, and then its coordinator died."""
+    """The note was sent, and then its coordinator died."""
     async with stack_of() as stack, await Bus.connect(stack.server.url, name="dies") as bus:
         served = stack.gateway.find("agent")
         for n in range(200):

@@ -1,4 +1,4 @@
-"""What of a live request reaches a disk, and how it is sampled where the job wants answers that it can train on."""
+"""Parts of a live request that reach a disk, and its sampling where the job wants answers that it can train on."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ async def test_an_episode_has_a_user(agent: Any) -> None:
 
 
 async def test_an_episode_that_an_earlier_version_opened_names_nobody(agent: Any) -> None:
-    """It kept the tag as it was sent, and no user."""
+    """The earlier version kept the tag as it was sent, and no user."""
     episode = (await agent.client.post("/v1/episodes", json={"model": "agent", "user": "ann"})).json()
     kv = agent.bus.kv(subjects.EPISODES)
     [entry] = [entry for entry in await kv.entries() if episode["id"].encode() in entry.value]

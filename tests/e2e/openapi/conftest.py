@@ -149,7 +149,7 @@ class Front:
         return reply.json()
 
     def get(self, path: str) -> Any:
-        """What is shown under a path that must be there."""
+        """Body under a path that must be there."""
         reply = self.http.get(path)
         assert reply.is_success, (path, reply.status_code, reply.text)
         return reply.json()

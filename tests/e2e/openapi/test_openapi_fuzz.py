@@ -63,7 +63,7 @@ def _order(operation: Any) -> tuple[bool, bool, str]:
 
 
 class Findings:
-    """What was seen of each operation."""
+    """Replies seen of each operation."""
 
     def __init__(self, front: Any) -> None:
         self.front = front

@@ -111,7 +111,7 @@ def test_the_dual_clip_does_something() -> None:
 
 
 def test_soft_punishment_exists_and_never_rewards_length() -> None:
-    """It was documented and read by no code."""
+    """Elsewhere the punishment was documented and read by no code."""
     punished = soft_overlong_punishment(torch.arange(0, 30), max_length=20, buffer=10)
     assert punished[:11].tolist() == [0.0] * 11
     assert (punished.diff() <= 0).all()

@@ -89,7 +89,7 @@ def test_a_draw_waits_in_one_queue_at_a_time() -> None:
 
 
 def test_a_leader_that_was_replaced_deletes_nothing_of_its_successor() -> None:
-    """It knows no draw of the one that leads now: to it their groups would be duplicates."""
+    """The old leader knows no draw of the one that leads now: to it their groups would be duplicates."""
     scene = Scene()
     assert scene.answer(Draw(9)) is Verdict.DUPLICATE
     assert scene.answer(Draw(9), epoch=2) is Verdict.ACCEPT
@@ -158,7 +158,7 @@ def test_a_cancelled_job_checkpoints_the_update_that_was_under_way() -> None:
 
 @pytest.mark.parametrize("first", ["paused", "cancelled"])
 def test_a_cancelled_job_does_not_wait_for_a_trainer_that_cannot_train(first: str) -> None:
-    """It asked for a pause before the batch, and whoever is asked cancels; or the job was being cancelled by then."""
+    """The trainer asked for a pause before the batch, and the user cancels; or the job was being cancelled by then."""
     scene = Scene()
     for draw in scene.waiting:
         scene.answer(draw)

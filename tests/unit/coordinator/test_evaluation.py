@@ -1,4 +1,4 @@
-"""What held-out completions add up to, and what a ticket asks an engine for."""
+"""The sums of held-out completions, and the request that a ticket is for an engine."""
 
 from __future__ import annotations
 

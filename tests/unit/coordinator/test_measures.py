@@ -1,4 +1,4 @@
-"""What a leader takes up of the rows that others wrote."""
+"""A leader takes up rows that others wrote."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def record(**status: Any) -> JobRecord:
 
 
 class Bus:
-    """What the table is made with; nothing is followed here."""
+    """Stands where the table needs a bus; nothing is followed here."""
 
 
 def test_a_model_is_served_at_the_promoted_version_since_it_was() -> None:

@@ -1,4 +1,4 @@
-"""What a job needs beside the usual packages, and what is said at submission where workers lack it."""
+"""Packages that a job needs beside the usual ones, and the answer to a submission where workers lack them."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_a_rejected_item_does_not_count_from_its_copy() -> None:
     low=st.integers(0, 60),
 )
 def test_a_new_leader_that_reads_from_the_mark_holds_the_same_items(values: list[float], cut: int, low: int) -> None:
-    """It learns from the messages below the mark, and reads again from there."""
+    """The new leader learns from the messages below the mark, and reads again from there."""
     items = [rating(number, value, key_id=f"k{number % 2}") for number, value in enumerate(values)]
     whole = Reader()
     fates = whole.read(*items)

@@ -1,4 +1,4 @@
-"""What the leader of a job says that it waits for: since when, and on whom."""
+"""Waits that the leader of a job names: for what, since when, and on whom."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a learner makes of completions that were cut off: wrong ones, none for the loss, or none at all."""
+"""A learner counts completions that were cut off as wrong ones, as none for the loss, or as none at all."""
 
 from __future__ import annotations
 

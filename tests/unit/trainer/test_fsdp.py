@@ -73,7 +73,7 @@ def train(
 
 
 def outcome(learner: Learner, metrics: list[dict[str, float]]) -> Run:
-    """What can be compared."""
+    """Results that can be compared."""
     weights = {name: tensor.float().clone().numpy() for name, tensor in learner.weights()}
     policy = learner.state().models["policy"]
     moments = {key: whole(t).numpy() for key, t in policy.optimizer.items() if key.startswith("exp_avg.")}
@@ -103,7 +103,7 @@ def train_and_save(world: World, config: JobConfig, batches: Batches, load: Path
 
 
 def load_damaged(world: World, config: JobConfig, path: Path) -> str:
-    """What this rank says of a checkpoint."""
+    """This rank's opinion of a checkpoint."""
     learner, place = Learner(config, collective=world.everybody), world.place
     try:
         verify_share(path, rank=place.rank, ranks=place.size)
@@ -206,7 +206,7 @@ def test_crash_and_resume_on_other_numbers_of_ranks(
 
 
 def save_thrice(world: World, config: JobConfig, root: Path) -> list[str]:
-    """What this rank says of three checkpoints; something is in the way of the first."""
+    """This rank's opinions of three checkpoints; something is in the way of the first."""
     state, said = Learner(config, collective=world.everybody).state(), []
     for attempt in range(3):
         if world.place.rank == 0 and attempt == 0:

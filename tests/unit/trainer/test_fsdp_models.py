@@ -113,7 +113,7 @@ def train(learner: Learner, collective: Collective, config: JobConfig, batches: 
 
 
 def outcome(learner: Learner, metrics: list[dict[str, float]]) -> Run:
-    """What can be compared."""
+    """Results that can be compared."""
     published, frozen = (
         {name: tensor.float().clone().numpy() for name, tensor in found}
         for found in (learner.weights(), learner.frozen())

@@ -1,4 +1,4 @@
-"""What cannot be cut is refused when the file is read, with what to do instead."""
+"""Models that cannot be cut are refused when the file is read, with what to do instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other, and what happens when one of them is gone."""
+"""Ranks exchange messages, and end when one of them is gone."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_lost_rank_is_named(ranks: Any) -> None:
 
 
 def test_ranks_of_torchrun_meet_at_the_store_of_its_agent_however_often(nursery: Any, tmp_path: Path) -> None:
-    """It keeps the store at MASTER_PORT itself, and the same one for every start: rank 0 cannot listen there, and what
+    """torchrun's agent keeps the store at MASTER_PORT, one for all starts: rank 0 cannot listen there, and what
     the ranks of an earlier start left there must not be found. Each agent counts restarts for itself: not those for a
     membership change, which is what the failure of another agent's rank is to it."""
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -132,7 +132,7 @@ class Agent:
         return dist.TCPStore("127.0.0.1", self._store.port, is_master=False)
 
     def start(self, rank: int, size: int, deadline_s: float = 20) -> Future[str]:
-        """What the rank finds under `word` of rank 0, once they have met."""
+        """Value that the rank finds under `word` of rank 0, once they have met."""
 
         def run() -> str:
             store = store_of_this_start(self.connect(), Place(rank, size), deadline_s=deadline_s)

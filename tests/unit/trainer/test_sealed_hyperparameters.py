@@ -1,4 +1,4 @@
-"""What a batch was sealed with holds for its update, whatever the job file says."""
+"""Sealed hyper-parameters hold for the update of their batch, whatever the job file says."""
 
 from __future__ import annotations
 
