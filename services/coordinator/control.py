@@ -13,11 +13,12 @@ from pathlib import Path
 
 import msgspec
 
+from penstock.services.coordinator.access import AuditLog, KeyStore
 from penstock.services.coordinator.api.control import Order, Row
 from penstock.services.coordinator.api.logfiles import read_logs
 from penstock.services.coordinator.audit import Audit, audit_entries, audit_stored, sealed_by_seq
-from penstock.services.coordinator.audit_log import AuditLog
 from penstock.services.coordinator.browse import SampleBrowser
+from penstock.services.coordinator.charts import columns, metric_names, timeline
 from penstock.services.coordinator.checkpoints import (
     Artifacts,
     checkpoint_row,
@@ -32,21 +33,17 @@ from penstock.services.coordinator.finetuning.desk import FineTuningDesk
 from penstock.services.coordinator.graders import GraderBench
 from penstock.services.coordinator.job_index import JobEntry
 from penstock.services.coordinator.journal import Journal, read_snapshots
-from penstock.services.coordinator.keystore import KeyStore
 from penstock.services.coordinator.leader_rpc import Leader, LeaderRpc
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.ledger_room import ledger_waits, reserve_ledger
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.admission_audit import audit_admissions
-from penstock.services.coordinator.probe import WriteProbe
 from penstock.services.coordinator.removal import delete_job
 from penstock.services.coordinator.replays import replay_rows
 from penstock.services.coordinator.scaling import Scaler
-from penstock.services.coordinator.series import columns, metric_names
 from penstock.services.coordinator.steering import Steering
+from penstock.services.coordinator.storage_health import WriteProbe, ledger_waits, reserve_ledger
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.submission import SubmissionIds, plan_job, resolve_model, tell
-from penstock.services.coordinator.timeline import timeline
 from penstock.services.coordinator.webhooks.store import WebhookStore
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.job import group_bytes

@@ -1,4 +1,4 @@
-"""Publishes the effects of committed decisions: tickets, batch manifests, deletions, purges and dead letters.
+"""Publishes effects of decisions: tickets, batch manifests, deletions, purges, dead letters, the trainer's commands.
 
 All of it follows from the ledger and is safe to repeat.
 """
@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
+from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.run import Effects, JobRun
 from penstock.services.coordinator.supply import Unreadable
 from penstock.shared.errors import NotFound, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
-from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import BatchRefused, Dropped, Event
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.messages import DRAW_HEADER, BatchManifest, Ticket
+from penstock.shared.protocol.messages import DRAW_HEADER, Ack, BatchManifest, Command, CommandKind, Ticket
 from penstock.shared.protocol.parts import PART, count_of, part_subject
 from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
 
@@ -33,6 +36,7 @@ __all__ = [
     "STREAM",
     "EffectPublisher",
     "Order",
+    "TrainerCommands",
     "batch_id",
     "purge_manifests",
 ]
@@ -41,6 +45,8 @@ logger = logging.getLogger(__name__)
 Order = Callable[[JobRun, Sequence[Draw]], Awaitable[None]]
 """Requests the groups of draws; safe to repeat."""
 MAX_REASON = 500
+ASK_AGAIN_S = 2.0
+"""A command to the trainer is repeated after this long, until the ledger shows that it was carried out."""
 TICKETS_AT_ONCE = 500
 """Tickets in one durable write."""
 STREAM, SEQUENCE = "Penstock-Stream", "Penstock-Sequence"
@@ -223,3 +229,44 @@ async def purge_manifests(bus: Bus, job: str, *, up_to: int) -> int:
             break
         stop = message.seq + 1
     return await bus.purge(subjects.BATCHES, subjects.batches(job), below_seq=stop)
+
+
+class TrainerCommands:
+    """Checkpoints and rollbacks of one job; one thing at a time is asked for."""
+
+    def __init__(self, bus: Bus, outbox: Outbox, job: str, epoch: int) -> None:
+        self._bus, self._outbox, self._job, self._epoch = bus, outbox, job, epoch
+        self._asked_at = 0.0
+        self._asked: tuple[object, ...] = ()
+
+    def follow(self, run: JobRun) -> bool:
+        """Ask for what ``run`` wants now; True while it wants something."""
+        state, rollback = run.state, run.rollback
+        if rollback is not None:
+            args = {"number": rollback.number, "reason": rollback.reason, "version": state.version}
+            self._ask("rollback", args, (rollback.number, state.version))
+        elif unwanted := run.unwanted:
+            self._ask("leave_out", {"draws": [str(draw) for draw in unwanted]}, tuple(unwanted))
+        elif reason := run.wants_checkpoint:
+            newest = state.checkpoint
+            self._ask("checkpoint", {"reason": reason}, (None if newest is None else newest.number, state.forked))
+        else:
+            return False
+        return True
+
+    def _ask(self, kind: CommandKind, args: dict[str, Any], about: tuple[object, ...]) -> None:
+        asked = (kind, *about)
+        if asked == self._asked and time.monotonic() - self._asked_at < ASK_AGAIN_S:
+            return
+        self._asked, self._asked_at = asked, time.monotonic()
+        command = pack(Command(kind=kind, epoch=self._epoch, args=args), job=self._job, epoch=self._epoch)
+        self._outbox.later(lambda: self._send(command), keep=False)
+
+    async def _send(self, command: bytes) -> None:
+        try:
+            reply = await self._bus.request(subjects.command(self._job), command, deadline_s=ASK_AGAIN_S)
+            ack, _ = unpack(reply, Ack)
+            if not ack.ok:
+                logger.warning("the trainer of %s refused a command: %s", self._job, ack.reason)
+        except Unavailable as error:
+            logger.info("the trainer of %s did not take the command yet: %s", self._job, error)

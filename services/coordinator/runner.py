@@ -18,19 +18,16 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator import summary
-from penstock.services.coordinator.announcements import announce
-from penstock.services.coordinator.commands import TrainerCommands
 from penstock.services.coordinator.conditions import conditions
 from penstock.services.coordinator.dead_letters import DeadLetterQueue
 from penstock.services.coordinator.desired_state import DesiredState
-from penstock.services.coordinator.effects import EffectPublisher
+from penstock.services.coordinator.effects import EffectPublisher, TrainerCommands
 from penstock.services.coordinator.environments import describe_environment
 from penstock.services.coordinator.gate import Verdict
-from penstock.services.coordinator.inbox import Inbox
 from penstock.services.coordinator.journal import Journal
 from penstock.services.coordinator.measures import Measures
 from penstock.services.coordinator.members import Members, PresenceWatch
-from penstock.services.coordinator.outbox import Outbox
+from penstock.services.coordinator.outbox import Outbox, announce
 from penstock.services.coordinator.reports import Refusal
 from penstock.services.coordinator.retry import Retry
 from penstock.services.coordinator.run import Effects, JobRun
@@ -54,7 +51,7 @@ from penstock.shared.protocol.messages import Ack, EvalResult, Report, Ticket
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.runtime.ledger import ledger_archive
-from penstock.shared.runtime.tasks import WorkSlice
+from penstock.shared.runtime.tasks import Inbox, WorkSlice
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["JobRunner"]
@@ -497,7 +494,7 @@ class JobRunner:
     async def _settle_operations(self) -> None:
         replayed = await self.desired_state.replay(self.run, DeadLetterQueue(self.bus), self._commit, self.supply)
         for done in [*self.desired_state.settle(self.run), *replayed]:
-            self.outbox.later(lambda done=done: self.store.finish_operation(self.job, done))  # type: ignore[misc]
+            self.outbox.later(partial(self.store.finish_operation, self.job, done))
 
     # -- what people see ---------------------------------------------------------------------------------------------
 

@@ -24,13 +24,13 @@ from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.gauges import StreamGauges
 from penstock.services.coordinator.journal import MIN_SEGMENT_BYTES, archive_whole
 from penstock.services.coordinator.leader_rpc import COORDINATOR, Leader
-from penstock.services.coordinator.ledger_room import describe_ledger, is_filling
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.restart import earliest_start
 from penstock.services.coordinator.retention import FULL_SHARE, GIVEN_UP, oldest_finished, without_interactions
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.serving import Gateway
+from penstock.services.coordinator.storage_health import describe_ledger, is_filling
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.webhooks.delivery import Courier
 from penstock.services.coordinator.webserver import server_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -94,7 +95,7 @@ def known_kind(kind: Any) -> Any:
     return kind
 
 
-class TrainingJob(StrictModel):
+class TrainingJob(StrictModel, ABC):
     """A job with a trainer, a ledger and checkpoints, whatever its policy is.
 
     The coordinator decides about draws and batches by these fields and properties alone.
@@ -133,14 +134,14 @@ class TrainingJob(StrictModel):
         return self
 
     @property
+    @abstractmethod
     def services(self) -> tuple[str, ...]:
         """Worker services without which the job stands still."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def max_group_bytes(self) -> int:
         """Upper bound of one stored group, in bytes."""
-        raise NotImplementedError
 
     @property
     def data_epochs(self) -> int | None:

@@ -22,7 +22,7 @@ from penstock.shared.protocol.codec import SCHEMA
 from penstock.shared.protocol.frame import decode_frame, encode_frame
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.objective import OBJECTIVES, Objective
-from penstock.shared.protocol.trajectory import Group, GroupHeader, decode_group
+from penstock.shared.protocol.trajectory import Group, GroupHeader, check_spans, decode_group
 
 __all__ = ["AnyGroup", "EpisodeGroup", "decode_any_group", "decode_episode_group", "encode_episode_group"]
 
@@ -113,7 +113,7 @@ class EpisodeGroup:
         if self.actions.ndim != 3 or self.actions.dtype.name not in ("float32", "int64"):
             raise ProtocolError(f"group {self.draw}: actions must be [D, C, A] of float32 or int64")
         self._check_chunks(self.actions.shape[1])
-        self._check_spans(g)
+        check_spans(self.draw, self.spans, self.weights, self.cu_seqlens, of="episode", every="decision")
 
     def _check_chunks(self, chunk: int) -> None:
         if self.logprobs.shape != self.actions.shape:
@@ -123,17 +123,6 @@ class EpisodeGroup:
                 raise ProtocolError(f"group {self.draw}: '{name}' is not [D, {chunk}]")
         if len(self.valid) and not ((self.valid >= 1) & (self.valid <= chunk)).all():
             raise ProtocolError(f"group {self.draw}: each decision executes 1 to {chunk} actions")
-
-    def _check_spans(self, g: int) -> None:
-        if self.spans.ndim != 2 or self.spans.shape[1] != 4 or len(self.weights) not in (0, len(self.spans)):
-            raise ProtocolError(f"group {self.draw}: spans must be [S, 4], and weights one for each or none")
-        ends = np.zeros(g, np.int64)
-        for episode, _, start, end in self.spans.tolist():
-            if not 0 <= episode < g or start != ends[episode] or end <= start:
-                raise ProtocolError(f"group {self.draw}: version spans do not cover episode {episode} in order")
-            ends[episode] = end
-        if (ends != np.diff(self.cu_seqlens)).any():
-            raise ProtocolError(f"group {self.draw}: version spans do not cover every decision")
 
     def header(self, *, digest: str, nbytes: int) -> GroupHeader:
         """The facts for the gate: decisions as lengths, returns as rewards."""

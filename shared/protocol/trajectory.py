@@ -8,7 +8,7 @@ Shapes: G trajectories of the group, N tokens of all completions, P prompt token
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ __all__ = [
     "FINISH_REASONS",
     "Group",
     "GroupHeader",
+    "check_spans",
     "decode_group",
     "encode_group",
     "group_headers",
@@ -192,15 +193,7 @@ class Group:
         self._check_kinds(g)
         if not 0 <= self.temperature < math.inf:
             raise ProtocolError(f"group {self.draw}: its temperature is {self.temperature}")
-        if self.spans.ndim != 2 or self.spans.shape[1] != 4 or len(self.weights) not in (0, len(self.spans)):
-            raise ProtocolError(f"group {self.draw}: spans must be [S, 4], and weights one for each or none")
-        ends = np.zeros(g, np.int64)
-        for trajectory, _, start, end in self.spans.tolist():
-            if not 0 <= trajectory < g or start != ends[trajectory] or end <= start:
-                raise ProtocolError(f"group {self.draw}: version spans do not cover trajectory {trajectory} in order")
-            ends[trajectory] = end
-        if (ends != np.diff(self.cu_seqlens)).any():
-            raise ProtocolError(f"group {self.draw}: version spans do not cover every token")
+        check_spans(self.draw, self.spans, self.weights, self.cu_seqlens, of="trajectory", every="token")
 
     def _check_kinds(self, g: int) -> None:
         if self.greedy.sum() > 1:
@@ -244,6 +237,28 @@ class Group:
             source=str(self.meta.get("source", "")),
             weights=sorted({(version, w) for version, w in zip(versions.tolist(), self.weights, strict=False) if w}),
         )
+
+
+def check_spans(
+    draw: Draw, spans: NDArray[np.int32], weights: Sequence[str], cu_seqlens: NDArray[np.int32], *, of: str, every: str
+) -> None:
+    """Raise ProtocolError unless the version spans [S, 4] of a group cover it exactly once, in order.
+
+    Args:
+        weights: short digest of the weights behind each span, or none at all.
+        cu_seqlens: [G+1], cuts the group into trajectories.
+        of, every: words for a trajectory and for one of its parts, for people.
+    """
+    if spans.ndim != 2 or spans.shape[1] != 4 or len(weights) not in (0, len(spans)):
+        raise ProtocolError(f"group {draw}: spans must be [S, 4], and weights one for each or none")
+    lengths = np.diff(cu_seqlens)
+    ends = np.zeros(len(lengths), np.int64)
+    for place, _, start, end in spans.tolist():
+        if not 0 <= place < len(ends) or start != ends[place] or end <= start:
+            raise ProtocolError(f"group {draw}: version spans do not cover {of} {place} in order")
+        ends[place] = end
+    if (ends != lengths).any():
+        raise ProtocolError(f"group {draw}: version spans do not cover every {every}")
 
 
 _ARRAYS = (

@@ -1,4 +1,4 @@
-"""What the HTTP API reads of the streams: the fold of a finished job, and the audit in bounded portions."""
+"""Reads of the HTTP API from the streams: the fold of a finished job, and the audit in bounded portions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.services.coordinator import control as control_module
-from penstock.services.coordinator import probe
+from penstock.services.coordinator import storage_health
 from penstock.services.coordinator.api.samples import SAMPLE_ID
 from penstock.services.coordinator.control import CoordinatorControl, chunks_of, largest_size
 from penstock.services.coordinator.journal import Journal
@@ -199,7 +199,7 @@ async def test_who_cannot_write_is_not_ready(bus: Bus, tmp_path: Path, monkeypat
     ready, checks = await control.health()
     assert (ready, checks["write"]["detail"]) == (True, "taken")
     await call(bus._connection, f"STREAM.DELETE.KV_{subjects.ANSWERS}", {}, deadline_s=5, what="lose a bucket")
-    monkeypatch.setattr(probe, "TRUST_S", 0.0)
+    monkeypatch.setattr(storage_health, "TRUST_S", 0.0)
     assert (await control.health())[0], "the newest answer holds for a moment"
     control._probe._until = 0.0
     ready, checks = await control.health()

@@ -1,4 +1,4 @@
-"""What replies become: a newer server does not break an older client, and what does not fit is said."""
+"""Replies as structs: a newer server does not break an older client, and what does not fit is said."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from penstock.client.results import Fate, Funnel, LogLine, MetricName, Sample, S
 from penstock.client.results.reading import many, one
 from penstock.client.sse import EventReader
 from penstock.services.coordinator.api.logfiles import read_logs
+from penstock.services.coordinator.charts import metric_names, timeline
 from penstock.services.coordinator.online.groups import example_group
 from penstock.services.coordinator.samples import sample_detail, sample_rows
-from penstock.services.coordinator.series import metric_names
-from penstock.services.coordinator.timeline import timeline
 from penstock.shared.errors import NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, SealedGroup
 from penstock.shared.protocol.ids import Draw

@@ -9,6 +9,7 @@ import pytest
 from penstock.services.coordinator.environments import bytes_per_step, check_spec
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.kinds import parse_job, parse_training, text_job, trains
+from penstock.shared.config.training_job import TrainingJob
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.environment import ArraySpec, EnvSpec
 
@@ -50,6 +51,11 @@ def test_a_job_has_groups_draws_and_bytes() -> None:
     assert config.algorithm.smallest_group == 2
     assert trains(JOB)
     assert isinstance(parse_training(JOB), EmbodiedJob)
+
+
+def test_what_all_trainings_share_is_no_job_of_its_own() -> None:
+    with pytest.raises(TypeError, match="max_group_bytes.*services"):
+        TrainingJob(**job().model_dump())
 
 
 def test_reset_ids_go_round_or_on() -> None:

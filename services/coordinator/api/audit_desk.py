@@ -1,4 +1,4 @@
-"""Audit log as the HTTP API uses it. Implemented in ``coordinator.audit_log``."""
+"""Audit log as the HTTP API uses it. Implemented in ``coordinator.access``."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from penstock.services.trainer.collective import Collective
 from penstock.services.trainer.episodes import EpisodeColumns
-from penstock.services.trainer.optimizer import copy_into
 from penstock.services.trainer.update_rules.episode_passes import EpisodePasses, decisions_of
 from penstock.services.trainer.update_rules.networks import TrainedNetworks
 from penstock.shared.algorithms.advantages import grpo_advantages
@@ -74,15 +73,8 @@ class EpisodeGRPORule:
 
     def state(self) -> dict[str, Tensor]:
         """Copies of everything but the policy's weights, by name, on the CPU."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()}
+        return self._networks.state(without="policy")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of ``state``.
-
-        Raises:
-            CheckpointError: of other networks; nothing was loaded.
-        """
-        copy_into(self._tensors(), state, what="GRPO")
-
-    def _tensors(self) -> dict[str, Tensor]:
-        return self._networks.tensors(without="policy")
+        """Inverse of ``state``. Raises CheckpointError (of other networks); nothing was loaded then."""
+        self._networks.load_state(state, without="policy", what="GRPO")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.services.trainer.collective import Collective
-from penstock.services.trainer.optimizer import Optimizer
+from penstock.services.trainer.optimizer import Optimizer, copy_into
 from penstock.services.trainer.schedule import learning_rate
 from penstock.services.trainer.statistics import optimizer_facts
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
@@ -65,6 +65,18 @@ class TrainedNetworks:
         for network in self._networks.values():
             facts |= network.report()
         return facts
+
+    def state(self, *, without: str) -> dict[str, Tensor]:
+        """Copies of ``tensors`` on the CPU."""
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors(without=without).items()}
+
+    def load_state(self, state: Mapping[str, Tensor], *, without: str, what: str) -> None:
+        """Inverse of ``state``; ``what`` names the rule in the error.
+
+        Raises:
+            CheckpointError: of other networks; nothing was loaded.
+        """
+        copy_into(self.tensors(without=without), state, what=what)
 
     def tensors(self, *, without: str) -> dict[str, Tensor]:
         """Weights and optimizer states by name, live: to be copied into. Not the weights of the network ``without``."""

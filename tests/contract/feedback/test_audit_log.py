@@ -1,4 +1,4 @@
-"""Who steered jobs, keys and users' data, over the real bus: one record for each request, and the job's own events."""
+"""The audit log over the real bus: a record for each request about jobs, keys and users' data, and a job's events."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator import audit_log
-from penstock.services.coordinator.audit_log import AuditLog
+from penstock.services.coordinator import access
+from penstock.services.coordinator.access import AuditLog
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.audit_log import AuditRecord
@@ -135,7 +135,7 @@ async def test_pages_begin_where_they_are_asked_to(bus: Bus) -> None:
 async def test_what_was_done_stands_though_its_record_is_lost(
     open_desk: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(audit_log, "APPEND_S", 0.2)
+    monkeypatch.setattr(access, "APPEND_S", 0.2)
     async with open_desk() as desk:
         await call(desk.bus._connection, "STREAM.DELETE.AUDIT", {}, deadline_s=5, what="lose the log")
         reply = await desk.client.put("/v1/users/alice/consent", json={"train": False})

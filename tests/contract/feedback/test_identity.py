@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from penstock.services.coordinator.access import KeyStore
 from penstock.services.coordinator.feedback import ingest
 from penstock.services.coordinator.feedback.items import derived_id
 from penstock.services.coordinator.feedback.privacy import Pseudonyms
-from penstock.services.coordinator.keystore import KeyStore
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, FeedbackStatus
@@ -157,7 +157,7 @@ async def test_only_its_own_key_revises_an_item(desk: Any) -> None:
 
 
 async def test_a_key_alone_does_not_tell_the_id_of_its_item(desk: Any) -> None:
-    """Who could derive it could take the id before its owner does."""
+    """A client that could derive the id could take it before its owner does."""
     digests = [Pseudonyms(desk.bus), Pseudonyms(desk.bus)]
     for secret, one in enumerate(digests):
         one._key = bytes([secret]) * 32

@@ -23,7 +23,7 @@ OF_AGENTS = {
     "POST /v1/feedback/tokens", "POST /v1/episodes", "POST /v1/episodes/{episode}/end",
     "POST /v1/episodes/{episode}/keys",
 }  # fmt: skip
-"""What may change something and leave no record. Think before you add to this."""
+"""Routes that may change something and leave no record. Think before you add to this."""
 
 
 async def made(client: Any, *scopes: str) -> tuple[str, dict[str, str]]:

@@ -1,4 +1,4 @@
-"""What a job shows beside its lists: names of metrics, timelines, samples, archives, artifacts, logs, dead letters."""
+"""Views of a job beside its lists: names of metrics, timelines, samples, archives, artifacts, logs, dead letters."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
+from penstock.services.coordinator.charts import largest_triangles, timeline
 from penstock.services.coordinator.checkpoints import Artifacts
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.series import largest_triangles
-from penstock.services.coordinator.timeline import timeline
 from penstock.shared.errors import Conflict, NotFound
 from penstock.shared.protocol.events import (
     BatchSealed,

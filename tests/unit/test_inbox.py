@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from penstock.services.coordinator.inbox import Inbox
+from penstock.shared.runtime.tasks import Inbox
 
 
 async def test_all_that_is_there_is_one_turn_and_what_comes_meanwhile_is_the_next() -> None:
