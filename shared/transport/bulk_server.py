@@ -220,11 +220,12 @@ def _proof(token: bytes, nonce: bytes, name: str, generation: int) -> bytes:
 
 def pull(
     address: str, name: str, generation: int, token: str, target: NDArray[np.uint8], *, timeout_s: float,
-    tls: ssl.SSLContext | None = None,
+    tls: ssl.SSLContext | None = None, on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:  # fmt: skip
     """Fetch a blob into ``target``, uint8 [its size]; blocks. Memory that was used before is several times faster.
 
-    With ``tls`` the certificate of the producer must name the host in ``address``.
+    With ``tls`` the certificate of the producer must name the host in ``address``. ``on_bytes`` hears now and then how
+    many bytes have come.
 
     Raises:
         NotFound: the producer does not have it any more.
@@ -255,6 +256,7 @@ def pull(
                     piece = target[start : start + _CHUNK].data
                     _receive_into(peer, piece, deadline)
                     seal.add(piece)
+                    on_bytes(start + len(piece))
                 found = seal.digest()
             expected = bytearray(_MAC_BYTES)
             _receive_into(peer, memoryview(expected), deadline)

@@ -11,11 +11,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+import msgspec
 from torch import Tensor
 
 from penstock.shared.protocol.weights import SlotRef, WeightManifest
 
-__all__ = ["Staged", "WeightPublisher", "WeightReceiver"]
+__all__ = ["Staged", "Way", "WeightPublisher", "WeightReceiver"]
+
+
+class Way(msgspec.Struct, frozen=True):
+    """How a version came to a process: by which transport, and how many bytes this process itself moved over a network.
+
+    ``fetched_bytes`` is 0 for all but one process of a host that shares what it fetches.
+    """
+
+    transport: str
+    fetched_bytes: int = 0
 
 
 class Staged(Protocol):
@@ -24,6 +35,10 @@ class Staged(Protocol):
     @property
     def manifest(self) -> WeightManifest:
         """The announced version."""
+
+    @property
+    def way(self) -> Way:
+        """How it came here."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Views of the staged bytes, by name, without a copy. Not to be used after ``release``."""

@@ -15,6 +15,7 @@ from penstock.shared.config import ServiceSettings
 from penstock.shared.errors import WeightsError
 from penstock.shared.protocol.subjects import token
 from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
+from penstock.shared.weights.base import Way
 from penstock.shared.weights.flat import check_layout, fill, view
 from penstock.shared.weights.local import BufferPool, LocalStaged
 
@@ -105,7 +106,7 @@ class DiskReceiver:
         except (OSError, SafetensorError, WeightsError) as error:
             self._pool.give(buffer)
             raise WeightsError(f"version {manifest.version} in {ref.handle}: {error}") from None
-        return LocalStaged(manifest, buffer, layout, self._pool)
+        return LocalStaged(manifest, buffer, layout, self._pool, Way("disk"))
 
     def close(self) -> None:
         """Free the spare buffer."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ _DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK_BYTES = 2 << 20  # stays in a cache, so that hashing what was just copied does not read memory again
+_BESIDE_BYTES = 8 << 20  # hashed at once by a thread beside the copying; less than this is not worth a thread
 
 
 def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> Layout:
@@ -98,29 +101,67 @@ def fill(buffer: NDArray[np.uint8], layout: Layout, tensors: Iterable[tuple[str,
         WeightsError: a tensor is missing, unknown, given twice, or of another shape or dtype.
     """
     missing = {spec.name: spec for spec in layout.tensors}
-    hasher, hashed = xxhash.xxh3_128(), 0
     flat = torch.from_numpy(buffer)
-    for name, tensor in tensors:
-        spec = missing.pop(name, None)
-        if spec is None:
-            raise WeightsError(f"'{name}' is not in layout {layout.id}, or was given twice")
-        if tuple(tensor.shape) != spec.shape or tensor.dtype != _DTYPES[spec.dtype]:
-            raise WeightsError(
-                f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}, its layout says {spec.dtype} {spec.shape}"
-            )
-        end = spec.offset + spec.nbytes
-        for start, stop in _copy(flat, spec, tensor.detach()):
-            if hashed == start:
-                hasher.update(buffer[start:stop].data)
-                hashed = stop
-        padding = buffer[end : end + -end % ALIGN]
-        padding[:] = 0
-        if hashed == end:
-            hasher.update(padding.data)
-            hashed += len(padding)
-    if missing:
-        raise WeightsError(f"{len(missing)} tensors of layout {layout.id} are missing, first '{next(iter(missing))}'")
-    return str(hasher.hexdigest()) if hashed == layout.nbytes else digest_of(buffer)
+    with _Hashing(buffer) as hashing:
+        for name, tensor in tensors:
+            spec = missing.pop(name, None)
+            if spec is None:
+                raise WeightsError(f"'{name}' is not in layout {layout.id}, or was given twice")
+            if tuple(tensor.shape) != spec.shape or tensor.dtype != _DTYPES[spec.dtype]:
+                raise WeightsError(
+                    f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}, its layout says {spec.dtype} {spec.shape}"
+                )
+            end = spec.offset + spec.nbytes
+            for start, stop in _copy(flat, spec, tensor.detach()):
+                hashing.written(start, stop)
+            buffer[end : end + -end % ALIGN] = 0
+            hashing.written(end, end + -end % ALIGN)
+        if missing:
+            first = next(iter(missing))
+            raise WeightsError(f"{len(missing)} tensors of layout {layout.id} are missing, first '{first}'")
+        return hashing.digest()
+
+
+class _Hashing:
+    """xxh3-128 of a buffer that is being written, by a thread of its own where there is much of it.
+
+    Args:
+        buffer: uint8 [bytes].
+    """
+
+    def __init__(self, buffer: NDArray[np.uint8]) -> None:
+        self._buffer, self._hasher = buffer, xxhash.xxh3_128()
+        self._hashed = self._written = 0
+        self._thread = ThreadPoolExecutor(1, "weights-hash") if buffer.nbytes > _BESIDE_BYTES else None
+        self._pieces: list[Future[None]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+
+    def written(self, start: int, stop: int) -> None:
+        """Bytes [start, stop) have their values. What comes out of order is hashed at the end."""
+        if start == self._written:
+            self._written = stop
+        if self._written - self._hashed >= (_BESIDE_BYTES if self._thread else 1):
+            self._hash(self._written)
+
+    def digest(self) -> str:
+        """Of the whole buffer, once all of it is written."""
+        self._hash(self._buffer.nbytes)
+        for piece in self._pieces:
+            piece.result()
+        return str(self._hasher.hexdigest())
+
+    def _hash(self, stop: int) -> None:
+        data, self._hashed = self._buffer[self._hashed : stop].data, stop
+        if self._thread is None:
+            self._hasher.update(data)
+        else:
+            self._pieces.append(self._thread.submit(self._hasher.update, data))
 
 
 def _copy(flat: Tensor, spec: TensorSpec, source: Tensor) -> Iterator[tuple[int, int]]:

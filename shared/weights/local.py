@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.shared.errors import WeightsError
 from penstock.shared.protocol.weights import Layout, WeightManifest
+from penstock.shared.weights.base import Way
 from penstock.shared.weights.flat import digest_of, view
 
 __all__ = ["BufferPool", "LocalStaged"]
@@ -42,13 +43,15 @@ class BufferPool:
 class LocalStaged:
     """A version in a private buffer."""
 
-    def __init__(self, manifest: WeightManifest, buffer: NDArray[np.uint8], layout: Layout, pool: BufferPool) -> None:
+    def __init__(
+        self, manifest: WeightManifest, buffer: NDArray[np.uint8], layout: Layout, pool: BufferPool, way: Way
+    ) -> None:
         """Verify ``buffer``.
 
         Raises:
             WeightsError: it does not have the digest of the manifest; it goes back to the pool.
         """
-        self.manifest = manifest
+        self.manifest, self.way = manifest, way
         self._pool = pool
         self._buffer: NDArray[np.uint8] | None = buffer
         if digest_of(buffer) != manifest.digest:

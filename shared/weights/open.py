@@ -14,7 +14,7 @@ from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
 from penstock.shared.weights.base import Staged, WeightPublisher, WeightReceiver
 from penstock.shared.weights.disk import DiskPublisher, DiskReceiver, weights_directory
 from penstock.shared.weights.shm import ShmPublisher, ShmReceiver
-from penstock.shared.weights.slots import slot_paths
+from penstock.shared.weights.slots import slot_paths, turn_path
 from penstock.shared.weights.tcp import TcpReceiver
 
 __all__ = ["Publisher", "Receiver", "cleanup", "open_publisher", "open_receiver"]
@@ -109,11 +109,13 @@ def open_receiver(settings: ServiceSettings, layout: Layout | None = None) -> Re
     Raises:
         ConfigError: a file of ``PENSTOCK_BULK_TLS_*`` cannot be used.
     """
-    tcp = TcpReceiver(layout, tls=settings.bulk_tls_client)
+    tcp = TcpReceiver(settings, layout, tls=settings.bulk_tls_client)
     return Receiver([ShmReceiver(settings, layout), tcp, DiskReceiver(settings, layout)])
 
 
 def cleanup(job: str, settings: ServiceSettings) -> None:
     """Remove slots and weight files of a finished job. Versions in use stay mapped until their engines release them."""
-    for path in [*slot_paths(settings.shm_dir, job), *weights_directory(settings, job).glob("*")]:
+    own, copies = (slot_paths(settings.shm_dir, job, host) for host in ("", settings.host_id))
+    turn = turn_path(settings.shm_dir, job, settings.host_id)
+    for path in [*own, *copies, turn, *weights_directory(settings, job).glob("*")]:
         path.unlink(missing_ok=True)

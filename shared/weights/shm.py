@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ from penstock.shared.errors import NotFound, Unavailable, WeightsError
 from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
 from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, map_file
 from penstock.shared.transport.bulk_server import BlobServer, ServedBlob
+from penstock.shared.weights.base import Way
 from penstock.shared.weights.flat import check_layout, digest_of, fill, view
 from penstock.shared.weights.slot_header import SlotHeader, read_slot, sequence_of, write_slot
 from penstock.shared.weights.slots import SlotPool, is_slot_name
@@ -110,8 +112,10 @@ _held: set[LockedFile] = set()
 class ShmStaged:
     """A slot whose lock this process holds."""
 
-    def __init__(self, manifest: WeightManifest, lock: LockedFile, mapping: NDArray[np.uint8], layout: Layout) -> None:
-        self.manifest = manifest
+    def __init__(
+        self, manifest: WeightManifest, lock: LockedFile, mapping: NDArray[np.uint8], layout: Layout, way: Way
+    ) -> None:
+        self.manifest, self.way = manifest, way
         self._lock = lock
         self._page = mapping[:DATA_OFFSET].data
         self._sequence = read_slot(lock).sequence
@@ -153,15 +157,23 @@ class ShmReceiver:
         ref = next((ref for ref in manifest.refs if self.accepts(ref)), None)
         if ref is None:
             raise WeightsError(f"version {manifest.version} has no slot on host '{self._host}'")
-        layout = check_layout(manifest.layout, self._layout)
         if not is_slot_name(manifest.job, ref.handle):
             raise WeightsError(f"'{ref.handle}' is not a slot of job '{manifest.job}'")
+        return self.open(self._directory / ref.handle, manifest, Way("shm"))
+
+    def open(self, path: Path, manifest: WeightManifest, way: Way, *, verify: bool = True) -> ShmStaged:
+        """Lock the slot at ``path``. Without ``verify`` the caller vouches for its bytes.
+
+        Raises:
+            WeightsError: as ``stage``.
+        """
+        layout = check_layout(manifest.layout, self._layout)
         try:
-            lock = LockedFile.open(self._directory / ref.handle)
+            lock = LockedFile.open(path)
         except (NotFound, Unavailable) as error:
             raise WeightsError(f"version {manifest.version}: {error}") from None
         try:
-            return ShmStaged(manifest, lock, self._verified(manifest, lock), layout)
+            return ShmStaged(manifest, lock, self._verified(manifest, lock, verify), layout, way)
         except BaseException:
             lock.close()
             raise
@@ -170,7 +182,7 @@ class ShmReceiver:
         """Forget the mappings."""
         self._mappings.clear()
 
-    def _verified(self, manifest: WeightManifest, lock: LockedFile) -> NDArray[np.uint8]:
+    def _verified(self, manifest: WeightManifest, lock: LockedFile, verify: bool) -> NDArray[np.uint8]:
         what = f"slot {lock.path.name} for version {manifest.version}"
         if not lock.try_shared():
             raise WeightsError(f"{what} is being written")
@@ -180,7 +192,7 @@ class ShmReceiver:
             raise WeightsError(f"{what} has {lock.size()} bytes, the layout needs {manifest.layout.nbytes}")
         for _ in range(2):
             mapping = self._mapping(lock)
-            if digest_of(mapping[DATA_OFFSET:]) == manifest.digest:
+            if not verify or digest_of(mapping[DATA_OFFSET:]) == manifest.digest:
                 return mapping
             del self._mappings[lock.path.name]  # pages that this process wrote to are its own: look at the file again
         raise WeightsError(f"{what}: the bytes do not match digest {manifest.digest}")

@@ -1,7 +1,8 @@
-"""The shared-memory slots of one job on one host, as its publisher sees them.
+"""The shared-memory slots of one job on one host, as the process that fills them sees them.
 
 A slot is a file; a receiver keeps its shared lock for as long as it uses the slot, so only its release or its death
 frees it. Files of a crashed publisher are adopted: their versions stay reachable until they are overwritten.
+A host that fetches versions from another one keeps them in slots of its own, under its id: ``copies_of``.
 """
 
 from __future__ import annotations
@@ -15,36 +16,43 @@ from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, Segment
 from penstock.shared.weights.slot_header import SlotHeader, read_slot, write_slot
 
-__all__ = ["SlotPool", "is_slot_name", "slot_name", "slot_paths"]
+__all__ = ["SlotPool", "is_slot_name", "slot_name", "slot_paths", "turn_path"]
 
 _POLL_S = 0.005
 
 
-def slot_name(job: str, number: int) -> str:
-    """File name of a slot. ``token`` leaves no dot in the job, so no job's names begin with another's."""
-    return f"penstock-weights-{token(job)}.{number}"
+def slot_name(job: str, number: int, copies_of: str = "") -> str:
+    """File name of a slot. ``token`` leaves no dot in its text, so no job's names begin with another's."""
+    owner = f"copies-{token(copies_of)}.{token(job)}" if copies_of else f"weights-{token(job)}"
+    return f"penstock-{owner}.{number}"
 
 
 def is_slot_name(job: str, name: str) -> bool:
-    """True if ``name`` came from ``slot_name``."""
+    """True if ``name`` came from ``slot_name`` for a publisher."""
     number = name.rpartition(".")[2]
     return number.isascii() and number.isdecimal() and len(number) < 10 and name == slot_name(job, int(number))
 
 
-def slot_paths(directory: Path, job: str) -> list[Path]:
-    """Every slot file of a job."""
-    return sorted(directory.glob(slot_name(job, 0).removesuffix("0") + "*"))
+def slot_paths(directory: Path, job: str, copies_of: str = "") -> list[Path]:
+    """Every slot file of a job; with ``copies_of`` those that this host fetched."""
+    return sorted(directory.glob(slot_name(job, 0, copies_of).removesuffix("0") + "[0-9]*"))
+
+
+def turn_path(directory: Path, job: str, host: str) -> Path:
+    """The file whose lock the process holds that fetches versions of a job for its host."""
+    return (directory / slot_name(job, 0, host)).with_suffix(".turn")
 
 
 class SlotPool:
     """``count`` slots of ``nbytes`` bytes, allocated at once; up to ``max_count`` when receivers hold them."""
 
-    def __init__(self, directory: Path, job: str, nbytes: int, *, count: int, max_count: int) -> None:
-        self._directory, self._job, self._nbytes = directory, job, nbytes
+    def __init__(
+        self, directory: Path, job: str, nbytes: int, *, count: int, max_count: int, copies_of: str = ""
+    ) -> None:
+        self._directory, self._job, self._nbytes, self._copies_of = directory, job, nbytes, copies_of
         self._max_count = max_count
         self._slots: list[Segment] = []
-        for path in slot_paths(directory, job):
-            self._adopt(path)
+        self.refresh()
         while len(self._slots) < count:
             self._slots.append(self._create())
 
@@ -73,6 +81,13 @@ class SlotPool:
                     f"{self._max_count} exist, held by {self._holders()}; end or resume those processes"
                 )
             time.sleep(_POLL_S)
+
+    def refresh(self) -> None:
+        """Adopt the slots that others made."""
+        known = {slot.path for slot in self._slots if slot.is_current()}
+        for path in slot_paths(self._directory, self._job, self._copies_of):
+            if path not in known:
+                self._adopt(path)
 
     def close(self) -> None:
         """Let go of the files; they stay."""
@@ -114,7 +129,7 @@ class SlotPool:
         number = 0
         while True:  # a number whose file exists belongs to somebody: never write there
             try:
-                slot = Segment.create(self._directory / slot_name(self._job, number), self._nbytes)
+                slot = Segment.create(self._directory / slot_name(self._job, number, self._copies_of), self._nbytes)
             except FileExistsError:
                 number += 1
                 continue

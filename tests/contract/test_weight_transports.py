@@ -73,7 +73,7 @@ def plane(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Plane]:
     layout = layout_of(weights(0).items())
     makers: dict[str, Callable[[], WeightReceiver]] = {
         "shm": lambda: ShmReceiver(settings, layout),
-        "tcp": lambda: TcpReceiver(layout, timeout_s=10),
+        "tcp": lambda: TcpReceiver(settings, layout, timeout_s=10),
         "disk": lambda: DiskReceiver(settings, layout),
     }
     publisher = open_publisher("job_a", layout, settings, transports=("disk",) if name == "disk" else ("shm",))
@@ -229,7 +229,9 @@ def test_open_receiver_prefers_the_slot_and_falls_back(tmp_path: Path) -> None:
         return type(staged).__name__
 
     assert kind(open_receiver(near, layout)) == "ShmStaged"
-    assert kind(open_receiver(far)) == "LocalStaged"
+    assert kind(open_receiver(far)) == "LocalStaged"  # its directory cannot hold a copy for its host
+    far.shm_dir.mkdir()
+    assert kind(open_receiver(far)) == "ShmStaged"
     publisher.close()
     for path in trainer.shm_dir.iterdir():
         path.unlink()

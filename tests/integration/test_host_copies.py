@@ -1,0 +1,205 @@
+"""Weights of another host come over the network once per host, whatever happens to the process that fetches them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.shared.protocol.weights import WeightManifest
+from penstock.shared.transport.bulk_segment import LockedFile
+from penstock.shared.weights.slots import slot_paths, turn_path
+from tests.hosts import Hosts, can_make_hosts
+
+pytestmark = pytest.mark.skipif(not can_make_hosts(), reason="needs root and network namespaces")
+
+JOB, FAR = "job_far", "far"
+NUM_FLOATS = 6_000_000
+NBYTES = 4 * NUM_FLOATS
+
+TRAINER = f"""
+import sys, msgspec, torch
+from pathlib import Path
+from penstock.shared.config import ServiceSettings
+from penstock.shared.weights import layout_of, open_publisher
+torch.set_num_threads(1)
+settings = ServiceSettings(host_id="near", shm_dir=Path(sys.argv[1]), bulk_host=sys.argv[2])
+publisher = open_publisher("{JOB}", layout_of([("w", torch.empty({NUM_FLOATS}))]), settings)
+for line in sys.stdin:
+    manifest = publisher.publish([("w", torch.full(({NUM_FLOATS},), float(line)))], version=int(line), epoch=1)
+    print(msgspec.msgpack.encode(manifest).hex(), flush=True)
+"""
+
+WORKER = """
+import json, sys, time, msgspec, torch
+from pathlib import Path
+from penstock.shared.config import ServiceSettings
+from penstock.shared.errors import WeightsError
+from penstock.shared.protocol.weights import WeightManifest
+from penstock.shared.weights.tcp import TcpReceiver
+torch.set_num_threads(1)
+receiver = TcpReceiver(ServiceSettings(host_id="far", shm_dir=Path(sys.argv[1])), timeout_s=float(sys.argv[2]))
+print("ready", flush=True)
+for line in sys.stdin:
+    manifest, start = msgspec.msgpack.decode(bytes.fromhex(line), type=WeightManifest), time.monotonic()
+    try:
+        staged = receiver.stage(manifest)
+        values = staged.tensors()["w"]
+        told = {"kind": type(staged).__name__, "fetched": staged.way.fetched_bytes,
+                "values": [float(values.min()), float(values.max())]}
+        staged.release()
+    except WeightsError as error:
+        told = {"error": str(error)}
+    print(json.dumps(told | {"seconds": time.monotonic() - start}), flush=True)
+receiver.close()
+"""
+
+
+class Plane:
+    """A trainer on host 1 and three workers on host 2."""
+
+    def __init__(self, hosts: Hosts, directory: Path, *, timeout_s: float) -> None:
+        self.hosts, self.shm = hosts, directory / "far"
+        near = directory / "near"
+        for path in (near, self.shm):
+            path.mkdir()
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "env": os.environ | {"OMP_NUM_THREADS": "1"},
+        }
+        self.trainer = hosts.start(1, [sys.executable, "-c", TRAINER, str(near), hosts.address(1)], **pipes)
+        command = [sys.executable, "-c", WORKER, str(self.shm), str(timeout_s)]
+        self.workers = [hosts.start(2, command, **pipes) for _ in range(3)]
+        for worker in self.workers:
+            assert _line(worker) == "ready"
+
+    def publish(self, version: int) -> WeightManifest:
+        data = bytes.fromhex(_ask(self.trainer, str(version)))
+        return msgspec.msgpack.decode(data, type=WeightManifest)
+
+    def tell(self, manifest: WeightManifest) -> None:
+        """All workers begin to stage a version."""
+        for worker in self.workers:
+            _say(worker, msgspec.msgpack.encode(manifest).hex())
+
+    def answers(self, workers: list[subprocess.Popen[str]] | None = None) -> list[dict[str, Any]]:
+        return [json.loads(_line(worker)) for worker in (self.workers if workers is None else workers)]
+
+    def fetching(self) -> subprocess.Popen[str]:
+        """The worker that fetches, once some of the version has come."""
+        before, deadline = self.hosts.received_bytes(2), time.monotonic() + 30
+        path = turn_path(self.shm, JOB, FAR)
+        while time.monotonic() < deadline:
+            if path.exists() and self.hosts.received_bytes(2) > before + NBYTES // 10:
+                file = LockedFile.open(path)
+                holders = file.holders()
+                file.close()
+                return next(worker for worker in self.workers if worker.pid in holders)
+            time.sleep(0.01)
+        raise AssertionError("no worker fetches")
+
+    def close(self) -> None:
+        for process in (self.trainer, *self.workers):
+            if process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.kill()
+            process.wait(timeout=30)
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+
+
+def _say(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(text + "\n")
+    process.stdin.flush()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def _ask(process: subprocess.Popen[str], text: str) -> str:
+    _say(process, text)
+    return _line(process)
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    made = Hosts(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def plane(hosts: Hosts, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Plane]:
+    made = Plane(hosts, tmp_path, timeout_s=getattr(request, "param", 60.0))
+    yield made
+    made.close()
+
+
+@pytest.mark.long
+def test_three_workers_of_a_host_cost_one_transfer(plane: Plane) -> None:
+    for version in range(1, 5):
+        manifest = plane.publish(version)
+        before = plane.hosts.received_bytes(2)
+        plane.tell(manifest)
+        answers = plane.answers()
+        assert [answer["values"] for answer in answers] == [[version, version]] * 3
+        assert sorted(answer["fetched"] for answer in answers) == [0, 0, NBYTES]
+        assert NBYTES < plane.hosts.received_bytes(2) - before < 1.2 * NBYTES
+    assert len(slot_paths(plane.shm, JOB, FAR)) <= 3
+    for worker in plane.workers:
+        assert worker.stdin is not None
+        worker.stdin.close()
+        worker.wait(timeout=30)
+    assert not list(plane.shm.iterdir())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_the_others_go_on_where_the_worker_that_fetches_ends(plane: Plane, end: signal.Signals) -> None:
+    plane.hosts.slow(1, "200mbit")
+    plane.tell(plane.publish(1))
+    fetching = plane.fetching()
+    fetching.send_signal(end)
+    left = [worker for worker in plane.workers if worker is not fetching]
+    plane.hosts.slow(1, "10gbit")
+    answers = plane.answers(left)
+    assert [answer["values"] for answer in answers] == [[1, 1]] * 2
+    if end is signal.SIGKILL:
+        assert sorted(answer["fetched"] for answer in answers) == [0, NBYTES]
+    else:
+        assert {answer["kind"] for answer in answers} == {"LocalStaged"}
+        fetching.send_signal(signal.SIGCONT)
+        assert "values" in plane.answers([fetching])[0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plane", [4.0], indirect=True)
+def test_a_cut_link_ends_no_wait_late_and_mixes_nothing(plane: Plane) -> None:
+    plane.tell(plane.publish(1))
+    assert [answer["values"] for answer in plane.answers()] == [[1, 1]] * 3
+    plane.hosts.slow(1, "40mbit")
+    manifest = plane.publish(2)
+    plane.tell(manifest)
+    plane.fetching()
+    plane.hosts.cut(2)
+    for answer in plane.answers():
+        assert "error" in answer
+        assert answer["seconds"] < 7
+    plane.hosts.heal(2)
+    plane.hosts.slow(1, "10gbit")
+    plane.tell(manifest)
+    assert [answer.get("values") for answer in plane.answers()] == [[2, 2]] * 3
