@@ -101,7 +101,8 @@ class LedgerState:
         weights: short digests of what was published as the newest ``KEPT_WEIGHTS`` versions, by version: of the policy
             as engines get it, whole weights or an adapter, never of a critic.
         heard: highest EXPERIENCE sequence of a group that was ever sealed; what is drawn now is stored above it.
-        forked: the version that the newest fork began; ``fork_request``: the operation that asked for it, or ''.
+        forked: the version that the newest fork began, and ``fork_reason`` why; ``fork_request``: the operation that
+            asked for it, or ''.
     """
 
     epoch: int = 0
@@ -152,6 +153,7 @@ class LedgerState:
     heard: int = 0
     forked: int = -1
     fork_request: str = ""
+    fork_reason: str = ""
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
@@ -395,7 +397,7 @@ class LedgerState:
         if self.checkpoint is not None and self.checkpoint.number >= event.from_batch:
             self.checkpoint = self.base_of(event.from_batch)
         self.refused, self.num_refused, self.figures, self.canary, self.judged = None, 0, {}, None, {}
-        self.forked, self.fork_request = event.version, event.operation
+        self.forked, self.fork_request, self.fork_reason = event.version, event.operation, event.reason
         self._publish(event.version, event.digest)
         self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
 

@@ -181,7 +181,7 @@ def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
             from_batch=report.batch,
             version=report.version,
             digest=report.digest,
-            reason=report.reason,
+            reason=_reason_of_fork(run, report),
             trainer_epoch=report.epoch,
             min_version=report.version,
             deadline=now + run.config.train.draw_timeout_s,
@@ -190,6 +190,21 @@ def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
             draws=[] if redraw else _given_up(state, report.batch),
         )
     ]
+
+
+def _reason_of_fork(run: RunFacts, report: Report) -> str:
+    """The trainer's reason, or `erased`: deletions of users' data took all that it misses.
+
+    A deletion waits for a checkpoint behind the batch, so that checkpoint cannot be read, or was never written.
+    """
+    reasons = {run.source.refusal(draw) for draw in report.bad}
+    if not reasons or "" in reasons:
+        return report.reason
+    draws = ", ".join(map(str, report.bad[:10])) + (f" and {len(report.bad) - 10} more" if report.bad[10:] else "")
+    return (
+        f"{', '.join(sorted(reasons))}: the data behind draws {draws} of batch {report.batch} was deleted, and no "
+        "checkpoint behind that batch can be read"
+    )
 
 
 def _given_up(state: LedgerState, from_batch: int) -> list[Draw]:

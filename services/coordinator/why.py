@@ -91,6 +91,9 @@ def _own_waits(job: str, run: JobRun, plan: EvaluationPlan) -> Iterator[Wait]:
     if run.new_best:
         yield Wait(f"a checkpoint: {run.new_best}", subjects.command(job), job, service="trainer")
     yield from _version_waits(job, run)
+    if state.version == state.forked:
+        what = f"the first update since training went back: {state.fork_reason}"
+        yield Wait(what, subjects.ledger(job), f"version {state.version}")
     for number, batch in sorted(state.sealed.items()):
         what = f"the trainer to train batch {number}"
         if not state.trainable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.config.service import checkpoint_path
 from penstock.shared.errors import CheckpointError, Fenced, ProtocolError
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report
 from penstock.shared.transport.bus import Bus
 
@@ -132,7 +133,8 @@ class Start:
             try:
                 await self._rank_group.train(manifests[number, revision])
             except (KeyError, Untrainable) as error:
-                await self._fork(number, start, f"inputs of batch {number} are gone: {error}")
+                bad = error.bad if isinstance(error, Untrainable) else []
+                await self._fork(number, start, f"inputs of batch {number} are gone: {error}", bad=bad)
                 return
             except (ProtocolError, NonFiniteStep) as error:
                 await self._rank_group.recall()
@@ -145,17 +147,20 @@ class Start:
                 return
             self._progress.batch = number
 
-    async def _fork(self, number: int, start: dict[str, Any], reason: str, *, rollback: int | None = None) -> None:
+    async def _fork(
+        self, number: int, start: dict[str, Any], reason: str, *, rollback: int | None = None, bad: Sequence[Draw] = ()
+    ) -> None:
         """The lineage ends here: go on above the clock from the batch before.
 
         Args:
+            bad: draws of the batch whose groups are gone; the coordinator knows which of them a deletion took.
             rollback: where the coordinator wanted to go back to; by now it may want that no more, and refuse.
         """
         version = max(start["version"], await self._publishing.newest()) + 1
         manifest = await self._publishing.publish(self._rank_group, version=version, epoch=self._epoch)
         report = Report(
             kind="forked", epoch=self._epoch, batch=number, version=version, digest=manifest.digest, reason=reason,
-            rollback=rollback,
+            rollback=rollback, bad=list(bad),
         )  # fmt: skip
         await self._reporter.ask(report)
         start["version"], start["digest"] = version, manifest.digest

@@ -126,7 +126,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ``checkpointed``: state after ``batch`` is durable at ``path``; ``reason`` is the one of the command that asked for
     it. The data of its Ack, as of ``hello``'s, names the checkpoints that must stay (``pinned``).
     ``forked``: replay after a crash does not reproduce the ledger, or the coordinator wanted to go back to the state
-    after batch ``rollback``; numbering goes on above the clock from ``version``.
+    after batch ``rollback``; numbering goes on above the clock from ``version``. ``bad``: draws of ``batch`` whose
+    groups are gone.
     ``halted``: batch cannot be trained as it is (a loss that is not finite, a backend that cannot hold the job); it
     stays sealed, if it is, and the job is paused.
     ``not_rolled_back``: the checkpoint that a user wants to go back to cannot be read.

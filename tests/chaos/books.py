@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -15,16 +16,24 @@ import psutil
 from penstock.client import Client
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.events import Admitted, Event, LineageForked, decode_events
+from penstock.shared.protocol.events import Admitted, BatchTrained, Dropped, Event, LineageForked, decode_events
 from penstock.shared.protocol.interaction import Erasure, FateBatch, FeedbackBatch, FeedbackIds
 from penstock.shared.runtime.ledger import ledger_archive, read_ledger
 from penstock.shared.transport.bus import Bus
 from tests.chaos.deployment import Deployment
 
-__all__ = ["FeedbackBooks", "JobSummary", "check_feedback", "check_job", "left_behind", "open_files"]
+__all__ = [
+    "FeedbackBooks",
+    "JobSummary",
+    "check_feedback",
+    "check_job",
+    "left_behind",
+    "open_files",
+    "unexplained_forks",
+]
 
-ERASED = ("erased", "deleted")
-"""A fork whose reason says so follows from a deletion that the books show."""
+ERASED = "erased"
+"""Reason of draws whose users' data was deleted, and of a fork that follows from that."""
 LAST = ("trained", "rejected", "expired", "retracted")
 """Fates that no other follows."""
 
@@ -61,14 +70,30 @@ def check_job(deployment: Deployment, job: str, *, deletions: bool) -> JobSummar
         found.flaws.append(f"{status.phase}: {status.message}")
     audit = client.audit(job)
     found.flaws += [f"audit: {flaw}" for flaw in audit["violations"]]
-    for event in _events(deployment, job):
-        if isinstance(event, LineageForked):
-            found.forks.append(f"from batch {event.from_batch} to version {event.version}: {event.reason}")
-            stated = job in deployment.damaged or any(word in event.reason for word in ERASED)
-            if not stated or not event.reason:
-                found.flaws.append(f"forked without a cause that was made: {event.reason}")
+    events = _events(deployment, job)
+    found.forks = [f"from batch {one.from_batch} to version {one.version}: {one.reason}" for one in forks_of(events)]
+    for fork in unexplained_forks(events, damaged=job in deployment.damaged):
+        found.flaws.append(f"forked without a cause that was made: {fork.reason}")
     if status.phase == "succeeded":
         _check_replay(client, found, deletions=deletions)
+    return found
+
+
+def forks_of(events: Iterable[Event]) -> list[LineageForked]:
+    """The forks of a ledger."""
+    return [event for event in events if isinstance(event, LineageForked)]
+
+
+def unexplained_forks(events: list[Event], *, damaged: bool) -> list[LineageForked]:
+    """Forks that no fault explains: all but those of a job with a ``damaged`` checkpoint that say `erased`, and whose
+    erased draws are dropped for that reason before anything else is trained."""
+    found = []
+    for place, fork in enumerate(events):
+        if isinstance(fork, LineageForked):
+            after = itertools.takewhile(lambda event: not isinstance(event, BatchTrained), events[place:])
+            dropped = any(isinstance(event, Dropped) and event.reason == ERASED for event in after)
+            if not (damaged and dropped and fork.reason.startswith(f"{ERASED}:")):
+                found.append(fork)
     return found
 
 

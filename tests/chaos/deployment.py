@@ -97,7 +97,7 @@ class Deployment:
         self.directory, self.data_dir, self.shm = directory, directory / "data", directory / "shm"
         self.say, self.restarts = say, list[str]()
         self.damaged: set[str] = set()
-        """Jobs of which a checkpoint was damaged: they may fork."""
+        """Jobs of which a checkpoint was damaged: a fork of theirs may follow from a deletion."""
         self._clocks, self._mounted, self._keep = clocks, False, keep
         for folder in (self.data_dir, self.shm):
             folder.mkdir(parents=True)

@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from penstock.shared.protocol.events import BatchTrained, Dropped, LineageForked
+from penstock.shared.protocol.ids import Draw
+
 ROOT = Path(__file__).resolve().parents[2]
 SEED, MINUTES = 7, 3
 
@@ -64,6 +67,25 @@ def test_feedback_is_lost_unless_its_item_a_deletion_or_its_id_with_a_fate_is_th
     assert books.lost(acked) == {"open", "unknown id", "id gone", "nowhere"}
     assert books.count({"told", "stands"}) == {"stream": 1, "ids": 1, "deletion": 0, "decision": 1, "ledger": 0}
     assert books.undecided({"erased", "told", "unknown id", "admitted", "stands"}) == {"admitted", "stands"}
+
+
+def test_a_fork_is_a_failure_unless_a_deletion_and_a_damaged_checkpoint_explain_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    unexplained = importlib.import_module("tests.chaos.books").unexplained_forks
+    base: dict[str, Any] = {"writer_epoch": 1, "time": 1.0}
+    open_: dict[str, Any] = {"min_version": 0, "deadline": 0.0}
+    erased, lost = (
+        LineageForked(**base, **open_, from_batch=1, version=2, digest="w", reason=reason, trainer_epoch=1)
+        for reason in ("erased: draw 3.0", "inputs of batch 1 are gone: draw 3.0")
+    )
+    dropped = Dropped(**base, **open_, draws=[Draw(3, 1)], lengths=[0], reason="erased", redraw=False)
+    trained = BatchTrained(**base, number=2, revision=1, version=3, digest="w", trainer_epoch=1)
+    assert unexplained([erased, dropped, trained], damaged=True) == []
+    assert unexplained([erased, dropped, trained], damaged=False) == [erased], "a deletion alone forks nothing"
+    assert unexplained([erased, trained, dropped], damaged=True) == [erased], "the books do not show it"
+    assert unexplained([lost, dropped, trained], damaged=True) == [lost]
 
 
 @pytest.mark.e2e

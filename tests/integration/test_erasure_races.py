@@ -23,7 +23,9 @@ from penstock.services.rollout.engines import open_engine
 from penstock.services.rollout.held_weights import WeightRing
 from penstock.services.rollout.rendering import Renderer
 from penstock.services.rollout.serving.reading import Reader
+from penstock.services.trainer.session import TrainerSession
 from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.service import ServiceSettings, checkpoint_path
 from penstock.shared.errors import Unavailable
 from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol import subjects
@@ -32,11 +34,13 @@ from penstock.shared.protocol.events import (
     Admission,
     Admitted,
     BatchSealed,
+    BatchTrained,
     Checkpointed,
     Drawn,
     Dropped,
     Event,
     JobStarted,
+    LineageForked,
     decode_events,
     encode_events,
 )
@@ -77,10 +81,10 @@ class Scene:
     def __init__(self, bus: Bus, record: JobRecord, data_dir: Path) -> None:
         self.bus, self.record, self.job, self._dir, self._epoch = bus, record, record.id, data_dir, 0
 
-    def posted(self, user: str) -> Feedback:
+    def posted(self, user: str, version: int = 0) -> Feedback:
         """An answer that somebody else's engine gave."""
         body: dict[str, Any] = {
-            "policy_version": 0, "prompt_token_ids": [10, 11], "token_ids": [12, 2], "logprobs": [-3.0, -3.0],
+            "policy_version": version, "prompt_token_ids": [10, 11], "token_ids": [12, 2], "logprobs": [-3.0, -3.0],
             "reward": 1.0, "done": True,
         }  # fmt: skip
         return Feedback(
@@ -92,8 +96,8 @@ class Scene:
         await self.bus.publish(subjects.feedback(self.job), pack(FeedbackBatch(items=list(items)), job=self.job))
 
     @asynccontextmanager
-    async def leader(self) -> AsyncIterator[None]:
-        """Leads until it is killed at the end of the block."""
+    async def leader(self, *, says_begun: bool = True) -> AsyncIterator[None]:
+        """Leads until it is killed at the end of the block; hears that there is a version 0, if no trainer says it."""
         self._epoch += 1
         supply = LiveSupply(self.bus, self.job, CONFIG, epoch=self._epoch)
         runner = JobRunner(
@@ -101,7 +105,8 @@ class Scene:
         )
         task = asyncio.create_task(runner.lead())
         try:
-            await self.report(kind="checkpointed", batch=0, version=0, digest="w0", path="c")
+            if says_begun:
+                await self.report(kind="checkpointed", batch=0, version=0, digest="w0", path="c")
             yield
         finally:
             task.cancel()
@@ -133,6 +138,17 @@ class Scene:
         finally:
             await server.close()
             await engine.close()
+
+    @asynccontextmanager
+    async def trainer(self) -> AsyncIterator[None]:
+        """A real trainer, until it is killed at the end of the block."""
+        settings = ServiceSettings(data_dir=self._dir, shm_dir=self._dir, worker_id="trainer-0", lease_s=0.5)
+        task = asyncio.create_task(TrainerSession(self.bus, settings, self.job, CONFIG).run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def events(self) -> list[Event]:
         entries = await self.bus.read(subjects.LEDGER, subjects.ledger(self.job))
@@ -225,6 +241,40 @@ async def test_a_deletion_takes_no_group_that_a_trainer_may_ask_for(scene: Scene
     dropped = [(one.reason, one.draws, one.redraw) for one in found if isinstance(one, Dropped)]
     assert dropped == ([("erased", [Draw(mine)], False)] if batch == "refused" else [])
     assert not await scene.bus.read(subjects.DEAD, subjects.dead(scene.job)), "no copy is kept of it"
+
+
+async def test_a_checkpoint_that_breaks_after_a_deletion_ends_in_a_fork_that_says_erased(scene: Scene) -> None:
+    """The checkpoint behind the batch was there when its inputs went; the one before it has to repeat the batch."""
+    items = [scene.posted(user) for user in ("gone", "other")]
+
+    async def found(kind: type[Event]) -> list[Any]:
+        return [event for event in await scene.events() if isinstance(event, kind)]
+
+    async with scene.worker(), scene.leader(says_begun=False):
+        async with scene.trainer():
+            await scene.until(partial(found, Checkpointed), bool)
+            await scene.post(*items)
+            await scene.until(partial(found, BatchTrained), bool)
+            mine = (await scene.admitted(items))[items[0].id][0].ordinal
+            eraser = Eraser(scene.bus, str, released_s=DEADLINE_S)
+            await eraser.run(await eraser.begin("gone"))
+            assert mine not in await scene.groups()
+            assert not await found(LineageForked), "a deletion alone forks nothing"
+        newest = (await found(Checkpointed))[-1]
+        assert (newest.number, newest.reason) == (1, "deletion of a user's data")
+        weights = checkpoint_path(scene._dir, newest.path) / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+        async with scene.trainer():
+            [fork] = await scene.until(partial(found, LineageForked), bool)
+            more = [scene.posted(user, fork.version) for user in ("third", "fourth")]
+            await scene.post(*more)
+            await scene.until(partial(found, BatchTrained), lambda trained: len(trained) > 1)
+    assert fork.from_batch == 1
+    assert fork.reason.startswith(f"erased: the data behind draws {mine}.0 of batch 1 was deleted")
+    entries = [decode_events(m.data) for m in await scene.bus.read(subjects.LEDGER, subjects.ledger(scene.job))]
+    [decision] = [entry for entry in entries if fork in entry]
+    dropped = [(one.reason, one.draws, one.redraw) for one in decision if isinstance(one, Dropped)]
+    assert dropped == [("erased", [Draw(mine, 1)], False)], "the books show it in the decision that forks"
 
 
 async def test_a_job_that_lets_nothing_go_holds_up_no_other(scene: Scene) -> None:

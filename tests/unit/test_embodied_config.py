@@ -54,7 +54,7 @@ def test_a_job_has_groups_draws_and_bytes() -> None:
 
 
 def test_what_all_trainings_share_is_no_job_of_its_own() -> None:
-    with pytest.raises(TypeError, match="max_group_bytes.*services"):
+    with pytest.raises(TypeError, match=r"max_group_bytes.*services"):
         TrainingJob(**job().model_dump())
 
 

@@ -23,6 +23,7 @@ from penstock.shared.protocol.events import (
     Event,
     Finished,
     LineageForked,
+    Promoted,
 )
 from penstock.shared.protocol.interaction import bare_id
 from penstock.shared.protocol.trajectory import parse_group_header
@@ -63,6 +64,8 @@ class Made:
         self._trained: dict[int, _Batch] = {}
         """Batches that a fork can open again or a trainer can repeat: the log still holds them."""
         self._checkpoints: list[int] = []
+        self._served = -1
+        """Batch of the version that is served, of a job with a promotion gate."""
 
     @property
     def held(self) -> set[int]:
@@ -75,9 +78,15 @@ class Made:
         return frozenset(name for ordinal in self._asked_for() for name in self._bodies.get(ordinal, ()))
 
     def _asked_for(self) -> set[int]:
-        """Draws in flight, in a sealed batch, or in one that was trained and that no checkpoint is behind."""
-        newest = max(self._checkpoints, default=-1)
+        """Draws in flight, in a sealed batch, or in one that a trainer repeats when it starts again."""
+        newest = self._earliest_start()
         return self._open.union(*(batch.ordinals for number, batch in self._trained.items() if number > newest))
+
+    def _earliest_start(self) -> int:
+        """See ``restart.earliest_start``: behind it a trainer that starts again asks for nothing; -1 if none exists."""
+        newest = max(self._checkpoints, default=-1)
+        before = [number for number in self._checkpoints if number <= self._served]
+        return newest if self._served < 0 else min(newest, max(before, default=newest))
 
     def take(self, event: Event) -> None:
         """The next event of the ledger."""
@@ -99,6 +108,8 @@ class Made:
             case Checkpointed():
                 self._checkpoints.append(event.number)
                 self._trained = {n: batch for n, batch in self._trained.items() if batch.last_seq >= event.low_seq}
+            case Promoted():
+                self._served = event.number
             case Finished():
                 self._open.clear()
                 self._trained.clear()

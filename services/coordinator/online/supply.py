@@ -243,7 +243,7 @@ class LiveSupply:
     async def _erase_released(self) -> None:
         """Delete the groups of deleted users that no trainer can ask for any more."""
         state = self._state
-        newest = -1 if state.checkpoint is None else state.checkpoint.number
+        newest = -1 if state.checkpoint is None else earliest_start(state, state.checkpoint.number)
         held = {draw.ordinal for draw in state.open}
         held |= {draw.ordinal for number, batch in state.batches.items() if number > newest for draw in batch.draws}
         if released := self._unerased - held:
@@ -289,6 +289,8 @@ class LiveSupply:
     async def committed(self, run: JobRun, events: Sequence[Event]) -> None:
         """Publish what a decision means for feedback, and forget what it decided."""
         self._state = run.state
+        if self._unerased and any(isinstance(event, Checkpointed | Dropped | Promoted) for event in events):
+            await self._erase_released()
         await self._publisher.publish(feedback_statuses(events, run.state), interaction_statuses(events, run.state))
         for event in events:
             match event:
@@ -300,8 +302,6 @@ class LiveSupply:
                 case BatchTrained():
                     self.source.on_trained(event.number, run.state)
                     self._idle_since = event.time
-                case Checkpointed() | Dropped() if self._unerased:
-                    await self._erase_released()
                 case Finished():
                     await self._erase_released()
                     self._unpublished += [

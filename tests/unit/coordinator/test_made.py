@@ -19,6 +19,7 @@ from penstock.shared.protocol.events import (
     Event,
     Finished,
     LineageForked,
+    Promoted,
     SealedGroup,
 )
 from penstock.shared.protocol.ids import Draw
@@ -93,6 +94,15 @@ def test_a_fork_holds_what_its_trainer_may_have_to_repeat(redraw: bool, open_aga
     assert made.needed == {"f100"} | ({"f101"} if redraw else set())
     made.take(saved(2))
     assert made.held == open_again
+
+
+def test_a_trainer_that_makes_the_served_version_again_needs_what_came_before() -> None:
+    """Version 2 is served and 3 was refused: a trainer that starts begins at checkpoint 1."""
+    before = [*THREE[:-1], Promoted(**BASE, number=2, version=2, digest="w", reason="r"), saved(3)]
+    made = made_after(*before)
+    assert (made.held, made.needed) == ({2, 3}, {"f100", "f101"})
+    made.take(Promoted(**BASE, number=3, version=3, digest="w", reason="r"))
+    assert made.held == set()
 
 
 def test_what_the_log_does_not_hold_any_more_nobody_repeats() -> None:

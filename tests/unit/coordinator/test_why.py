@@ -12,7 +12,7 @@ from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.why import Onsets, explain_waits, recovery_waits
 from penstock.shared.config.job import JobConfig
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.events import BatchSealed, Checkpointed
+from penstock.shared.protocol.events import BatchSealed, Checkpointed, LineageForked
 from penstock.shared.protocol.messages import Heartbeat
 
 JOB = "job_1"
@@ -63,6 +63,19 @@ def test_each_sealed_batch_has_its_own_age_whoever_leads() -> None:
         (50.0, "trainer-7"),
         (20.0, "trainer-7"),
     ]
+
+
+def test_a_fork_is_explained_until_an_update_follows() -> None:
+    fork = LineageForked(
+        **BASE, time=1.0, from_batch=1, version=3, digest="w", reason="erased: all of it", trainer_epoch=1,
+        min_version=3, deadline=9.0,
+    )  # fmt: skip
+    state = LedgerState(checkpoint=START)
+    state.apply(fork)
+    row = Watched(state).at(10.0)["version 3"]
+    assert row["waiting_for"] == "the first update since training went back: erased: all of it"
+    state.version = 4
+    assert "version 3" not in Watched(state).at(10.0)
 
 
 def test_what_has_no_time_of_its_own_is_as_old_as_its_leader_saw_it() -> None:
