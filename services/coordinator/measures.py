@@ -107,6 +107,17 @@ class Measures:
         trained = report.metrics.get("tokens/trained", float(sum(group.tokens for group in batch.groups)))
         return {**report.metrics, **self.tally.row(batch, int(trained), now), **live}
 
+    def disproof(self, report: Report) -> str:
+        """Return why an update shows that its tokens were not sampled by the weights that they name, or ''."""
+        bound, found = self.config.train.max_mismatch, report.metrics.get("mismatch/logprob")
+        if bound is None or found is None or self.config.algorithm.type == "sac" or found <= bound:  # old transitions
+            return ""
+        return (
+            f"update {report.batch}: sampler and trainer differ by {found:.2f} nats per token, more than "
+            f"train.max_mismatch {bound:g}: what the engines serve is not what they say. Look at their logs, start "
+            "them anew, and resume the job, or roll it back"
+        )
+
     def after_update(self, event: BatchTrained, entry: int, state: LedgerState) -> None:
         """An update was made, and stands in this entry of the ledger."""
         self.reward = event.metrics.get("reward/mean", self.reward)

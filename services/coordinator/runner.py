@@ -405,6 +405,8 @@ class JobRunner:
             await self.publisher.copy_refused(self.run, events)
         batch, state = self.run.state.sealed.get(report.batch), self.run.state
         if report.kind == "trained" and batch is not None:
+            if why := self.measures.disproof(report):
+                await self._halt(why)
             live = self.supply.measures() if self.supply is not None else {}
             values = self.measures.values_of(report, batch, self.run.candidates, now, live)
             events = [msgspec.structs.replace(one, metrics=values) if isinstance(one, BatchTrained) else one

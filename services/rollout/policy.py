@@ -160,11 +160,23 @@ class PolicyFollower:
             await self._engine.load_chunk(staged.tensors())
             pause_s = await self._engine.commit_update()
             committed = True
+            await self._check_echo(manifest, base=base)
         finally:
             if not committed:
                 await self._engine.abort_update()
                 staged.release()
         return pause_s
+
+    async def _check_echo(self, manifest: WeightManifest, *, base: bool) -> None:
+        """Have the engine say what it serves now.
+
+        Raises:
+            WeightsError: something else.
+        """
+        info = await self._engine.weight_info()
+        served = ("base", info.base) if base else (info.version, info.digest)
+        if served != (("base", manifest.digest) if base else (manifest.version, manifest.digest)):
+            raise WeightsError(f"the engine says that it serves {served} after the update to {manifest.version}")
 
     async def _have_base(self, digest: str) -> None:
         """Make sure that the adapter to come belongs to the weights under it.

@@ -155,6 +155,35 @@ async def test_the_next_leader_writes_the_row_of_an_update_that_this_one_did_not
     assert row["values"]["tokens/trained"] > 0, "what the leader counted stands in the ledger, too"
 
 
+@pytest.mark.parametrize("mismatch", [0.9, 1.1, float("nan")])
+async def test_a_job_pauses_where_the_engines_do_not_serve_what_they_say(
+    bus: Bus, tmp_path: Path, mismatch: float
+) -> None:
+    past, number = Past(bus), UPDATES + 1
+    await past.make()
+    async with led(bus, tmp_path) as runner:
+        state = runner.run.state
+        await until(lambda: min(info.deadline for info in state.open.values()) > 1000.0)
+        for draw in state.in_flight:
+            await past.store(draw, UPDATES)
+        await until(lambda: number in runner.run.state.sealed)
+        report = Report(
+            kind="trained", epoch=1, batch=number, revision=1, version=number, digest="w",
+            metrics={"mismatch/logprob": mismatch},
+        )  # fmt: skip
+        answer = await bus.request(subjects.report(JOB), pack(report, job=JOB), deadline_s=10)
+        assert unpack(answer, Ack)[0].ok
+        assert runner.run.state.last_trained == number
+        if mismatch < 1:
+            assert (runner.run.desired, runner.run.halted) == ("running", "")
+            return
+        why = runner.run.halted
+        assert f"update {number}" in why
+        assert "train.max_mismatch 1" in why
+        assert runner.run.desired == "paused"
+        assert any(why in row["waiting_for"] for row in runner.why())
+
+
 async def rows(bus: Bus) -> list[dict[str, Any]]:
     return [msgspec.json.decode(m.data) for m in await bus.read(subjects.METRICS, subjects.metrics(JOB))]
 
