@@ -142,19 +142,24 @@ def _sections(model: type[BaseModel], path: str, seen: set[type]) -> Iterator[tu
 
 def _section(path: str, model: type[BaseModel]) -> str:
     tag = _tag(model)
-    head = f"## `{path}`" + (f" with `type: {tag}`" if tag else "") if path else "## Top level"
+    head = f"## `{path}`" + (f" with `{_tag_name(model)}: {tag}`" if tag else "") if path else "## Top level"
     lines = [head, "", _text(model.__doc__), "", "| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
-        if name == "type" and tag:
+        if tag and name == _tag_name(model):
             continue
         meaning = _text(field.description) or _reference(f"{path}.{name}".lstrip("."), field)
         lines.append(f"| `{name}` | {_type(field)} | {_default(field)} | {meaning} |")
     return "\n".join(lines)
 
 
+def _tag_name(model: type[BaseModel]) -> str:
+    return next((name for name in ("type", "engine") if name in model.model_fields), "")
+
+
 def _tag(model: type[BaseModel]) -> str:
-    """Value that tells a section from others of the same key: its ``type``, where that has one value."""
-    values = get_args(model.model_fields["type"].annotation) if "type" in model.model_fields else ()
+    """Value that tells a section from others of the same key: its ``type``, or ``engine``, where that has one value."""
+    name = _tag_name(model)
+    values = get_args(model.model_fields[name].annotation) if name else ()
     return str(values[0]) if len(values) == 1 else ""
 
 

@@ -29,7 +29,7 @@ from penstock.shared.config.environment import completion_tokens
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import ROW_BYTES, JobConfig
 from penstock.shared.config.kinds import AnyJob, AnyTraining, TextJob
-from penstock.shared.config.needs import needs
+from penstock.shared.config.needs import Need, needs
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.reward import RewardConfig
 from penstock.shared.config.service import ServiceSettings, checkpoint_path
@@ -206,14 +206,26 @@ def check_packages(spec: AnyJob, members: Members, now: float) -> list[str]:
         lacking = [beat.worker for beat in known if need.package not in (beat.packages or ())]
         if not lacking:
             continue
-        text = (
-            f"{need.key}: every {need.service} worker needs the package '{need.package}', and it is missing beside "
-            f"{', '.join(sorted(lacking))}: install penstock[{need.extra}] there"
-        )
+        text = _engine_missing(need) if need.is_engine else _package_missing(need, lacking)
         if len(lacking) == len(known):
             raise ConfigError(text)
-        warnings.append(text)
+        if not need.is_engine:
+            warnings.append(text)
     return warnings
+
+
+def _package_missing(need: Need, lacking: list[str]) -> str:
+    return (
+        f"{need.key}: every {need.service} worker needs the package '{need.package}', and it is missing beside "
+        f"{', '.join(sorted(lacking))}: install penstock[{need.extra}] there"
+    )
+
+
+def _engine_missing(need: Need) -> str:
+    return (
+        f"{need.key}: no {need.service} worker that runs has the engine '{need.package}': start the deployment with "
+        f"penstock up --engine {need.package}, or add a worker whose interpreter has it"
+    )
 
 
 def _warnings(spec: TextJob, http_host: str) -> list[str]:

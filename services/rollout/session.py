@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.services.rollout.asking import Asking
 from penstock.services.rollout.candidate import Candidate
-from penstock.services.rollout.engines import Engine, open_engine
+from penstock.services.rollout.engines import Engine, lacks_engine, open_engine
 from penstock.services.rollout.env_requests import EnvRequests
 from penstock.services.rollout.episode import failed_group, skipped_group, with_scores
 from penstock.services.rollout.fixed import FixedPolicy
@@ -54,12 +54,21 @@ class RolloutSession:
         self._candidate: Candidate | None = None
         self._held = WeightRing(config.online.posted.held_versions if isinstance(config, OnlineJob) else 0)
         self._serving: InferenceServer | None = None
+        self._drained = asyncio.Event()
         self.groups = 0
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Work until cancelled, or until ``drain`` and the last ticket in hand is done."""
+        """Work until cancelled, or until ``drain`` and the last ticket in hand is done.
+
+        A worker without the job's engine takes no ticket, and says so in its heartbeats.
+        """
+        if lacks_engine(self.config.rollout):
+            what = f"a rollout worker that has the engine '{self.config.rollout.engine}'; this one has it not"
+            self._asking.wait("engine", what, subjects.tickets(self.job))
+            await self._drained.wait()
+            return
         try:
             await asyncio.to_thread(self._load)
         except (ConfigError, DataError) as error:
@@ -135,6 +144,7 @@ class RolloutSession:
 
     def drain(self) -> None:
         """Take no more tickets and no more requests."""
+        self._drained.set()
         self._tickets.drain()
         if self._serving is not None:
             self._serving.drain()

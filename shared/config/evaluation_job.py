@@ -18,6 +18,7 @@ from penstock.shared.config.evaluation import MeasureConfig
 from penstock.shared.config.job import group_bytes
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.rollout import EmbeddedConfig, RolloutConfig, check_engine
 from penstock.shared.config.sampling import SamplingConfig
 from penstock.shared.config.training_job import MAX_GROUP_BYTES, LimitsConfig, PlacementConfig
 
@@ -59,6 +60,8 @@ class EvaluationJob(StrictModel):
     """Episodes of several turns: with tools, or in an environment of `verifiers`; null: a prompt has one completion."""
     sampling: SamplingConfig = SamplingConfig()
     """How completions are sampled; greedy ones take its lengths and stops."""
+    rollout: RolloutConfig = EmbeddedConfig()
+    """Engine that samples them."""
     evaluation: MeasureConfig = MeasureConfig()
     """The measurement."""
     limits: LimitsConfig = LimitsConfig()
@@ -76,6 +79,7 @@ class EvaluationJob(StrictModel):
 
     @model_validator(mode="after")
     def _completions_fit_the_model(self) -> EvaluationJob:
+        check_engine(self.rollout, self.model, iter(()))
         check_completions(self.model, "sampling", self.sampling, self.environment)
         check_environment(self.environment, self.reward, self.data.eval)
         return self

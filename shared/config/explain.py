@@ -103,8 +103,9 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def _tags(kinds: Iterable[Any]) -> list[str]:
-    """The values of ``type`` that tell models apart."""
-    fields = [kind.model_fields["type"] for kind in kinds if _is_model(kind) and "type" in kind.model_fields]
+    """The values of ``type``, or of ``engine``, that tell models apart."""
+    models = [kind.model_fields for kind in kinds if _is_model(kind)]
+    fields = [fields[tag] for fields in models for tag in ("type", "engine") if tag in fields]
     return [tag for field in fields for tag in get_args(field.annotation) if isinstance(tag, str)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -21,6 +22,7 @@ from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.off_policy import OffPolicyConfig
 from penstock.shared.config.optimizer import OptimizerConfig, Schedule
 from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.rollout import EmbeddedConfig, RolloutConfig, check_engine
 from penstock.shared.config.sampling import SamplingConfig
 from penstock.shared.config.training_job import MAX_GROUP_BYTES, RunConfig, TrainingJob, known_kind
 
@@ -121,6 +123,8 @@ class JobConfig(TrainingJob):
     """Episodes of several turns: with tools, or in an environment of `verifiers`; null: a prompt has one completion."""
     sampling: SamplingConfig = SamplingConfig()
     """How training completions are sampled."""
+    rollout: RolloutConfig = EmbeddedConfig()
+    """Engine that samples them."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its schedule."""
     warm_start: WarmStartConfig = WarmStartConfig()
@@ -140,6 +144,15 @@ class JobConfig(TrainingJob):
                 "instead: use 'adamw'"
             )
         return self
+
+    @model_validator(mode="after")
+    def _engine_can_do_it(self) -> JobConfig:
+        check_engine(self.rollout, self.model, self._engine_wants())
+        return self
+
+    def _engine_wants(self) -> Iterator[tuple[str, str, bool]]:
+        """(key, field of ``Caps``, True if the key asks for it) of this kind of job."""
+        yield from ()
 
     @model_validator(mode="after")
     def _batch_algebra(self) -> JobConfig:

@@ -9,9 +9,10 @@ from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.environment import VerifiersConfig
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob, TextJob
+from penstock.shared.config.rollout import ENGINE_PACKAGES
 from penstock.shared.config.scorers import MathScorer, RewardModelScorer
 
-__all__ = ["OPTIONAL", "Need", "needs"]
+__all__ = ["ANNOUNCED", "OPTIONAL", "Need", "needs"]
 
 OPTIONAL = {
     "bitsandbytes": "optim-8bit",
@@ -22,11 +23,16 @@ OPTIONAL = {
     "verifiers": "verifiers",
 }
 """Packages as they are imported, and the extra of Penstock that brings each."""
+ANNOUNCED = (*OPTIONAL, *ENGINE_PACKAGES)
+"""Packages of which a process says in its heartbeats that it has them."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """``key`` of a job file needs ``package`` (one of OPTIONAL) in every process of ``service``."""
+    """``key`` of a job file needs ``package`` (one of ANNOUNCED) in processes of ``service``.
+
+    An optional package is needed in every one of them; an engine in one, for the others leave the job's tickets alone.
+    """
 
     key: str
     package: str
@@ -36,6 +42,11 @@ class Need:
     def extra(self) -> str:
         """The extra to install: ``penstock[EXTRA]``."""
         return OPTIONAL[self.package]
+
+    @property
+    def is_engine(self) -> bool:
+        """True if one process with the package is enough."""
+        return self.package in ENGINE_PACKAGES
 
 
 def needs(spec: AnyJob) -> list[Need]:
@@ -49,6 +60,8 @@ def needs(spec: AnyJob) -> list[Need]:
 
 
 def _of_rollouts(spec: TextJob) -> Iterator[Need]:
+    if spec.rollout.engine in ENGINE_PACKAGES:
+        yield Need("rollout.engine", spec.rollout.engine, "rollout")
     if spec.model.lora is not None:
         yield Need("model.lora", "peft", "rollout")
     for place, scorer in enumerate(spec.reward.scorers):

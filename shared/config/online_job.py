@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -114,6 +115,10 @@ class OnlineJob(JobConfig):
                     f"raise it, or train.batch_size to {math.ceil(1 / share)}"
                 )
         return self
+
+    def _engine_wants(self) -> Iterator[tuple[str, str, bool]]:
+        yield "online.posted.held_versions", "held", self.online.posted.held_versions > 0
+        yield "online.promotion", "candidates", self.online.promotion is not None
 
     @property
     def off_policy(self) -> OffPolicyConfig | None:

@@ -142,12 +142,29 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Caps(msgspec.Struct, frozen=True, kw_only=True):
-    """Capabilities of an engine."""
+    """Capabilities of an engine. A job that asks for more is refused when it is submitted."""
 
     transports: tuple[str, ...]
     pause_modes: tuple[str, ...]
     native_spans: bool
     sleep: bool
+    staging: Literal["tensors", "reference"] = "tensors"
+    """tensors: the worker stages a version and hands its tensors to the engine. reference: processes of the engine open
+    the version themselves, hold it and prove its digest."""
+    adapters: bool = True
+    """Takes low-rank adapters alone."""
+    routers: bool = True
+    """Records the experts of each token."""
+    held: bool = True
+    """Computes log-probs under weights that it does not serve."""
+    candidates: bool = True
+    """A second engine, for versions that are not served yet, fits beside it."""
+    fp32_head: bool = True
+    """Computes the logits of a bfloat16 model in float32."""
+    forms: bool = True
+    """Keeps an answer to a form."""
+    plain_logprobs: bool = True
+    """Log-probs are of logits / temperature, however tokens are drawn from them."""
 
 
 class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):

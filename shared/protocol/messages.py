@@ -212,7 +212,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     jobs: dict[str, dict[str, Any]]
     """Per job: policy `version`, `running`, `waiting_for`, `since`, `holds` (draws), counters and stage seconds."""
     packages: list[str] | None = None
-    """Packages of which a job may need some and a process may lack some (`config.needs.OPTIONAL`), as far as they are
+    """Packages of which a job may need some and a process may lack some (`config.needs.ANNOUNCED`), as far as they are
     installed; null: unknown."""
     clock_skew_s: float | None = None
     """Seconds that the wall clock of its host is ahead of the bus's; null: unknown."""

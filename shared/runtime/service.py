@@ -18,7 +18,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from penstock.shared.config.needs import OPTIONAL
+from penstock.shared.config.needs import ANNOUNCED
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import ConfigError, DeadlineError, NotFound, Unavailable
 from penstock.shared.protocol import subjects
@@ -143,7 +143,7 @@ class _Process:
         self._health_port = 0
         self._is_wrong = False
         self._started = time.time()
-        self._packages = [name for name in OPTIONAL if importlib.util.find_spec(name) is not None]
+        self._packages = [name for name in ANNOUNCED if importlib.util.find_spec(name) is not None]
 
     async def serve(self) -> int:
         loop = asyncio.get_running_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -38,6 +39,7 @@ class Worker:
     def __init__(self, bus: Bus, session: RolloutSession, spec: dict[str, Any]) -> None:
         self.bus, self.session, self.spec = bus, session, spec
         self.asked, self.scores = asyncio.Event(), asyncio.Event()
+        self.task: asyncio.Task[None]
 
     async def score(self, data: bytes) -> bytes:
         request, envelope = unpack(data, ScoreRequest)
@@ -81,10 +83,10 @@ async def working(bus: Bus, directory: Path, prompts: Sequence[str] = PROMPTS, *
     }
     worker = Worker(bus, RolloutSession(bus, ServiceSettings(worker_id="rollout-0"), JOB, parse_job(spec)), spec)
     server = await bus.serve(subjects.score(JOB), worker.score)
-    task = asyncio.create_task(worker.session.run())
+    task = worker.task = asyncio.create_task(worker.session.run())
     try:
         yield worker
-        assert not task.done(), task.exception()
+        assert not task.done() or task.exception() is None, task.exception()
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -113,6 +115,21 @@ async def test_a_ticket_that_fails_leaves_its_neighbours_alone(bus: Bus, tmp_pat
     assert (failed.skipped, failed.lengths) == ("", [])
     assert "43 prompt tokens + 4 new ones exceed the 32" in failed.error
     assert (set(good.rewards), any(good.failed), good.error) == ({1.0}, False, "")
+
+
+async def test_a_worker_without_the_engine_takes_no_ticket_and_says_so(bus: Bus, tmp_path: Path) -> None:
+    assert importlib.util.find_spec("vllm") is None, "run this with an interpreter that has no vLLM"
+    async with working(bus, tmp_path, rollout={"engine": "vllm"}) as worker:
+        await worker.ask(1)
+
+        async def says_so() -> bool:
+            return "engine 'vllm'" in worker.session.status().get("waiting_for", "")
+
+        await until(says_so)
+        assert await worker.tickets_left() == 1
+        assert not worker.session.busy
+        worker.session.drain()
+        await until(lambda: asyncio.sleep(0, worker.task.done()))
 
 
 async def test_a_ticket_of_an_earlier_leader_is_answered(bus: Bus, tmp_path: Path) -> None:

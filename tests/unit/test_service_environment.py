@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import venv
+from pathlib import Path
+
 import pytest
 
-from penstock.local.launch import service_environment
+import penstock
+from penstock.local.launch import interpreter_of, service_environment
 
 SHELL = {
     "PATH": "/bin", "HOME": "/home/u", "OMP_NUM_THREADS": "1", "AWS_SECRET_ACCESS_KEY": "s", "OPENAI_API_KEY": "s",
@@ -48,3 +52,20 @@ def test_a_deployment_names_what_else_its_workers_see() -> None:
     named = {**SHELL, "PENSTOCK_WORKER_ENV": "MY_TOKEN, AWS_SECRET_ACCESS_KEY"}
     assert service_environment("env", named, {})["MY_TOKEN"] == "m"
     assert "MY_TOKEN" not in service_environment("env", SHELL, {})
+
+
+def test_a_service_with_another_interpreter_imports_the_code_that_runs_here(tmp_path: Path) -> None:
+    """Its environment has the libraries and not Penstock: a bare one stands for it."""
+    venv.create(tmp_path / "other", with_pip=False)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "said.py").write_text(
+        "import penstock, sys\nprint(sys.prefix, penstock.__file__, sys.argv[0].endswith('said.py'))\n"
+    )
+    environment = {"PYTHONPATH": str(tmp_path / "mine"), "PATH": "/usr/bin"}
+    for _ in range(2):  # a second start finds the link of the first
+        launch = interpreter_of(tmp_path / "other" / "bin" / "python", tmp_path / "code")
+        with (tmp_path / "log").open("wb") as log:
+            assert launch("said", environment, log).wait(60) == 0, (tmp_path / "log").read_text()
+        prefix, file, _ = (tmp_path / "log").read_text().split()
+        assert Path(prefix).resolve() == (tmp_path / "other").resolve()
+        assert Path(file).resolve() == Path(penstock.__file__).resolve()

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.services.rollout.engines import UpdateMode
-from penstock.services.rollout.engines.updates import WeightUpdate
+from penstock.services.rollout.engines.updates import ServedWeights, WeightUpdate
 from penstock.shared.errors import Conflict, Unavailable, WeightsError
 from penstock.shared.models.episode_policy import EpisodePolicy
 from penstock.shared.protocol.generation import Caps, WeightInfo
@@ -54,8 +54,7 @@ class PolicyEngine:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
         self._lock = asyncio.Lock()
         """Held while the policy decides or takes in a version."""
-        self._version, self._digest = -1, ""
-        self._update: WeightUpdate | None = None
+        self._served: ServedWeights[WeightUpdate] = ServedWeights()
         self._closed = False
         self.num_decisions = 0
         self.seconds = 0.0
@@ -93,43 +92,41 @@ class PolicyEngine:
         base: bool = False,
     ) -> None:
         """Open an update; see ``Updatable.begin_update``. Parameters and buffers are updated together."""
-        if self._update is not None:
-            raise Conflict(f"the update to version {self._update.version} is open: commit or abort it first")
+        self._served.check_none()
         if base or mode != "swap":
             raise Conflict(f"a policy network has no base and is swapped; asked for mode '{mode}'")
-        self._update = WeightUpdate(self._policy.state_dict(keep_vars=True), version, digest, mode, guard)
+        parameters = self._policy.state_dict(keep_vars=True)
+        self._served.begin(WeightUpdate(parameters, version, digest, mode, guard))
 
     async def load_chunk(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy tensors; see ``Updatable.load_chunk``."""
-        update = self._open_update()
+        update = self._served.current()
         try:
             copied = {name: tensor.detach().clone() for name, tensor in tensors.items()}
             update.stage(copied)
         except WeightsError:
-            self._update = None
+            self._served.give_up(dirty=False)
             raise
 
     async def commit_update(self) -> float:
         """Swap between two decisions; see ``Updatable.commit_update``."""
-        update, self._update = self._open_update(), None
+        update = self._served.current()
         async with self._lock:
             start = time.perf_counter()
-            update.commit()
-            self._version, self._digest = update.version, update.digest
+            try:
+                update.commit()
+                self._served.adopt()
+            finally:
+                self._served.give_up(dirty=False)
             return time.perf_counter() - start
 
     async def abort_update(self) -> None:
         """Give the open update up. Safe to repeat."""
-        self._update = None
+        self._served.give_up(dirty=False)
 
     async def weight_info(self) -> WeightInfo:
         """The version that is served."""
-        return WeightInfo(version=self._version, digest=self._digest, dirty=False)
-
-    def _open_update(self) -> WeightUpdate:
-        if self._update is None:
-            raise Conflict("no update is open: call begin_update first")
-        return self._update
+        return self._served.info()
 
     def _decide(self, observations: Mapping[str, NDArray[Any]], noise_NCA: NDArray[np.float32] | None) -> Decided:
         start = time.perf_counter()
@@ -140,8 +137,8 @@ class PolicyEngine:
             actions_NCA=decision.actions_NCA.cpu().numpy(),
             logprobs_NCA=decision.logprobs_NCA.cpu().numpy(),
             executed=self._policy.to_environment(decision.actions_NCA),
-            version=self._version,
-            weights=short_digest(self._digest),
+            version=self._served.version,
+            weights=short_digest(self._served.digest),
         )
         self.num_decisions += len(decided.actions_NCA)
         self.seconds += time.perf_counter() - start

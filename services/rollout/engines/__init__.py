@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from penstock.services.rollout.engines.base import Engine, Updatable, UpdateMode
 from penstock.services.rollout.engines.constraint import Grammars
 from penstock.services.rollout.engines.embedded import EmbeddedEngine
 from penstock.shared.config.model import ModelConfig
+from penstock.shared.config.rollout import ENGINE_PACKAGES, RolloutConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.architecture import plan_of
 from penstock.shared.models.loading import build_model, stop_token_ids
 from penstock.shared.models.lora import add_adapter, base_parameters
 from penstock.shared.weights import digest_of_tensors
 
-__all__ = ["EmbeddedEngine", "Engine", "Updatable", "UpdateMode", "open_engine"]
+__all__ = ["EmbeddedEngine", "Engine", "Updatable", "UpdateMode", "lacks_engine", "open_engine"]
+
+
+def lacks_engine(rollout: RolloutConfig) -> bool:
+    """True if this interpreter has not the package of the engine."""
+    return rollout.engine in ENGINE_PACKAGES and importlib.util.find_spec(rollout.engine) is None
 
 
 def open_engine(
@@ -27,7 +35,7 @@ def open_engine(
     version: int = 0,
     digest: str = "",
 ) -> Engine:
-    """The engine of a job; blocks while it loads the model, which it owns from then on.
+    """The embedded engine; blocks while it loads the model, which it owns from then on.
 
     Args:
         max_running: sequences decoded at once.

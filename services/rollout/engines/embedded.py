@@ -17,12 +17,12 @@ from penstock.services.rollout.engines.batch import Batch, Outcome, TornWeights
 from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.engines.constraint import Grammars
 from penstock.services.rollout.engines.requests import Requests
-from penstock.services.rollout.engines.updates import WeightUpdate, drop, lent
+from penstock.services.rollout.engines.updates import ServedWeights, WeightUpdate, drop, lent
 from penstock.services.rollout.held_weights import HeldWeights
+from penstock.shared.config.rollout import EmbeddedConfig
 from penstock.shared.errors import ConfigError, Conflict, Unavailable, WeightsError
 from penstock.shared.models.lora import adapter_parameters, base_parameters
 from penstock.shared.protocol.generation import (
-    Caps,
     Constraint,
     GenRequest,
     GenResult,
@@ -48,7 +48,7 @@ class EmbeddedEngine:
     token boundary. ``_interrupt`` makes a running call end at the next one.
     """
 
-    caps = Caps(transports=("shm", "disk"), pause_modes=("abort", "drain", "keep"), native_spans=True, sleep=True)
+    caps = EmbeddedConfig.caps
 
     def __init__(
         self,
@@ -80,9 +80,8 @@ class EmbeddedEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: str | None = "not started"
         self._paused: PauseMode | None = None
-        self._interrupt, self._asleep, self._dirty = False, False, False
-        self._version, self._digest, self._base = version, digest, base
-        self._update: WeightUpdate | None = None
+        self._interrupt, self._asleep = False, False
+        self._served: ServedWeights[WeightUpdate] = ServedWeights(version, digest, base)
         self._frozen_at: float | None = None
         self._generated_tokens = 0
 
@@ -121,7 +120,7 @@ class EmbeddedEngine:
     def _free(self) -> None:
         """Let go of the weights and caches now. Engine and batch refer to each other, and so do the modules of a model:
         they go when the garbage collector comes by, and a view of a slot would keep its whole memory until then."""
-        self._update = None
+        self._served.give_up(dirty=False)
         self._batch.close()
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)
@@ -135,8 +134,8 @@ class EmbeddedEngine:
             "waiting": self._requests.waiting,
             "paused": self._paused,
             "asleep": self._asleep,
-            "dirty": self._dirty,
-            "version": self._version,
+            "dirty": self._served.dirty,
+            "version": self._served.version,
             "generated_tokens": self._generated_tokens,
         }
 
@@ -206,7 +205,7 @@ class EmbeddedEngine:
             raise self._unavailable()
         if self._asleep:
             raise Unavailable("the engine sleeps; wake it first")
-        if self._dirty:
+        if self._served.dirty:
             raise WeightsError("the engine is dirty after a failed update; it serves again after a full update")
 
     def _check(self, request: GenRequest) -> None:
@@ -271,8 +270,7 @@ class EmbeddedEngine:
         base: bool = False,
     ) -> None:
         """Open an update; see ``Engine.begin_update``. In place, decoding stands still from here to the end."""
-        if self._update is not None:
-            raise Conflict(f"the update to version {self._update.version} is open: commit or abort it first")
+        self._served.check_none()
         adapters = bool(adapter_parameters(self._model))
         if base and (not adapters or mode != "in_place"):
             has = "an" if adapters else "no"
@@ -280,14 +278,14 @@ class EmbeddedEngine:
                 f"a base is updated in place and under an adapter: mode '{mode}', this engine has {has} adapter"
             )
         parameters = base_parameters(self._model, remove_duplicate=False) if base else self._policy_parameters()
-        self._update = WeightUpdate(parameters, version, digest, mode, guard, base)
+        self._served.begin(WeightUpdate(parameters, version, digest, mode, guard, base))
         if mode == "in_place":
             self._frozen_at = time.perf_counter()
             await self._call(lambda: None)
 
     async def load_chunk(self, tensors: Mapping[str, Tensor]) -> None:
         """Stage parameters; see ``Engine.load_chunk``."""
-        update = self._open_update()
+        update = self._served.current()
         in_place = update.mode == "in_place"
         try:
             if in_place:
@@ -300,7 +298,7 @@ class EmbeddedEngine:
 
     async def commit_update(self) -> float:
         """Swap, drop stale caches, publish the version; see ``Engine.commit_update``."""
-        update = self._open_update()
+        update = self._served.current()
 
         def commit() -> float:
             start = time.perf_counter()
@@ -319,40 +317,33 @@ class EmbeddedEngine:
             await self._close_update(failed=update.mode == "in_place")
             raise
         await asyncio.to_thread(drop, update.replaced)
-        if update.base:
-            self._base = update.digest
-        else:
-            self._version, self._digest, self._dirty = update.version, update.digest, False
+        self._served.adopt()
         await self._close_update(failed=False)
         return pause_s if frozen_at is None else time.perf_counter() - frozen_at
 
     async def abort_update(self) -> None:
         """Give up; see ``Engine.abort_update``."""
-        if self._update is not None:
-            await self._close_update(failed=self._update.touched)
+        if self._served.update is not None:
+            await self._close_update(failed=self._served.update.touched)
 
     async def weight_info(self) -> WeightInfo:
         """The served version."""
-        return WeightInfo(version=self._version, digest=self._digest, dirty=self._dirty, base=self._base)
+        return self._served.info()
 
     def _policy_parameters(self) -> Mapping[str, nn.Parameter]:
         """The tensors of a policy version; tied parameters stand there under all their names."""
         return adapter_parameters(self._model) or base_parameters(self._model, remove_duplicate=False)
 
-    def _open_update(self) -> WeightUpdate:
-        if self._update is None:
-            raise Conflict("no update is open: call begin_update first")
-        return self._update
-
     async def _close_update(self, *, failed: bool) -> None:
-        self._update, self._frozen_at = None, None
+        self._served.give_up(dirty=False)
+        self._frozen_at = None
         if failed:
             await self._soil()
         self._notify(interrupt=False)
 
     async def _soil(self) -> None:
         """The weights are no version: end what runs, refuse what comes, until a full update."""
-        self._dirty = True
+        self._served.dirty = True
         await self._end(self._requests.started())
 
     # -- the driver --------------------------------------------------------------------------------------------------
@@ -373,7 +364,7 @@ class EmbeddedEngine:
             self._changed.set()
 
     def _can_step(self) -> bool:
-        if self._dirty or self._asleep or self._frozen_at is not None or self._paused in ("abort", "keep"):
+        if self._served.dirty or self._asleep or self._frozen_at is not None or self._paused in ("abort", "keep"):
             return False
         if self._paused == "drain":
             return bool(self._requests.started())

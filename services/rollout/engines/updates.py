@@ -5,13 +5,83 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from penstock.services.rollout.engines.base import UpdateMode
-from penstock.shared.errors import WeightsError
+from penstock.shared.errors import Conflict, WeightsError
+from penstock.shared.protocol.generation import WeightInfo
 
-__all__ = ["WeightUpdate", "drop", "lent"]
+__all__ = ["ServedWeights", "Update", "WeightUpdate", "drop", "lent"]
+
+
+class Update(Protocol):
+    """An update on its way: to ``version`` with ``digest``, of the frozen weights under an adapter if ``base``."""
+
+    @property
+    def version(self) -> int:
+        """Policy version."""
+
+    @property
+    def digest(self) -> str:
+        """Digest of its weights."""
+
+    @property
+    def base(self) -> bool:
+        """True if the version that is served stays."""
+
+
+U = TypeVar("U", bound=Update)
+
+
+class ServedWeights(Generic[U]):
+    """The version that an engine serves, and the one update of it that may be open."""
+
+    def __init__(self, version: int = -1, digest: str = "", base: str = "") -> None:
+        self.version, self.digest, self.base = version, digest, base
+        self.dirty = False
+        self._open: U | None = None
+
+    @property
+    def update(self) -> U | None:
+        """The open update."""
+        return self._open
+
+    def begin(self, update: U) -> U:
+        """Open an update. Raises Conflict where another one is open."""
+        self.check_none()
+        self._open = update
+        return update
+
+    def check_none(self) -> None:
+        """Raise Conflict where an update is open."""
+        if self._open is not None:
+            raise Conflict(f"the update to version {self._open.version} is open: commit or abort it first")
+
+    def current(self) -> U:
+        """The open update. Raises Conflict where there is none."""
+        if self._open is None:
+            raise Conflict("no update is open: call begin_update first")
+        return self._open
+
+    def adopt(self) -> None:
+        """The open update is what is served now."""
+        update = self.current()
+        if update.base:
+            self.base = update.digest
+        else:
+            self.version, self.digest, self.dirty = update.version, update.digest, False
+        self._open = None
+
+    def give_up(self, *, dirty: bool) -> None:
+        """Close the open update; ``dirty``: the weights are no version any more. Safe to repeat."""
+        self._open = None
+        self.dirty = self.dirty or dirty
+
+    def info(self) -> WeightInfo:
+        """The version that is served."""
+        return WeightInfo(version=self.version, digest=self.digest, dirty=self.dirty, base=self.base)
 
 
 @dataclass(slots=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import IO, Protocol, TypeAlias
 
+import penstock
 from penstock.local.leash import leashed
 from penstock.shared.config.service import ServiceSettings
 
-__all__ = ["Launch", "Process", "interpreter", "service_environment"]
+__all__ = ["Launch", "Process", "interpreter", "interpreter_of", "service_environment"]
 
 _PASSED = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TERM", "VIRTUAL_ENV", "NO_PROXY",
@@ -91,8 +95,32 @@ all that it gets; ``log`` is its standard output and error."""
 
 def interpreter(module: str, environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     """A new interpreter, ``python -m module``. It lives no longer than the thread that starts it."""
+    return _start(sys.executable, module, environment, log)
+
+
+def interpreter_of(python: Path, folder: Path) -> Launch:
+    """Start modules with another interpreter, which has the libraries that Penstock needs, and not Penstock.
+
+    It imports the code that runs here, so that both sides of every message agree: ``folder`` gets a link to it.
+    """
+    own = folder / "penstock"
+    folder.mkdir(parents=True, exist_ok=True)
+    own.unlink(missing_ok=True)
+    own.symlink_to(Path(penstock.__file__).parent, target_is_directory=True)
+    return partial(_with_code, str(python), str(folder))
+
+
+def _with_code(
+    python: str, folder: str, module: str, environment: Mapping[str, str], log: IO[bytes]
+) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(filter(None, (folder, environment.get("PYTHONPATH"))))
+    found = f"{Path(python).parent}{os.pathsep}{environment.get('PATH', '')}"
+    return _start(python, module, {**environment, "PYTHONPATH": path, "PATH": found}, log)
+
+
+def _start(python: str, module: str, environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        leashed([sys.executable, "-m", module]),
+        leashed([python, "-m", module]),
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,

@@ -25,7 +25,7 @@ import httpx
 
 from penstock.local.child import Child, KeptAlive, LeashedNats, LeashedValkey, ServiceProcess, ServiceRanks
 from penstock.local.disk_guard import DiskGuard
-from penstock.local.launch import Launch, interpreter
+from penstock.local.launch import Launch, interpreter, interpreter_of
 from penstock.local.ports import claimable, free_ports
 from penstock.local.room import LARGEST, Room, StreamSizes, plan_room
 from penstock.local.state import Claim, UpState
@@ -69,6 +69,8 @@ class StackOptions:
     drain_s: float = 20.0
     launch: Launch = interpreter
     """Starts the processes of the services."""
+    pythons: dict[str, Path] = field(default_factory=dict)
+    """Interpreter of a service where that is not this one."""
 
 
 class Stack:
@@ -272,23 +274,29 @@ class Stack:
             if importlib.util.find_spec(f"penstock.services.{service}.__main__") is not None
             for number in range(self.options.workers.get(service, 1))
         ]
-        log_dir, launch = self.options.data_dir / "logs", self.options.launch
         names = [self._workers_of(service, number) for service, number in slots]
         health_ports = iter(free_ports(sum(map(len, names))))
         for (service, _), workers in zip(slots, names, strict=True):
             environments = [self._environment(worker, port, next(health_ports)) for worker in workers]
             if len(workers) > 1:
-                ranks = ServiceRanks(service, workers, environments=environments, log_dir=log_dir, launch=launch)
+                ranks = ServiceRanks(
+                    service, workers, environments=environments, log_dir=self.options.data_dir / "logs",
+                    launch=self._launch(service),
+                )  # fmt: skip
                 await self._start(ranks)
             else:
                 await self._start_worker(service, workers[0], environments[0])
         self._health["api"] = f"{self.url}/readyz"
 
     async def _start_worker(self, service: str, worker: str, environment: dict[str, str]) -> KeptAlive:
-        log_dir, launch = self.options.data_dir / "logs", self.options.launch
+        log_dir, launch = self.options.data_dir / "logs", self._launch(service)
         return await self._start(
             ServiceProcess(service, worker, environment=environment, log_dir=log_dir, launch=launch)
         )
+
+    def _launch(self, service: str) -> Launch:
+        python = self.options.pythons.get(service)
+        return self.options.launch if python is None else interpreter_of(python, self.options.data_dir / "python")
 
     async def _start(self, child: Child) -> KeptAlive:
         kept = KeptAlive(child, self._starter, self._tell)

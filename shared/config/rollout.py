@@ -1,0 +1,78 @@
+"""Which engine of the rollout workers decodes a job, with the options and the limits of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from penstock.shared.config.base import StrictModel
+from penstock.shared.config.model import ModelConfig
+from penstock.shared.protocol.generation import Caps
+
+__all__ = ["ENGINE_PACKAGES", "EmbeddedConfig", "RolloutConfig", "VllmConfig", "check_engine"]
+
+ENGINE_PACKAGES = ("vllm",)
+"""Packages, as they are imported, of engines that run inside a rollout worker and need an interpreter of their own."""
+
+
+class EmbeddedConfig(StrictModel):
+    """Our own decoder, in the rollout worker's process, over the same model code that trains."""
+
+    engine: Literal["embedded"] = "embedded"
+
+    caps: ClassVar[Caps] = Caps(
+        transports=("shm", "tcp", "disk"), pause_modes=("abort", "drain", "keep"), native_spans=True, sleep=True
+    )
+
+
+class VllmConfig(StrictModel):
+    """vLLM, started by the rollout worker, which then runs in an interpreter of its own (`penstock up --engine vllm`).
+
+    Log-probs are vLLM's `processed_logprobs`: with `top_p`, `top_k`, penalties or `min_new_tokens` they are those of
+    the truncated distribution, which evaluations may have and training has not.
+    """
+
+    engine: Literal["vllm"] = "vllm"
+    caps: ClassVar[Caps] = Caps(
+        transports=("shm", "tcp", "disk"), pause_modes=("abort", "drain", "keep"), native_spans=True, sleep=False,
+        staging="reference", adapters=False, routers=False, held=False, candidates=False, fp32_head=False, forms=False,
+        plain_logprobs=False,
+    )  # fmt: skip
+
+
+def _embedded_unless_named(data: Any) -> Any:
+    return {"engine": "embedded", **data} if isinstance(data, dict) else data
+
+
+RolloutConfig = Annotated[
+    EmbeddedConfig | VllmConfig, Field(discriminator="engine"), BeforeValidator(_embedded_unless_named)
+]
+
+
+def check_engine(
+    rollout: EmbeddedConfig | VllmConfig, model: ModelConfig, wants: Iterator[tuple[str, str, bool]]
+) -> None:
+    """Raise ValueError that names the key of what the engine cannot do.
+
+    Args:
+        wants: of a kind of job (key, field of ``Caps``, True if the job asks for it).
+    """
+    lora, moe = model.lora, model.moe
+    asked = [
+        ("model.lora.publish: 'adapters'", "adapters", lora is not None and lora.publish == "adapters"),
+        ("model.moe.router_replay", "routers", moe is not None and moe.router_replay),
+        ("model.fp32_head", "fp32_head", model.fp32_head),
+        *wants,
+    ]
+    for key, cap, wanted in asked:
+        if wanted and not getattr(rollout.caps, cap):
+            raise ValueError(f"rollout.engine '{rollout.engine}' cannot do {key}{_INSTEAD.get(cap, '')}")
+
+
+_INSTEAD = {
+    "adapters": ": use model.lora.publish: merged",
+    "candidates": ": it holds one version at a time",
+    "held": ": it holds the newest version alone",
+}

@@ -1,0 +1,100 @@
+"""The engine of a job file: its options, what it cannot do, and who has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.submission import check_packages
+from penstock.shared.config.base import load_yaml
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.rollout import EmbeddedConfig, VllmConfig
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.messages import Heartbeat
+
+JOB: dict[str, Any] = {
+    "name": "engine",
+    "model": {"config": {}, "tokenizer": "char"},
+    "data": {"train": {"type": "addition"}, "eval": {"type": "addition", "num_rows": 8}},
+    "reward": {"scorers": [{"type": "exact"}]},
+    "train": {"batch_size": 16, "max_updates": 1},
+    "rollout": {"engine": "vllm"},
+}
+ONLINE: dict[str, Any] = {
+    "name": "live", "kind": "online_rl", "model": JOB["model"], "rollout": {"engine": "vllm"},
+}  # fmt: skip
+MOE = {
+    "arch": "qwen3_moe", "experts": {"number": 4, "per_token": 2}, "hidden_size": 64, "num_heads": 2, "num_kv_heads": 2,
+}  # fmt: skip
+
+
+def test_a_job_names_its_engine_and_options() -> None:
+    assert parse_job({**JOB, "rollout": {}}).rollout == EmbeddedConfig()
+    assert parse_job({k: v for k, v in JOB.items() if k != "rollout"}).rollout == EmbeddedConfig()
+    assert parse_job({**JOB, "rollout": {"engine": "vllm"}}).rollout == VllmConfig()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "said"),
+    [
+        ({"engine": "vlm"}, "rollout.engine: found 'vlm'; did you mean 'vllm'?"),
+        ({"engine": "embedded", "kv": 4}, "rollout.kv: unknown key of 'embedded'"),
+    ],
+)
+def test_a_wrong_engine_or_option_is_named(rollout: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse_job({**JOB, "rollout": rollout})
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("job", "key"),
+    [
+        ({**JOB, "model": {**JOB["model"], "lora": {}}}, "model.lora.publish"),
+        ({**JOB, "model": {**JOB["model"], "config": MOE, "moe": {"router_replay": True}}}, "model.moe.router_replay"),
+        ({**JOB, "model": {**JOB["model"], "dtype": "bfloat16", "fp32_head": True}}, "model.fp32_head"),
+        ({**ONLINE, "online": {"posted": {"held_versions": 2}}}, "online.posted.held_versions"),
+        ({**ONLINE, "algorithm": {"kl": {"coef": 0.01}}, "online": {"promotion": {"max_kl": 0.1}}}, "online.promotion"),
+    ],
+)
+def test_what_an_engine_cannot_do_is_refused_with_its_key(job: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout.engine 'vllm' cannot do {key}"):
+        parse_job(job)
+    parse_job({**job, "rollout": {"engine": "embedded"}})
+
+
+def test_merged_adapters_suit_an_engine_without_adapters() -> None:
+    parse_job({**JOB, "model": {**JOB["model"], "lora": {"publish": "merged"}}})
+
+
+def test_an_evaluation_names_its_engine() -> None:
+    job = {key: JOB[key] for key in ("name", "model", "reward", "rollout")} | {
+        "kind": "evaluation", "data": {"eval": {"type": "addition", "num_rows": 8}}, "evaluation": {"num_prompts": 8},
+    }  # fmt: skip
+    assert parse_job(job).rollout == VllmConfig()
+    with pytest.raises(ConfigError, match=r"model\.lora\.publish"):
+        parse_job({**job, "model": {**JOB["model"], "lora": {}}})
+
+
+def workers(**packages: list[str]) -> Members:
+    found = Members()
+    for worker, own in packages.items():
+        beat = Heartbeat(
+            service="rollout", worker=worker, host="h", pid=1, started=0.0, interval_s=1.0, health_port=1, ready=True,
+            jobs={}, packages=own,
+        )  # fmt: skip
+        found.on_heartbeat(beat, 100.0)
+    return found
+
+
+def test_a_job_whose_engine_no_worker_has_is_refused_with_the_command_that_adds_one() -> None:
+    with pytest.raises(ConfigError, match="penstock up --engine vllm"):
+        check_packages(parse_job(JOB), workers(a=["torch"]), 100.0)
+    assert check_packages(parse_job(JOB), workers(a=["torch"], b=["torch", "vllm"]), 100.0) == [], "one is enough"
+
+
+def test_an_example_has_the_embedded_engine() -> None:
+    assert parse_job(load_yaml(Path("examples/addition.yaml"))).rollout.engine == "embedded"
