@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(180)]
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 WAIT_MS = 60_000
+KEY = "e2e-key"
+DESKTOP, PHONE = {"width": 1440, "height": 1000}, {"width": 390, "height": 844}
 LIVE = {
     "kind": "online_rl",
     "sampling": {"max_new_tokens": 6},
@@ -24,84 +26,162 @@ LIVE = {
     "algorithm": {"type": "reinforce_pp"},
     "online": {"metrics": {"liked": {"type": "boolean"}}, "max_wait_s": 1},
 }
+LONG = ["train.max_updates=20000", "checkpoint.every=20000"]
+"""A job that the test ends itself, however slow or fast the machine is."""
 
 
-@pytest.fixture
-def page() -> Iterator[Page]:
-    """A tab of a browser on this machine; what its console says in anger fails the test."""
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """The browser of this machine, for all tests of this file."""
     program = os.environ.get("PENSTOCK_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
     if program is None:
         message = f"none of {', '.join(BROWSERS)} is installed; PENSTOCK_CHROMIUM may name one"
         (pytest.fail if os.environ.get("PENSTOCK_REQUIRE_BROWSER") else pytest.skip)(message)
     with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=program, args=QUIET)
-        tab = browser.new_page(viewport={"width": 1300, "height": 1000})
-        tab.set_default_timeout(WAIT_MS)
-        angry: list[str] = []
-        tab.on("pageerror", lambda error: angry.append(str(error)))
-        tab.on("console", lambda line: angry.append(line.text) if "Content Security Policy" in line.text else None)
-        yield tab
-        browser.close()
-        assert angry == []
+        found = driver.chromium.launch(executable_path=program, args=QUIET)
+        yield found
+        found.close()
 
 
-def enter(page: Page, stack: Any, key: str) -> None:
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A tab of its own session; what its console says in anger fails the test."""
+    context = browser.new_context(viewport=DESKTOP)  # type: ignore[arg-type]
+    angry: list[str] = []
+    context.on("weberror", lambda error: angry.append(str(error.error)))
+    context.on("console", lambda line: angry.append(line.text) if "Content Security Policy" in line.text else None)
+    tab = context.new_page()
+    tab.set_default_timeout(WAIT_MS)
+    yield tab
+    context.close()
+    assert angry == []
+
+
+@pytest.fixture(scope="module")
+def brief(stack: Any) -> str:
+    """A job of two updates that has ended."""
+    job: str = stack.submit("train.max_updates=2", name="brief", metadata={"owner": "ana"})
+    assert stack.finish(job).status.phase == "succeeded"
+    return job
+
+
+def enter(page: Page, stack: Any, key: str = KEY, where: str = "") -> None:
     """Open the page, give it a key when it asks, and wait until it uses the key: a test may open another page then."""
-    page.goto(f"{stack.stack.url}/")
+    page.goto(f"{stack.stack.url}/{where}")
     page.wait_for_selector("#ask-key[open]")
     page.fill("#key-text", key)
     with page.expect_request(lambda request: request.headers.get("authorization") == f"Bearer {key}"):
-        page.click("#ask-key button[value=use]")
+        page.keyboard.press("Enter")
 
 
 def test_a_job_can_be_watched_and_cancelled(stack: Any, page: Page) -> None:
     hosts = set()
     page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
-    job = stack.submit("train.max_updates=2000", "checkpoint.every=1000", name="watched")
-    enter(page, stack, "e2e-key")
-    page.click("text=watched")
+    job = stack.submit(*LONG, name="watched")
+    enter(page, stack)
+    page.get_by_role("link", name="watched").click()
     page.wait_for_selector(".chart canvas >> visible=true")
-    page.wait_for_selector(".events >> text=first policy update done")
+    expect(page).to_have_title("watched · Penstock")
     assert page.inner_text("h1") == "watched"
-    services = page.locator("section:has(h2:text('Services')) tbody tr")
-    assert {"coordinator", "rollout", "reward", "trainer"} <= set(services.locator("td:first-child").all_inner_texts())
-    assert not page.locator("section:has(h2:text('Feedback'))").is_visible(), "it has none"
     for queue in ("tickets", "groups", "batches"):
-        assert page.locator(f".figures div:has(dt:text-is('{queue} queued')) dd").inner_text().isdigit()
-    expect(page.locator(".figures div:has(dt:text-is('tickets queued')) dd")).to_have_text(re.compile("[1-9]"))
+        expect(page.locator(f".figures div:has(dt:text-is('{queue} queued')) dd")).to_have_text(re.compile(r"^\d+$"))
+    expect(page.get_by_label(re.compile("^Reward, by policy update. Newest: reward/mean"))).to_be_visible()
+
+    page.locator(".actions").get_by_role("button", name="cancel").focus()
+    page.evaluate("document.activeElement.marked = true")
     step = page.locator(".figures dd").first
-    before = step.inner_text()
-    expect(step).not_to_have_text(before, timeout=WAIT_MS)
-    page.on("dialog", lambda question: question.accept())
-    page.click("button:text('cancel')")
+    for _ in range(2):  # twice redrawn, and the focus and its element are where they were
+        before = step.inner_text()
+        expect(step).not_to_have_text(before, timeout=WAIT_MS)
+    assert page.evaluate("document.activeElement.marked && document.activeElement.textContent") == "cancel"
+
+    page.get_by_role("link", name="Workers").click()
+    services = page.get_by_role("region", name="Services").locator("tbody td:first-child")
+    expect(services.filter(has_text="trainer")).to_have_count(1)
+    assert {"coordinator", "rollout", "reward", "trainer"} <= set(services.all_inner_texts())
+    page.get_by_label(re.compile("^rollout-0: busy")).wait_for()
+    page.get_by_label(re.compile(r"^Update \d+: generate .* s, ")).first.wait_for()
+    page.get_by_role("link", name="Events and logs").click()
+    page.get_by_role("log").get_by_text("first policy update done").wait_for()
+
+    page.locator(".actions").get_by_role("button", name="cancel").press("Enter")
+    page.get_by_role("button", name="Cancel the job").press("Enter")
     page.wait_for_selector(".phase.cancelled")
     assert stack.finish(job).status.phase == "cancelled"
     assert hosts == {stack.stack.url.split("/")[2]}, "everything came from the coordinator"
 
 
-def test_the_events_of_a_job_that_is_over_have_an_end(stack: Any, page: Page) -> None:
+def test_the_events_of_a_job_that_is_over_have_an_end(stack: Any, page: Page, brief: str) -> None:
     """All of them once, then that nothing follows, and no other connection for more."""
-    job = stack.submit("train.max_updates=2", name="brief")
-    assert stack.finish(job).status.phase == "succeeded"
     connections: list[str] = []
     page.on("request", lambda request: connections.append(request.url) if request.url.endswith("/events") else None)
-    enter(page, stack, "e2e-key")
-    page.goto(f"{stack.stack.url}/#/jobs/{job}")
-    log = page.locator(".events")
+    enter(page, stack, where=f"#/jobs/{brief}/events")
+    log = page.get_by_role("log")
     log.get_by_text("The job is over: no event follows.").wait_for()
     rows = log.locator("div").all_inner_texts()
-    assert len(rows) == 1 + len(list(stack.client.events(job)))
+    assert len(rows) == 1 + len(list(stack.client.events(brief)))
     assert not any("undefined" in row or "NaN" in row for row in rows)
-    assert not page.locator("section:has(h2:text('Feedback'))").is_visible(), "it has none"
     page.wait_for_timeout(3000)  # three times as long as the page waits before it connects again
     assert log.locator("div").count() == len(rows)
     assert len(connections) == 1, connections
 
 
-def test_a_wrong_key_is_asked_for_again(stack: Any, page: Page) -> None:
+def test_a_key_is_asked_for_once(stack: Any, page: Page) -> None:
+    """A wrong one again; a good one is used by other tabs, too, until it is removed in one of them."""
     enter(page, stack, "wrong")
     page.wait_for_selector("#ask-key[open]")
     assert page.locator("table").count() == 0
+    page.fill("#key-text", KEY)
+    page.keyboard.press("Enter")
+    page.get_by_role("status").filter(has_text="jobs").first.wait_for()
+    other = page.context.new_page()
+    other.goto(f"{stack.stack.url}/#/deployment/health")
+    other.get_by_role("table", name="Health").wait_for()
+    assert not other.locator("#ask-key").is_visible()
+    assert page.evaluate("[localStorage.length, document.cookie]") == [0, ""], "no file of the browser holds it"
+    other.click("#key")
+    other.fill("#key-text", "")
+    other.get_by_role("button", name="Use").click()
+    page.wait_for_selector("#ask-key[open]")
+    assert page.evaluate("sessionStorage.length") == 0
+
+
+def test_jobs_are_found_compared_and_told_apart_on_a_phone(stack: Any, page: Page, brief: str) -> None:
+    reward = {"scorers": [{"type": "function", "path": "e2e_scorers:raises_markup"}], "timeout_s": 5.0}
+    broken = stack.submit("train.max_updates=5", name="marked", reward=reward)
+    left = stack.submit(*LONG, name="a-name-as-long-as-names-may-be-and-nobody-would-ever-type-again")
+    stack.client.cancel(left, force=True)
+    assert stack.finish(broken).status.phase == "failed"
+    assert "<img" in stack.status(broken).message
+    stack.finish(left)
+    page.set_viewport_size(PHONE)  # type: ignore[arg-type]
+    enter(page, stack)
+    rows = page.locator("table.jobs tbody tr")
+    rows.filter(has_text="marked").wait_for()
+    heights = rows.evaluate_all("rows => rows.map((row) => row.clientHeight)")
+    assert max(heights) < 220, "a row is a card, however long its name and message are"
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    colours = {name: page.locator(f".phase.{name}").first.evaluate("(one) => getComputedStyle(one).color")
+               for name in ("failed", "cancelled", "succeeded")}  # fmt: skip
+    assert len(set(colours.values())) == 3, colours
+
+    page.get_by_label("State").select_option("failed")
+    expect(rows.filter(has_text="brief")).to_have_count(0)
+    page.get_by_label("State").select_option("")
+    page.get_by_label("Label").fill("owner=ana")
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text("owner=ana")
+    page.get_by_label("Label").fill("")
+    page.get_by_label("Compare brief").check()
+    page.get_by_label("Compare marked").check()
+    page.get_by_role("link", name="Compare 2 jobs").click()
+    expect(page).to_have_title("Compare jobs · Penstock")
+    page.get_by_label(re.compile("^reward/mean, by policy update. Newest: brief")).wait_for()
+
+    page.goto(f"{stack.stack.url}/#/jobs/{broken}")
+    page.wait_for_selector("p.problem >> text=<img src=x")
+    assert page.locator("main img").count() == 0, "what others wrote is text"
+    assert page.evaluate("window.attacked") is None
 
 
 def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, make_job: Any) -> None:
@@ -109,37 +189,22 @@ def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, make_job: Any) ->
     spec = {**make_job(name="judged"), **LIVE}
     job = stack.client.submit({name: part for name, part in spec.items() if name not in ("data", "reward")}).id
     stack.until(lambda: stack.status(job).phase == "running", "the job runs")
-    enter(page, stack, "e2e-key")
-    page.goto(f"{stack.stack.url}/#/jobs/{job}")
-    feedback = page.locator("section:has(h2:text('Feedback'))")
-    feedback.get_by_text("None yet: POST /feedback.").wait_for()
+    enter(page, stack, where=f"#/jobs/{job}/feedback")
+    page.get_by_text("None yet: POST /feedback.").wait_for()
 
     unknown = [str(uuid.uuid4()) for _ in range(3)]
     said = [stack.client.feedback("liked", True, inference=inference).feedback_id for inference in unknown]
-    feedback.get_by_text("3 items").wait_for()
-    assert feedback.locator("tbody tr").all_inner_texts() == ["received\t3\t"], "nobody asked that: they wait"
+    page.get_by_text("3 items").wait_for()
+    rows = page.get_by_role("table", name="Feedback by status").locator("tr")
+    assert [row.split() for row in rows.all_inner_texts()] == [["received", "3"]], "nobody asked that: they wait"
     stack.client.retract(said[0])
-    expect(feedback.locator("tbody tr")).to_have_count(2, timeout=WAIT_MS)
-    rows = {row.split("\t")[0]: row.split("\t")[1] for row in feedback.locator("tbody tr").all_inner_texts()}
-    assert rows == {"received": "2", "retracted": "1"}
+    expect(rows).to_have_count(2, timeout=WAIT_MS)
+    assert sorted(row.split() for row in rows.all_inner_texts()) == [["received", "2"], ["retracted", "1"]]
     room, *bars = [
-        feedback.locator(where).bounding_box()["width"]  # type: ignore[index]
+        rows.locator(where).bounding_box()["width"]  # type: ignore[index]
         for where in ("td.wide >> nth=0", ".bar >> nth=0", ".bar >> nth=1")
     ]
     assert bars[0] == pytest.approx(2 * bars[1], abs=2)
     assert 0 < bars[0] < room
     stack.client.cancel(job, force=True)
     stack.finish(job)
-
-
-def test_what_others_wrote_is_text(stack: Any, page: Page) -> None:
-    """A scorer's error reaches the page; markup in it must stay text."""
-    reward = {"scorers": [{"type": "function", "path": "e2e_scorers:raises_markup"}], "timeout_s": 5.0}
-    job = stack.submit("train.max_updates=5", name="marked", reward=reward)
-    assert stack.finish(job).status.phase == "failed"
-    assert "<img" in stack.status(job).message
-    enter(page, stack, "e2e-key")
-    page.goto(f"{stack.stack.url}/#/jobs/{job}")
-    page.wait_for_selector(".title >> text=<img src=x")
-    assert page.locator("main img").count() == 0
-    assert page.evaluate("window.attacked") is None

@@ -1,6 +1,24 @@
-// The API as this page uses it. The key stays in the tab's session storage; there are no cookies.
+// The API as this page uses it. The key stays in the session storage of its tabs: another tab of this page gets it from
+// one that is open, no file holds it, nothing sends it by itself, and it is gone with the last tab.
 
 const KEY = "penstock-key";
+const SHARE_MS = 250;
+const tabs = new BroadcastChannel("penstock-key");
+let isChanged = () => {};
+
+tabs.onmessage = ({ data }) => {
+  if (data.wanted && key()) tabs.postMessage({ key: key() });
+  if (data.key === undefined || data.key === key()) return;
+  store(data.key);
+  isChanged();
+};
+
+/** The first request waits for this, so that a new tab does not ask for a key that another one has. */
+const shared = key() ? Promise.resolve() : new Promise((resolve) => {
+  tabs.addEventListener("message", () => key() && resolve());
+  tabs.postMessage({ wanted: true });
+  setTimeout(resolve, SHARE_MS);
+});
 
 export class Problem extends Error {
   constructor(status, text) {
@@ -13,12 +31,23 @@ export function key() {
   return sessionStorage.getItem(KEY) ?? "";
 }
 
+/** Keep a key in all tabs of this page; "" forgets it in all of them. */
 export function setKey(text) {
+  store(text);
+  tabs.postMessage({ key: text });
+}
+
+export function onKey(listener) {
+  isChanged = listener;
+}
+
+function store(text) {
   if (text) sessionStorage.setItem(KEY, text);
   else sessionStorage.removeItem(KEY);
 }
 
-async function ask(path, options = {}) {
+async function send(path, options = {}) {
+  await shared;
   const headers = { Accept: "application/json", ...options.headers };
   if (key()) headers.Authorization = `Bearer ${key()}`;
   let reply;
@@ -36,11 +65,29 @@ async function ask(path, options = {}) {
 }
 
 export async function get(path, signal) {
-  return (await ask(path, { signal })).json();
+  return (await send(path, { signal })).json();
 }
 
-export async function post(path) {
-  return (await ask(path, { method: "POST" })).json();
+/** Send `body` (an object as JSON, a text as YAML); returns the reply's JSON, null where it is empty. */
+export async function change(method, path, body) {
+  const type = typeof body === "string" ? "application/yaml" : "application/json";
+  const content = body === undefined ? {} : {
+    headers: { "Content-Type": type }, body: typeof body === "string" ? body : JSON.stringify(body),
+  };
+  const reply = await send(path, { method, ...content });
+  return reply.status === 204 ? null : reply.json();
+}
+
+/** Save what `path` answers as the file `name`: written as it comes where the browser can, else in one piece. */
+export async function download(path, name) {
+  const target = window.showSaveFilePicker ? await window.showSaveFilePicker({ suggestedName: name }) : null;
+  const reply = await send(path, { headers: { Accept: "*/*" } });
+  if (target) return reply.body.pipeTo(await target.createWritable());
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(await reply.blob());
+  link.download = name;
+  link.click();
+  URL.revokeObjectURL(link.href);
 }
 
 const WAIT_MS = 1000;
@@ -51,7 +98,7 @@ export async function follow(job, onEvent, signal) {
   while (!signal.aborted) {
     try {
       const headers = { Accept: "text/event-stream", ...(last ? { "Last-Event-ID": String(last) } : {}) };
-      const reply = await ask(`/v1/jobs/${encodeURIComponent(job)}/events`, { headers, signal });
+      const reply = await send(`/v1/jobs/${encodeURIComponent(job)}/events`, { headers, signal });
       for await (const event of messages(reply.body)) {
         if (event.event === "end" && !event.id) return true;
         if (event.event === "error" && !event.id) break; // its source failed: from `last` on, on another connection

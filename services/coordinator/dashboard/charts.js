@@ -1,60 +1,154 @@
-// Time series of a job: each chart asks for its own few metrics and is redrawn in place.
+// Time series as charts with a common cursor, and sparklines.
 
 /* global uPlot */
-import { make } from "./dom.js";
+import { make, number } from "./dom.js";
 
-export const CHARTS = [
-  { title: "Reward", names: ["reward/mean", "eval/greedy", "eval/mean"] },
-  { title: "Policy lag (versions)", names: ["lag/mean", "lag/max"] },
-  { title: "Loss", names: ["loss/policy", "loss/value"] },
-  { title: "Sampler against trainer", names: ["mismatch/kl", "policy/kl_ref"] },
-  { title: "Entropy and clipping", names: ["policy/entropy", "policy/clip_high", "policy/clip_low"] },
-  { title: "Completion length (tokens)", names: ["length/mean", "length/quantile_p90"] },
-  { title: "Tokens per second", names: ["tokens_per_s/generated", "tokens_per_s/trained"] },
-];
-const COLOURS = ["#3b82c4", "#d9822b", "#3f9e63"];
-const HEIGHT = 170;
+const HEIGHT = 190;
 const FEW_POINTS = 40;
+const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
+const AXIS_PX_PER_LETTER = 7;
+const cursors = uPlot.sync("updates");
+
+/** Curves that are shown of a job before anything else is asked for: title, metrics, and a sentence that explains them. */
+export const OVERVIEW = [
+  { title: "Reward", names: ["reward/mean", "eval/greedy", "eval/mean"],
+    note: "Mean of what was sampled, and of the evaluations." },
+  { title: "Groups without signal", names: ["groups/no_signal", "groups/count"],
+    note: "All completions of such a group got the same reward: nothing is learnt from it." },
+  { title: "Numerics: sampler against trainer", names: ["mismatch/kl"],
+    note: "The same weights on the same tokens, computed twice. Anything but nearly 0 says that the engine computes something else." },
+  { title: "Staleness: older policy against newest", names: ["lag/kl"],
+    note: "Tokens of older versions under the newest one. It grows with max_lag and the learning rate, and is no error." },
+  { title: "Policy lag (versions)", names: ["lag/mean", "lag/max"], note: "Between the trained version and the one that sampled." },
+  { title: "Distance from the reference", names: ["policy/kl_ref"], note: "KL to the reference model, per token." },
+  { title: "Entropy", names: ["policy/entropy"], note: "Near 0 the policy always says the same." },
+  { title: "Clipped tokens (share)", names: ["policy/clip_high", "policy/clip_low"], note: "Whose ratio left the trust region." },
+  { title: "Loss", names: ["loss/policy", "loss/value"], note: "Of the policy and of the critic. It need not fall." },
+  { title: "Gradient norm", names: ["optimizer/grad_norm", "policy/grad_norm"], note: "Before clipping." },
+  { title: "Completion length (tokens)", names: ["length/mean", "length/quantile_p90"], note: "Mean, and the longest tenth." },
+  { title: "Tokens per second", names: ["tokens_per_s/generated", "tokens_per_s/trained"], note: "Generated, and trained." },
+];
+
+/** A colour of the style sheet as the canvas needs it. */
+function inked(name) {
+  const probe = make("span", { style: { color: `var(${name})` }, hidden: true });
+  document.body.append(probe);
+  const colour = getComputedStyle(probe).color;
+  probe.remove();
+  return colour;
+}
+
+/** Exponentially weighted mean without the bias of its beginning; `weight` in [0, 1) is what the past counts. */
+export function smoothed(values, weight) {
+  let sum = 0, mass = 0;
+  return values.map((value) => {
+    if (value === null || value === undefined) return null;
+    sum = weight * sum + (1 - weight) * value;
+    mass = weight * mass + (1 - weight);
+    return sum / mass;
+  });
+}
+
+/** Texts of ticks that are `step` apart, with all digits of the step: two of them never read the same. */
+export function ticks(values, step) {
+  const known = values.filter((value) => value !== null);
+  const largest = Math.max(0, ...known.map(Math.abs));
+  const power = largest >= 1e6 || (largest && largest < 1e-3) ? Math.floor(Math.log10(largest)) : 0;
+  let digits = 0;
+  while (digits < 9 && Math.abs((step / 10 ** power) * 10 ** digits - Math.round((step / 10 ** power) * 10 ** digits)) > 1e-6) digits += 1;
+  return values.map((value) => {
+    if (value === null) return "";
+    return value === 0 || !power ? value.toFixed(value === 0 && power ? 0 : digits) : `${(value / 10 ** power).toFixed(digits)}e${power}`;
+  });
+}
 
 export class Chart {
-  constructor(title, names) {
-    this.names = names;
-    this.place = make("div", { class: "chart" });
-    this.element = make("section", { class: "panel", hidden: true }, make("h2", {}, title), this.place);
+  /** `look` has `smooth` (a weight) and `log`; it may change between drawings. */
+  constructor(title, note, look = {}) {
+    this.look = look;
+    this.title = title;
+    this.place = make("div", { class: "plot" });
+    this.element = make("figure", { class: "panel chart", "data-keep": "", "data-key": `chart ${title}` },
+      make("figcaption", {}, make("h3", {}, title), note && make("p", { class: "hint" }, note)), this.place);
     this.plot = null;
     this.shown = "";
   }
 
-  /** Draw the series that exist; a chart without any stays hidden. */
-  draw(columns) {
-    const names = this.names.filter((name) => columns.series[name]?.some((value) => value !== null));
-    this.element.hidden = !names.length;
-    if (!names.length) return;
-    const data = [columns.steps, ...names.map((name) => columns.series[name])];
+  /** Draw series, each `{label, steps, values}`; false where none has a value. */
+  draw(series) {
+    const found = series.filter(({ values }) => values?.some((value) => value !== null && value !== undefined));
+    this.element.hidden = !found.length;
+    if (!found.length) return false;
+    const [steps, ...columns] = aligned(found);
+    const smooth = this.look.smooth ?? 0;
+    const shownColumns = smooth ? [...columns, ...columns.map((column) => smoothed(column, smooth))] : columns;
+    const data = [steps, ...shownColumns.map((column) => this.look.log ? column.map((y) => (y > 0 ? y : null)) : column)];
     const width = Math.max(200, this.place.clientWidth);
-    if (this.plot && this.shown === names.join()) {
-      this.plot.setSize({ width, height: HEIGHT });
+    const shown = JSON.stringify([found.map(({ label }) => label), smooth > 0, this.look.log, getComputedStyle(document.body).color]);
+    if (this.plot && this.shown === shown) {
+      if (this.plot.width !== width) this.plot.setSize({ width, height: HEIGHT });
       this.plot.setData(data);
     } else {
-      this.create(names, data, width);
+      this.plot?.destroy();
+      this.shown = shown;
+      this.plot = this.create(found.map(({ label }) => label), data, width, smooth > 0);
     }
-    if (this.plot.cursor.idx === null) this.plot.setLegend({ idx: columns.steps.length - 1 }, false);
+    if (this.plot.cursor.idx === null) this.plot.setLegend({ idx: steps.length - 1 }, false);
+    this.describe(found);
+    return true;
   }
 
-  create(names, data, width) {
-    this.plot?.destroy();
-    this.shown = names.join();
-    const ink = getComputedStyle(document.body).color;
-    const axis = { stroke: ink, grid: { stroke: "#8884", width: 1 }, ticks: { stroke: "#8884", width: 1 } };
-    const series = names.map((name, index) => ({
-      label: name, stroke: COLOURS[index % COLOURS.length], width: 1.5, spanGaps: true,
-      value: (_, value) => (value === null || value === undefined ? "–" : value.toPrecision(4)),
-      points: { show: (plot, index) => plot.data[index].filter((value) => value !== null).length < FEW_POINTS, size: 4 },
-    }));
-    const options = {
-      width, height: HEIGHT, scales: { x: { time: false } }, axes: [axis, { ...axis, size: 56 }],
-      series: [{ label: "update" }, ...series],
-    };
-    this.plot = new uPlot(options, data, this.place);
+  /** What the picture shows, for those who do not see it. */
+  describe(found) {
+    const text = found.map(({ label, steps, values }) => {
+      const at = values.findLastIndex((value) => value !== null && value !== undefined);
+      return `${label} ${number(values[at], 4)} at update ${steps[at]}`;
+    });
+    const canvas = this.plot.root.querySelector("canvas");
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", `${this.title}, by policy update. Newest: ${text.join("; ")}`);
   }
+
+  create(labels, data, width, isSmooth) {
+    const [ink, grid] = [inked("--soft"), inked("--grid")];
+    const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 } };
+    const points = (shown) => ({ show: (plot, index) => shown && plot.data[index].filter((y) => y !== null).length < FEW_POINTS, size: 4 });
+    const line = (label, index, isFaint) => ({
+      label, stroke: inked(COLOURS[index % COLOURS.length]), width: isFaint ? 1 : 1.75, alpha: isFaint ? 0.3 : 1,
+      ...(isFaint ? { class: "faint" } : {}), spanGaps: true, points: points(!isFaint), value: (_, value) => number(value, 4),
+    });
+    const lines = labels.map((label, index) => line(label, index, isSmooth));
+    if (isSmooth) lines.push(...labels.map((label, index) => line(label, index, false)));
+    const y = {
+      ...axis, values: (_, splits, __, ___, step) => ticks(splits, step),
+      size: (_, values) => 18 + AXIS_PX_PER_LETTER * Math.max(3, ...(values ?? []).map((text) => text.length)),
+    };
+    const options = {
+      width, height: HEIGHT, cursor: { sync: { key: cursors.key }, drag: { x: true, y: false } },
+      scales: { x: { time: false }, y: this.look.log ? { distr: 3 } : {} },
+      axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] }, this.look.log ? { ...y, values: (_, splits) => splits.map((value) => (value === null ? "" : String(value))) } : y],
+      series: [{ label: "update" }, ...lines],
+    };
+    return new uPlot(options, data, this.place);
+  }
+}
+
+/** One column of steps and one of values for each series. */
+function aligned(series) {
+  if (series.every(({ steps }) => steps === series[0].steps)) return [series[0].steps, ...series.map(({ values }) => values)];
+  return uPlot.join(series.map(({ steps, values }) => [steps, values]));
+}
+
+/** A small curve of `values` without axes, or nothing for fewer than two. */
+export function sparkline(values, label) {
+  const known = values.filter((value) => value !== null && value !== undefined);
+  if (known.length < 2) return null;
+  const [width, height] = [96, 24];
+  const low = Math.min(...known), span = Math.max(...known) - low || 1;
+  const points = known.map((value, index) =>
+    `${((width - 4) * index / (known.length - 1) + 2).toFixed(1)},${(height - 3 - (height - 6) * (value - low) / span).toFixed(1)}`);
+  const svg = document.querySelector("#spark").content.firstElementChild.cloneNode(true);
+  svg.setAttribute("aria-label", label);
+  svg.firstElementChild.setAttribute("points", points.join(" "));
+  return svg;
 }

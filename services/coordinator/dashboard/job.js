@@ -1,115 +1,107 @@
-// One job: what it does, what it waits for, who works for it.
+// One job: its heading, what can be done with it, and its views.
 
-import { follow, get, post } from "./api.js";
-import { CHARTS, Chart } from "./charts.js";
-import { age, clock, make, number, panel, phase, table } from "./dom.js";
-import { funnel } from "./feedback.js";
+import { change, get } from "./api.js";
+import { showCheckpoints } from "./checkpoints.js";
+import { ask, choice, field, make, number, patch, phase, say } from "./dom.js";
+import { showEvents } from "./events.js";
+import { showFeedback } from "./feedback.js";
+import { showFile } from "./jobfile.js";
+import { TERMINAL, labels, progress } from "./jobs.js";
+import { showMetrics } from "./metrics.js";
+import { showOverview } from "./overview.js";
+import { showSamples } from "./samples.js";
+import { showWorkers } from "./workers.js";
 
 const EVERY_MS = 2000;
-const EVENTS_SHOWN = 200;
-const TERMINAL = new Set(["succeeded", "failed", "cancelled"]);
+const VIEWS = {
+  overview: ["Overview", showOverview], metrics: ["Metrics", showMetrics], samples: ["Samples", showSamples],
+  workers: ["Workers", showWorkers], checkpoints: ["Checkpoints", showCheckpoints],
+  feedback: ["Feedback", showFeedback], events: ["Events and logs", showEvents],
+  file: ["Job file", showFile],
+};
 
-export function showJob(page, signal, loop, id) {
+export async function showJob({ page, signal, loop, title }, id, tab, item) {
   const path = `/v1/jobs/${encodeURIComponent(id)}`;
-  const charts = CHARTS.map(({ title, names }) => new Chart(title, names));
-  const [title, figures, waits, workers, conditions, dropped, learning] = Array.from({ length: 7 }, () => make("div"));
-  const events = make("div", { class: "events", role: "log" });
-  const feedback = panel("Feedback", learning);
-  feedback.hidden = true;
-  page.replaceChildren(
-    title,
-    make("div", { class: "grid" },
-      panel("Now", figures), panel("Waits for", waits), feedback, charts.map((chart) => chart.element),
-      panel("Services", workers, "all"), panel("Conditions", conditions), panel("Draws that were dropped", dropped),
-      panel("Events", events, "all")),
-  );
+  const [view, show] = VIEWS[tab] ?? VIEWS.overview;
+  const [heading, views, content] = [make("div"), make("nav", { class: "tabs", "aria-label": "Views of the job" }), make("div", { class: "view" })];
+  page.replaceChildren(heading, views, content);
+  let begun = false;
   loop(EVERY_MS, async () => {
-    const [job, why, members] = await Promise.all([path, `${path}/why`, `${path}/workers`].map((url) => get(url, signal)));
-    title.replaceChildren(heading(job, path));
-    figures.replaceChildren(figuresOf(job));
-    waits.replaceChildren(table(WAITS, why.data, TERMINAL.has(job.status.phase) ? "Nothing: it is over." : "Nothing."));
-    workers.replaceChildren(table(workerColumns(members.data, job.spec.train?.max_lag ?? 0), members.data, "No service has been heard of."));
-    conditions.replaceChildren(table(CONDITIONS, job.status.conditions, "None yet."));
-    dropped.replaceChildren(table(DROPPED, Object.entries(job.status.draws?.dropped ?? {}), "None."));
-    if (job.spec.kind === "online_rl") {
-      feedback.hidden = false;
-      learning.replaceChildren(funnel(await get(`${path}/feedback`, signal)));
+    const job = await get(path, signal);
+    title(tab === "overview" ? job.name : `${view} of ${job.name}`);
+    patch(heading, headingOf(job, path));
+    patch(views, tabs(job, tab));
+    if (begun) return;
+    begun = true;
+    show({ content, signal, loop, id, path, job, item });
+  });
+}
+
+function tabs(job, tab) {
+  return Object.entries(VIEWS).filter(([name]) => name !== "feedback" || job.spec.kind === "online_rl").map(([name, [text]]) =>
+    make("a", { href: `#/jobs/${encodeURIComponent(job.id)}${name === "overview" ? "" : `/${name}`}`, "aria-current": name === tab ? "page" : null }, text));
+}
+
+function headingOf(job, path) {
+  const { phase: now, message } = job.status;
+  const verb = (name, allowed, kind = "") => make("button", {
+    type: "button", class: kind, disabled: !allowed, "data-key": name,
+    onclick: () => act(job, path, name),
+  }, name);
+  const over = TERMINAL.has(now);
+  return make("div", { class: "heading" },
+    make("div", { class: "title" },
+      make("h1", {}, job.name), phase(now), labels(job), make("code", { class: "soft id" }, job.id),
+      make("div", { class: "actions", role: "group", "aria-label": "Actions" },
+        verb("pause", now === "running" || now === "pending"), verb("resume", now === "paused" || now === "pausing"),
+        verb("cancel", !over, "danger"), verb("checkpoint", !over), verb("scale", !over), verb("amend", !over),
+        make("a", { class: "button", href: `#/submit?from=${encodeURIComponent(job.id)}` }, "clone"))),
+    progress(job),
+    message && make("p", { class: now === "failed" ? "problem" : "soft" }, message));
+}
+
+const QUESTIONS = {
+  cancel: (job) => ask(`Cancel ${job.name}?`, make("p", {}, "It trains what is under way, writes a checkpoint and ends. This cannot be undone."), "Cancel the job", "danger"),
+  scale: () => ask("Scale workers", [
+    make("p", { class: "hint" }, "They work for every job of the deployment. Those that stop finish what they have in hand."),
+    field("Service", choice([["rollout", "rollout"], ["reward", "reward"], ["env", "env"]], "rollout", { name: "pool" })),
+    field("Workers", make("input", { name: "replicas", type: "number", min: 0, max: 64, value: 2, required: true }))], "Scale"),
+  amend: (job) => ask(`Change ${job.name}`, [
+    make("p", { class: "hint" }, "It holds from the next batch on. An empty field changes nothing; the job file lists what else may change (",
+      make("code", {}, "penstock amend"), ")."), AMENDED.map(([name, text]) =>
+      field(text, make("input", { name, type: "number", step: "any", min: 0, placeholder: String(valueAt(job.spec, name) ?? "default") })))], "Change"),
+};
+const AMENDED = [
+  ["train.max_updates", "Updates at most (train.max_updates)"], ["optimizer.learning_rate", "Learning rate (optimizer.learning_rate)"],
+  ["sampling.temperature", "Temperature (sampling.temperature)"], ["checkpoint.every", "Updates between checkpoints (checkpoint.every)"],
+];
+
+function valueAt(spec, name) {
+  return name.split(".").reduce((value, key) => value?.[key], spec);
+}
+
+const REQUESTS = {
+  checkpoint: (path) => change("POST", `${path}/checkpoints`),
+  scale: (path, { pool, replicas }) => change("POST", `${path}/scale`, { pool, replicas: Number(replicas) }),
+  amend: (path, values) => {
+    const patch = {};
+    for (const [name, text] of Object.entries(values)) {
+      const [section, key] = name.split(".");
+      if (text !== "") patch[section] = { ...patch[section], [key]: Number(text) };
     }
-  });
-  loop(EVERY_MS, async () => {
-    const names = CHARTS.flatMap((chart) => chart.names).join();
-    const columns = await get(`${path}/metrics?max_points=600&names=${encodeURIComponent(names)}`, signal);
-    for (const chart of charts) chart.draw(columns);
-  });
-  const log = (row) => {
-    events.prepend(row);
-    while (events.childElementCount > EVENTS_SHOWN) events.lastElementChild.remove();
-  };
-  follow(id, (_, event) => log(eventRow(event)), signal).then((ended) => {
-    if (ended) log(make("div", { class: "soft" }, "The job is over: no event follows."));
-  });
-}
+    return Object.keys(patch).length ? change("PATCH", path, patch) : null;
+  },
+};
 
-function heading(job, path) {
-  const verb = (name, allowed) =>
-    make("button", { disabled: !allowed, onclick: (click) => act(click.currentTarget, job.name, path, name) }, name);
-  const { phase: now } = job.status;
-  const buttons = [
-    verb("pause", now === "running" || now === "pending"), verb("resume", now === "paused" || now === "pausing"),
-    verb("cancel", !TERMINAL.has(now)),
-  ];
-  return make("div", { class: "title" },
-    make("h1", {}, job.name), phase(now), make("span", { class: "soft" }, job.id),
-    make("span", { class: now === "failed" ? "failed" : "soft" }, job.status.message),
-    make("span", { class: "actions" }, buttons));
-}
-
-async function act(button, name, path, verb) {
-  if (verb === "cancel" && !confirm(`Cancel ${name}? This cannot be undone.`)) return;
-  button.disabled = true;
-  await post(`${path}/${verb}`).catch((problem) => alert(`${verb}: ${problem.message}`));
-}
-
-function figuresOf(job) {
-  const { status } = job;
-  const total = status.total_steps ? ` / ${number(status.total_steps)}` : "";
-  const rows = [
-    ["update", number(status.step) + total], ["policy version", number(status.policy_version)],
-    ...(Number.isInteger(status.served_version) ? [["served version", number(status.served_version)]] : []),
-    ["reward", number(status.reward)], ["in flight", number(status.draws?.in_flight)],
-    ["drawn", number(status.draws?.drawn)], ["trained", number(status.draws?.trained)],
-    ...Object.entries(status.queues ?? {}).map(([name, count]) => [`${name} queued`, number(count)]),
-  ];
-  return make("dl", { class: "figures" }, rows.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, text))));
-}
-
-const WAITS = [
-  ["what", (row) => row.waiting_for, "wide"],
-  ["held by", (row) => row.holder ?? ""],
-  ["for", (row) => age(row.age_s), "number"],
-];
-const CONDITIONS = [
-  ["condition", (row) => row.type],
-  ["", (row) => make("span", { class: row.status.toLowerCase() }, row.status)],
-  ["reason", (row) => `${row.reason}${row.message ? `: ${row.message}` : ""}`, "wide"],
-];
-const DROPPED = [["reason", ([reason]) => reason], ["draws", ([, count]) => number(count), "number"]];
-
-/** Columns of the services; a version further behind the newest one than the lag bound and a swap explain stands out. */
-function workerColumns(rows, maxLag) {
-  const newest = Math.max(...rows.map((row) => row.version ?? -1));
-  const isSkewed = (row) => row.version !== undefined && newest - row.version > maxLag + 1;
-  return [
-    ["service", (row) => row.service],
-    ["worker", (row) => row.worker],
-    ["host", (row) => row.host],
-    ["state", (row) => make("span", { class: row.alive ? "running" : "lost" }, row.alive ? "alive" : "lost")],
-    ["version", (row) => make("span", { class: isSkewed(row) ? "skew" : "" }, number(row.version)), "number"],
-    ["running", (row) => number(row.running), "number"],
-    ["waits for", (row) => row.waiting_for ?? "", "wide"],
-  ];
-}
-
-function eventRow(event) {
-  return make("div", { class: event.level }, `${clock(event.time)}  ${event.type}: ${event.message}`);
+async function act(job, path, verb) {
+  const values = verb in QUESTIONS ? await QUESTIONS[verb](job) : {};
+  if (values === null) return;
+  try {
+    const reply = await (REQUESTS[verb] ?? ((path) => change("POST", `${path}/${verb}`)))(path, values);
+    if (reply === null) return;
+    const from = reply.applies_at_step ? ` from update ${number(reply.applies_at_step)} on` : "";
+    say(`${job.name}: ${verb} is asked for${from}.`);
+  } catch (problem) {
+    say(`${verb}: ${problem.message}`, "error");
+  }
 }

@@ -1,0 +1,129 @@
+// Every metric of a job in groups, or the same metrics of several jobs over each other.
+
+import { get } from "./api.js";
+import { Chart } from "./charts.js";
+import { field, make, number, patch } from "./dom.js";
+
+const EVERY_MS = 2500;
+const NAMES_EVERY_MS = 10000;
+const POINTS = 500;
+const FIRST = ["reward", "eval", "loss", "policy", "mismatch", "lag", "length", "groups", "advantage", "optimizer"];
+
+export function showMetrics({ content, signal, loop, id, job }) {
+  show(content, { signal, loop }, [{ id, name: job.name }]);
+}
+
+export async function showComparison({ page, signal, loop, title }, ids) {
+  title("Compare jobs");
+  const content = make("div", { class: "view" });
+  page.replaceChildren(make("div", { class: "title" }, make("h1", {}, "Compare jobs")), content);
+  let begun = false;
+  loop(60_000, async () => {
+    if (begun) return;
+    const jobs = await Promise.all(ids.map((id) => get(`/v1/jobs/${encodeURIComponent(id)}`, signal)));
+    begun = true;
+    const isNamed = new Set(jobs.map(({ name }) => name)).size === jobs.length;
+    const links = jobs.map(({ id, name }) => make("a", { class: "label", href: `#/jobs/${encodeURIComponent(id)}` }, name));
+    content.before(make("p", { class: "links" }, links));
+    show(content, { signal, loop }, jobs.map(({ id, name }) => ({ id, name: isNamed ? name : `${name} ${id.slice(-6)}` })));
+  });
+}
+
+function show(content, { signal, loop }, jobs) {
+  const look = { smooth: 0, log: false, filter: "" };
+  const grid = { look, jobs, charts: new Map(), inSight: new Set(), observer: null, columns: new Map() };
+  grid.observer = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      if (isIntersecting) grid.inSight.add(target.dataset.title);
+      else grid.inSight.delete(target.dataset.title);
+    }
+    drawn();
+  }, { rootMargin: "200px" });
+  const groups = make("div", { class: "groups" });
+  const drawn = () => { for (const title of grid.inSight) draw(grid, title); };
+  let known = [];
+  const arrange = () => arrangeGroups(grid, groups, known);
+  content.replaceChildren(controls(look, drawn, arrange), groups);
+  loop(NAMES_EVERY_MS, async () => {
+    const found = await Promise.all(jobs.map(({ id }) => get(`/v1/jobs/${encodeURIComponent(id)}/metrics/names`, signal)));
+    known = [...new Set(found.flatMap(({ data }) => data.map(({ name }) => name)))].sort();
+    arrange();
+  });
+  loop(EVERY_MS, async () => {
+    const names = [...grid.inSight].flatMap((title) => grid.charts.get(title)?.names ?? []);
+    if (!names.length) return;
+    await Promise.all(jobs.map(async ({ id }) => {
+      const path = `/v1/jobs/${encodeURIComponent(id)}/metrics?max_points=${POINTS}&names=${encodeURIComponent(names.join())}`;
+      const { steps, series } = await get(path, signal);
+      const own = grid.columns.get(id) ?? new Map();
+      for (const name of names) own.set(name, { steps, values: series[name] });
+      grid.columns.set(id, own);
+    }));
+    drawn();
+  });
+}
+
+function controls(look, drawn, arrange) {
+  const shown = make("output", {}, "0");
+  const slider = make("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, oninput: ({ target }) => {
+    look.smooth = Number(target.value);
+    shown.textContent = String(look.smooth);
+    drawn();
+  } });
+  return make("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
+    field("Search", make("input", { type: "search", placeholder: "part of a metric's name", oninput: ({ target }) => {
+      look.filter = target.value.trim().toLowerCase();
+      arrange();
+    } })),
+    make("label", { class: "field" }, make("span", {}, "Smoothing ", shown), slider),
+    make("label", { class: "check" }, make("input", { type: "checkbox", onchange: ({ target }) => {
+      look.log = target.checked;
+      drawn();
+    } }), " logarithmic scale"),
+    make("p", { class: "hint" }, "Drag over a chart to zoom, double-click to see all of it."));
+}
+
+/** Charts by the first part of their names; quantiles and shares of one thing share a chart where one job is shown. */
+function arrangeGroups(grid, place, known) {
+  const titles = new Map();
+  for (const name of known) {
+    const title = grid.jobs.length > 1 ? name : name.replace(/_(p\d+|\d+)$/, "");
+    titles.set(title, [...(titles.get(title) ?? []), name]);
+  }
+  const wanted = [...titles].filter(([title]) => title.toLowerCase().includes(grid.look.filter));
+  const groups = Map.groupBy ? Map.groupBy(wanted, groupOf) : wanted.reduce((map, entry) =>
+    map.set(groupOf(entry), [...(map.get(groupOf(entry)) ?? []), entry]), new Map());
+  const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
+  const order = [...groups].sort(([one], [other]) => rank(one) - rank(other) || one.localeCompare(other));
+  if (!order.length) return patch(place, make("p", { class: "hint" }, known.length ? "No metric has such a name." : "Nothing was measured yet."));
+  patch(place, order.map(([name, entries], index) => make("details", { "data-key": name, open: index < 4 || Boolean(grid.look.filter) },
+    make("summary", {}, make("h2", {}, name), make("span", { class: "soft" }, ` ${number(entries.length)}`)),
+    make("div", { class: "grid" }, entries.map(([title, names]) => chartOf(grid, title, names))))));
+}
+
+function groupOf([title]) {
+  return title.includes("/") ? title.split("/")[0] : "other";
+}
+
+function chartOf(grid, title, names) {
+  const old = grid.charts.get(title);
+  if (old) {
+    old.names = names;
+    const { element } = old.chart;
+    return element.isConnected ? make("figure", { "data-key": element.dataset.key }) : element;
+  }
+  const chart = new Chart(title, "", grid.look);
+  chart.element.dataset.title = title;
+  grid.charts.set(title, { chart, names });
+  grid.observer.observe(chart.element);
+  return chart.element;
+}
+
+function draw(grid, title) {
+  const { chart, names } = grid.charts.get(title);
+  const series = grid.jobs.flatMap(({ id, name: job }) => names.map((name) => {
+    const { steps = [], values } = grid.columns.get(id)?.get(name) ?? {};
+    return { label: grid.jobs.length > 1 ? job : name, steps, values };
+  }));
+  if (!chart.draw(series)) chart.element.hidden = false; // its place is what tells that it is in sight
+}

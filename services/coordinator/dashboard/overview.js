@@ -1,0 +1,96 @@
+// How a job stands now: figures, waits, the curves that matter, lag, drops and conditions.
+
+import { get } from "./api.js";
+import { Chart, OVERVIEW } from "./charts.js";
+import { age, make, number, panel, patch, table } from "./dom.js";
+import { TERMINAL } from "./jobs.js";
+
+const EVERY_MS = 2000;
+const POINTS = 400;
+const LAG_UPDATES = 50;
+
+export function showOverview({ content, signal, loop, path }) {
+  const charts = OVERVIEW.map(({ title, note, names }) => [new Chart(title, note), names]);
+  const [now, waits, lag, dropped, conditions] = Array.from({ length: 5 }, () => make("div"));
+  const none = make("p", { class: "hint" }, "No update was measured yet: curves appear with the first ones.");
+  content.replaceChildren(
+    make("div", { class: "grid pair" }, panel("Now", now), panel("Waits for", waits)),
+    make("section", {}, make("h2", {}, "Curves"), none, make("div", { class: "grid" }, charts.map(([chart]) => chart.element))),
+    make("div", { class: "grid" }, panel("Lag of trained groups", lag), panel("Dropped draws", dropped), panel("Conditions", conditions)));
+  loop(EVERY_MS, async () => {
+    const [job, why] = await Promise.all([get(path, signal), get(`${path}/why`, signal)]);
+    patch(now, figuresOf(job));
+    patch(waits, table("Waits", WAITS, why.data, TERMINAL.has(job.status.phase) ? "Nothing: it is over." : "Nothing."));
+    patch(dropped, droppedOf(job));
+    patch(conditions, table("Conditions", conditionsOf(job), job.status.conditions, "None yet."));
+  });
+  const names = charts.flatMap(([, names]) => names).join();
+  loop(EVERY_MS, async () => {
+    const { steps, series } = await get(`${path}/metrics?max_points=${POINTS}&names=${encodeURIComponent(names)}`, signal);
+    const drawn = charts.map(([chart, names]) => chart.draw(names.map((name) => ({ label: name, steps, values: series[name] }))));
+    none.hidden = drawn.some(Boolean);
+  });
+  loop(3 * EVERY_MS, async () => patch(lag, await lagOf(path, signal)));
+}
+
+function figuresOf(job) {
+  const { status } = job;
+  const rows = [
+    ["update", number(status.step) + (status.total_steps ? ` / ${number(status.total_steps)}` : "")],
+    ["policy version", number(status.policy_version)],
+    ...(Number.isInteger(status.served_version) ? [["served version", number(status.served_version)]] : []),
+    ["reward", number(status.reward)], ["drawn", number(status.draws?.drawn ?? 0)], ["trained", number(status.draws?.trained ?? 0)],
+    ["in flight", number(status.draws?.in_flight ?? 0)],
+    ...Object.entries(status.queues ?? {}).map(([name, count]) => [`${name} queued`, number(count)]),
+  ];
+  return make("dl", { class: "figures" }, rows.map(([name, text]) => make("div", {}, make("dt", {}, name), make("dd", {}, text))));
+}
+
+const WAITS = [
+  ["what", (row) => row.waiting_for, "wide"],
+  ["held by", (row) => row.holder ?? ""],
+  ["for", (row) => age(row.age_s), "number"],
+];
+/** Of a job that is over, only its success is good or bad. */
+function conditionsOf(job) {
+  const tells = (row) => !TERMINAL.has(job.status.phase) || row.type === "Succeeded";
+  return [
+    ["condition", (row) => row.type],
+    ["is", (row) => make("span", { class: tells(row) ? `is-${row.status.toLowerCase()}` : "" }, row.status)],
+    ["reason", (row) => `${row.reason}${row.message ? `: ${row.message}` : ""}`, "wide"],
+  ];
+}
+
+/** Horizontal bars: `rows` are [name, count, text]; their lengths are shares of `whole`. */
+export function bars(name, rows, whole) {
+  return make("table", { class: "bars", "aria-label": name }, make("tbody", {}, rows.map(([text, count, shown]) => {
+    const share = `${(100 * count) / (whole || 1)}%`;
+    return make("tr", {}, make("th", { scope: "row" }, text), make("td", { class: "number" }, shown),
+      make("td", { class: "wide" }, make("div", { class: "bar", style: { width: share } })));
+  })));
+}
+
+function droppedOf(job) {
+  const { dropped = {}, drawn = 0 } = job.status.draws ?? {};
+  const rows = Object.entries(dropped).filter(([, count]) => count).sort((one, other) => other[1] - one[1]);
+  if (!rows.length) return make("p", { class: "hint" }, "None.");
+  const most = rows[0][1];
+  return [make("p", { class: "hint" }, `${number(rows.reduce((sum, [, count]) => sum + count, 0))} of ${number(drawn)} draws, by reason:`),
+    bars("Dropped draws by reason", rows.map(([reason, count]) => [reason, count, number(count)]), most)];
+}
+
+/** Shares of groups by lag over the newest updates, and how long what was dropped had grown, where that was measured. */
+async function lagOf(path, signal) {
+  const { data } = await get(`${path}/metrics/names`, signal);
+  const names = data.map(({ name }) => name).filter((name) => /^lag\/share_\d+$/.test(name));
+  if (!names.length) return make("p", { class: "hint" }, "Nothing was trained yet.");
+  const last = Math.max(...data.map((row) => row.last_step));
+  const { steps, series } = await get(`${path}/metrics?max_points=${LAG_UPDATES}&step_from=${Math.max(0, last - LAG_UPDATES)}&names=${encodeURIComponent(names.join())}`, signal);
+  const rows = names.map((name) => {
+    const known = (series[name] ?? []).map((value) => value ?? 0);
+    return [Number(name.split("_")[1]), known.reduce((sum, value) => sum + value, 0) / (known.length || 1)];
+  }).sort((one, other) => one[0] - other[0]);
+  const text = (lag) => (lag === 0 ? "0 (on policy)" : `${lag} version${lag > 1 ? "s" : ""}`);
+  return [make("p", { class: "hint" }, `Share of groups by how many versions behind the trained one they were sampled, over the newest ${number(steps.length)} measured updates:`),
+    bars("Lag of trained groups", rows.map(([lag, share]) => [text(lag), share, `${(100 * share).toFixed(0)} %`]), 1)];
+}

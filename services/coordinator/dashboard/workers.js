@@ -1,0 +1,92 @@
+// Services that work for a job: what each does now and did since this view was opened, and the stages of the updates.
+
+import { get } from "./api.js";
+import { age, make, number, panel, patch, table } from "./dom.js";
+import { TERMINAL } from "./jobs.js";
+
+const EVERY_MS = 2000;
+const UPDATES = 12;
+const KEPT_S = 300;
+const STAGES = ["generate", "wait", "train", "checkpoint"];
+
+export function showWorkers({ content, signal, loop, path }) {
+  const [services, activity, stages] = [make("div"), make("div"), make("div")];
+  const history = new Map();
+  content.replaceChildren(panel("Services", services), panel("Busy and waiting", activity), panel("Stages of the newest updates", stages));
+  loop(EVERY_MS, async () => {
+    const [now, { data }, why] = await Promise.all([path, `${path}/workers`, `${path}/why`].map((url) => get(url, signal)));
+    const rows = data.map((row) => ({ ...row, wait: waitOf(row, why.data) }));
+    patch(services, table("Services", columns(rows, now.spec.train?.max_lag ?? 0), rows, "No service has been heard of.", (row) => row.worker));
+    if (TERMINAL.has(now.status.phase)) return patch(activity, make("p", { class: "hint" }, "The job is over: nobody works for it."));
+    note(history, rows, Date.now() / 1000);
+    patch(activity, activityOf(history, Date.now() / 1000));
+  });
+  loop(EVERY_MS, async () => patch(stages, stagesOf((await get(`${path}/timeline?limit=${UPDATES}`, signal)).data)));
+}
+
+/** What a worker waits for: by itself, or because the job waits for something that somebody else holds. */
+function waitOf(row, waits) {
+  if (row.waiting_for) return row.waiting_for;
+  if (row.running) return "";
+  const other = waits.find(({ holder }) => holder && holder !== row.worker);
+  return row.running === 0 && other ? `${other.holder}: ${other.waiting_for}` : "";
+}
+
+/** Columns of the services; a version further behind the newest one than the lag bound and a swap explain stands out. */
+function columns(rows, maxLag) {
+  const newest = Math.max(...rows.map((row) => row.version ?? -1));
+  const isSkewed = (row) => row.version !== undefined && newest - row.version > maxLag + 1;
+  return [
+    ["service", (row) => row.service],
+    ["worker", (row) => row.worker],
+    ["host", (row) => row.host],
+    ["state", (row) => make("span", { class: row.alive ? "is-true" : "is-false" }, row.alive ? "alive" : "lost")],
+    ["version", (row) => make("span", { class: isSkewed(row) ? "is-false" : "" }, number(row.version)), "number"],
+    ["running", (row) => number(row.running), "number"],
+    ["waits for", (row) => row.wait, "wide"],
+  ];
+}
+
+function note(history, rows, now) {
+  for (const row of rows) {
+    const kind = !row.alive ? "lost" : row.running ? "busy" : "waiting";
+    const spans = history.get(row.worker) ?? [];
+    const last = spans.at(-1);
+    if (last && last.kind === kind && last.wait === row.wait) last.end = now;
+    else spans.push({ kind, wait: row.wait, start: last ? last.end : now, end: now });
+    history.set(row.worker, spans.filter(({ end }) => now - end < KEPT_S));
+  }
+}
+
+function activityOf(history, now) {
+  const start = Math.max(now - KEPT_S, Math.min(...[...history.values()].flat().map((span) => span.start), now));
+  if (now - start < 1) return make("p", { class: "hint" }, "Watching since now; a strip for each worker grows here.");
+  const place = (time) => `${(100 * (Math.max(time, start) - start)) / (now - start)}%`;
+  return [make("p", { class: "hint" }, `The last ${age(now - start)}, as seen every ${EVERY_MS / 1000} s.`, legend(["busy", "waiting", "lost"])),
+    [...history].map(([worker, spans]) => {
+      const busy = spans.filter(({ kind }) => kind === "busy").reduce((sum, span) => sum + span.end - span.start, 0);
+      const text = `${worker}: busy ${Math.round((100 * busy) / (now - start))} % of the time`;
+      return make("div", { class: "strip", "data-key": worker }, make("span", { class: "strip-name" }, worker), make("div", { class: "track", role: "img", "aria-label": text },
+        spans.map((span) => make("div", { class: `span ${span.kind}`, title: `${span.kind}${span.wait ? `, for ${span.wait}` : ""}: ${age(span.end - span.start)}`,
+          style: { left: place(span.start), width: `calc(${place(span.end)} - ${place(span.start)})` } }))));
+    })];
+}
+
+function legend(names) {
+  return make("span", { class: "legend" }, names.map((name) => make("span", {}, make("span", { class: `swatch ${name}` }), ` ${name}`)));
+}
+
+function stagesOf(spans) {
+  if (!spans.length) return make("p", { class: "hint" }, "No update was made yet.");
+  const [start, end] = [Math.min(...spans.map((span) => span.start)), Math.max(...spans.map((span) => span.end))];
+  const place = (time) => `${(100 * (time - start)) / (end - start || 1)}%`;
+  const steps = [...new Set(spans.map(({ step }) => step))];
+  return [make("p", { class: "hint" }, `${age(end - start)} in all. An update waits where the trainer is still busy with the one before.`, legend(STAGES)),
+    steps.map((step) => {
+      const own = spans.filter((span) => span.step === step);
+      const text = own.map((span) => `${span.stage} ${(span.end - span.start).toFixed(2)} s`).join(", ");
+      return make("div", { class: "strip", "data-key": `update ${step}` }, make("span", { class: "strip-name" }, `update ${number(step)}`), make("div", { class: "track", role: "img", "aria-label": `Update ${step}: ${text}` },
+        own.map((span) => make("div", { class: `span ${span.stage}`, title: `${span.stage}: ${(span.end - span.start).toFixed(3)} s`,
+          style: { left: place(span.start), width: `calc(${place(span.end)} - ${place(span.start)})` } }))));
+    })];
+}
