@@ -32,6 +32,7 @@ from report import Report
 from penstock.services.env.simulators import describe_simulator
 from penstock.services.env.simulators.child import load_backend
 from penstock.services.rollout.embodied.engine import PolicyEngine
+from penstock.services.rollout.embodied.films import FilmMaker
 from penstock.services.rollout.embodied.session import EmbodiedSession
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.service import ServiceSettings
@@ -156,7 +157,7 @@ async def working(bus: Bus, settings: ServiceSettings, config: EmbodiedJob) -> A
     for ordinal in range(TICKETS_AHEAD):
         ticket = Ticket(draw=Draw(ordinal), min_version=0, deadline=time.time() + 3600, deadline_s=3600, epoch=1)
         await bus.publish(subjects.tickets(JOB), pack(ticket, job=JOB))
-    session = EmbodiedSession(bus, settings, JOB, config)
+    session = EmbodiedSession(bus, settings, JOB, config, FilmMaker(bus, settings))
     task = asyncio.create_task(session.run())
     try:
         yield session

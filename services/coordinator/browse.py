@@ -18,11 +18,13 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.episode_group import decode_any_group
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, decode_events
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import GroupHeader, parse_group_header
+from penstock.shared.protocol.video import Video, parse_video
 from penstock.shared.runtime.ledger import LedgerArchive, read_ledger
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["SampleBrowser"]
+__all__ = ["SampleBrowser", "VideoBrowser"]
 
 _ROW_ID = re.compile(r"(\d{1,15})-(\d{1,15}\.\d{1,18})-(\d{1,6})", re.ASCII)
 
@@ -119,6 +121,43 @@ class SampleBrowser:
 
     async def _seq_in_stream(self, job: str, draw: Draw) -> int | None:
         return next((seq for seq, header in await self._headers(job) if header.draw == draw), None)
+
+
+class VideoBrowser:
+    """Films of held-out episodes. The stream drops the oldest ones of all jobs when it is full."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def rows(self, job: str) -> list[Row]:
+        """See ``Control.videos``."""
+        return [
+            {
+                "name": video.name, "version": video.version, "reset_id": video.reset_id, "task": video.task,
+                "success": video.success, "reward": video.total, "steps": video.steps, "error": video.error,
+                "href": None if video.error else f"/v1/jobs/{job}/videos/{video.name}",
+            }
+            for _, video in (await self._newest(job)).values()
+        ]  # fmt: skip
+
+    async def data(self, job: str, name: str) -> bytes:
+        """See ``Control.video``."""
+        seq, video = (await self._newest(job)).get(name, (0, None))
+        found = await self._bus.get_whole(subjects.VIDEOS, [seq]) if video is not None and not video.error else {}
+        if seq not in found:
+            raise NotFound(f"job '{job}' has no video '{name[:80]}' (any more)")
+        return found[seq].data
+
+    async def _newest(self, job: str) -> dict[str, tuple[int, Video]]:
+        """Each video with its sequence by name, by version and reset id; one that was made twice counts once."""
+        found: dict[str, tuple[int, Video]] = {}
+        for message in await self._bus.read(subjects.VIDEOS, subjects.videos(job), headers_only=True):
+            with contextlib.suppress(ProtocolError):
+                video = parse_video(message.headers)
+                count_of(message.headers)
+                if not video.error or video.name not in found:
+                    found[video.name] = message.seq, video
+        return dict(sorted(found.items(), key=lambda one: (one[1][1].version, one[1][1].reset_id)))
 
 
 def _named(job: str, row: Row) -> Row:

@@ -17,7 +17,7 @@ from penstock.services.coordinator.access import AuditLog, KeyStore
 from penstock.services.coordinator.api.control import Order, Row
 from penstock.services.coordinator.api.logfiles import read_logs
 from penstock.services.coordinator.audit import Audit, audit_entries, audit_stored, sealed_by_seq
-from penstock.services.coordinator.browse import SampleBrowser
+from penstock.services.coordinator.browse import SampleBrowser, VideoBrowser
 from penstock.services.coordinator.charts import columns, metric_names, timeline
 from penstock.services.coordinator.checkpoints import (
     Artifacts,
@@ -61,6 +61,8 @@ from penstock.shared.transport.server import durability
 
 __all__ = ["CoordinatorControl"]
 
+FILM_S = 60.0
+"""A renderer's first picture may take many seconds on a busy CPU."""
 DESCRIBE_S = 30.0
 """A submission waits so long for an env worker to make a simulator; the job itself waits as long as it takes."""
 AUDIT_CHUNK_BYTES = 64 << 20
@@ -92,6 +94,7 @@ class CoordinatorControl:
         self.webhooks = WebhookStore(bus, private=settings.webhook_private)
         self.archive = ledger_archive(settings.data_dir)
         self._browser, self._artifacts = SampleBrowser(bus, self.archive), Artifacts(settings.data_dir / "checkpoints")
+        self._videos = VideoBrowser(bus)
         self._finished: OrderedDict[str, LedgerState] = OrderedDict()
         self._folding = asyncio.Lock()
 
@@ -125,7 +128,9 @@ class CoordinatorControl:
         return await plan_job(spec, running, self.settings, self.members, stores_parts=atomic, describe=self._describe)
 
     async def _describe(self, spec: EmbodiedJob) -> EnvSpec:
-        return await describe_environment(self.bus, spec, deadline_s=min(DESCRIBE_S, spec.environment.step_limit_s))
+        camera = spec.evaluation.num_videos > 0
+        limit_s = min(FILM_S if camera else DESCRIBE_S, spec.environment.step_limit_s)
+        return await describe_environment(self.bus, spec, deadline_s=limit_s, camera=camera)
 
     async def _state(self, job: str) -> LedgerState:
         """The fold of the job's ledger, to read only. A finished job has one for good and no snapshots any more."""
@@ -263,6 +268,16 @@ class CoordinatorControl:
     async def sample(self, job: str, row_id: str) -> Row:
         """See ``Control.sample``."""
         return await self._browser.one(job, row_id, trains=trains((await self.store.get(job)).spec))
+
+    async def videos(self, job: str) -> list[Row]:
+        """See ``Control.videos``."""
+        await self.store.get(job)
+        return await self._videos.rows(job)
+
+    async def video(self, job: str, name: str) -> bytes:
+        """See ``Control.video``."""
+        await self.store.get(job)
+        return await self._videos.data(job, name)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -13,14 +13,17 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.environment import EnvSpec, OpenEnv
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["check_spec", "describe_environment"]
+__all__ = ["check_camera", "check_spec", "describe_environment"]
 
 REST_BYTES = 96
 """Of a decision, beside its arrays: spans, padding of the frame."""
 
 
-async def describe_environment(bus: Bus, config: EmbodiedJob, *, deadline_s: float) -> EnvSpec:
+async def describe_environment(bus: Bus, config: EmbodiedJob, *, deadline_s: float, camera: bool = False) -> EnvSpec:
     """Have an env worker make the job's simulator and begin one episode; returns its description.
+
+    Args:
+        camera: look whether episodes can be filmed, too: ``no_video`` of the description.
 
     Raises:
         ConfigError: the simulator cannot be made, or the job does not fit it.
@@ -28,8 +31,9 @@ async def describe_environment(bus: Bus, config: EmbodiedJob, *, deadline_s: flo
     """
     sim = config.environment
     request = OpenEnv(
-        env_id=sim.task, num_envs=1, backend=sim.backend, options=sim.options, step_limit_s=sim.step_limit_s
-    )
+        env_id=sim.task, num_envs=1, backend=sim.backend, options=sim.options, step_limit_s=sim.step_limit_s,
+        camera=camera,
+    )  # fmt: skip
     reply = await bus.request(subjects.ENV_DESCRIBE, pack(request, job=config.name), deadline_s=deadline_s)
     spec = unpack(reply, EnvSpec)[0]
     check_spec(config, spec)
@@ -61,6 +65,15 @@ def check_spec(config: EmbodiedJob, spec: EnvSpec) -> None:
             f"environment.bytes_per_step {config.environment.bytes_per_step}: one decision in {where} takes {need} "
             "bytes; raise it to at least that"
         )
+
+
+def check_camera(config: EmbodiedJob, spec: EnvSpec) -> list[str]:
+    """Warnings about the films of a job. Raises ConfigError: it asks for some and no episode can be filmed."""
+    if not spec.no_video:
+        return []
+    if config.evaluation.videos != "auto":
+        raise ConfigError(f"evaluation.videos: no episode can be filmed: {spec.no_video}; or take 0 or auto")
+    return [f"there will be no videos: {spec.no_video}"]
 
 
 def bytes_per_step(config: EmbodiedJob, spec: EnvSpec) -> int:

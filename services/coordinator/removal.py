@@ -28,6 +28,7 @@ STREAMS: tuple[tuple[str, Callable[[str], str]], ...] = (
     (subjects.SNAPSHOTS, subjects.snapshots),
     (subjects.TICKETS, subjects.tickets),
     (subjects.RAW, subjects.raw),
+    (subjects.VIDEOS, subjects.videos),
     (subjects.DEAD, subjects.dead),
     (subjects.LEDGER, subjects.ledger),
 )

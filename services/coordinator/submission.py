@@ -18,6 +18,7 @@ import msgspec
 from penstock.services.coordinator.api.auth import is_loopback
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.checkpoints import choose_checkpoint
+from penstock.services.coordinator.environments import check_camera
 from penstock.services.coordinator.job_index import JobEntry
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
@@ -138,7 +139,8 @@ async def _plan_embodied(
     if describe is None or members is None or not members.of("env", time.monotonic()):
         warnings.append(f"no env worker runs here: {sim.backend} '{sim.task}' is checked when the job begins")
     else:
-        plan["environment"] = msgspec.to_builtins(await describe(spec))
+        plan["environment"] = msgspec.to_builtins(found := await describe(spec))
+        warnings += check_camera(spec, found)
     held_out = spec.evaluation
     return plan | {
         "evaluation": {"episodes": held_out.episodes, "metrics": held_out.metrics if held_out.episodes else []},

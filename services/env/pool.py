@@ -9,7 +9,14 @@ from numpy.typing import NDArray
 
 from penstock.services.env.simulators import Chunk, Simulator
 from penstock.shared.errors import Conflict, ProtocolError
-from penstock.shared.protocol.environment import ResetReply, ResetRequest, StepReply, StepRequest
+from penstock.shared.protocol.environment import (
+    FilmReply,
+    FilmRequest,
+    ResetReply,
+    ResetRequest,
+    StepReply,
+    StepRequest,
+)
 
 __all__ = ["EnvPool"]
 
@@ -74,6 +81,12 @@ class EnvPool:
             self._begin(env_ids[begun], following[begun])
             reply.next_episode_ids[:] = self._episode_ids_B[env_ids]
         return reply
+
+    def film(self, request: FilmRequest) -> FilmReply:
+        """The film of the newest episode of an environment. Raises ProtocolError: there is no such environment."""
+        self._checked_ids(np.array([request.env_id], np.int32))
+        data, reason = self._simulator.film(request.env_id)
+        return FilmReply(seq=request.seq, film=np.frombuffer(data, np.uint8), reasons=[reason] if reason else [])
 
     def _book(self, seq: int, env_ids: NDArray[np.int32], chunk: Chunk) -> StepReply:
         """Take the results of a chunk into the books; next episodes are not begun yet."""

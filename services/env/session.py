@@ -20,6 +20,7 @@ from penstock.shared.protocol.environment import (
     Body,
     CloseRequest,
     EnvSpec,
+    FilmRequest,
     KeepRequest,
     OpenEnv,
     ResetRequest,
@@ -101,13 +102,13 @@ class EnvSession:
             self._used = time.monotonic()
             if not is_frame(data):
                 data = await self._in_thread(self._fetch, data)
-            body = decode_env(data, ResetRequest, StepRequest, CloseRequest, KeepRequest)
+            body = decode_env(data, ResetRequest, StepRequest, FilmRequest, CloseRequest, KeepRequest)
             if isinstance(body, CloseRequest):
                 self.closed.set()
                 return encode_env(body)
             if isinstance(body, KeepRequest):
                 return encode_env(body)
-            assert isinstance(body, ResetRequest | StepRequest)
+            assert isinstance(body, ResetRequest | StepRequest | FilmRequest)
             if body.seq != self._seq:
                 await self._take(body)
             reply = await self._message()
@@ -120,7 +121,7 @@ class EnvSession:
         with self._mail.open(data) as blob:
             return bytes(blob.data)
 
-    async def _take(self, body: ResetRequest | StepRequest) -> None:
+    async def _take(self, body: ResetRequest | StepRequest | FilmRequest) -> None:
         """Execute the next request. Who sends it has the answer to the one before."""
         if body.seq != self._seq + 1:
             raise Conflict(f"request {body.seq} after request {self._seq}: a session answers them in order")
@@ -141,13 +142,15 @@ class EnvSession:
             self._reply.release()
             self._reply = None
 
-    async def _execute(self, body: ResetRequest | StepRequest) -> list[Buffer]:
+    async def _execute(self, body: ResetRequest | StepRequest | FilmRequest) -> list[Buffer]:
         """Run one request; a simulator that breaks ends the session, for its state is unknown."""
         assert self._pool is not None
         broken = True
         try:
             if isinstance(body, ResetRequest):
                 reply: Body = await self._in_thread(self._pool.reset, body)
+            elif isinstance(body, FilmRequest):
+                reply = await self._in_thread(self._pool.film, body)
             else:
                 reply = result = await self._in_thread(self._pool.step, body)
                 STEPS.inc(int(result.valid.sum()))

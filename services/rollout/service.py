@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from penstock.services.rollout.embodied.films import FilmMaker
 from penstock.services.rollout.embodied.session import EmbodiedSession
 from penstock.services.rollout.session import RolloutSession
 from penstock.shared.config.embodied_job import EmbodiedJob
@@ -30,20 +31,24 @@ class RolloutService:
         self.bus, self.settings = bus, settings
         self.sessions: dict[str, RolloutSession | EmbodiedSession] = {}
         self.ready = False
+        self._films = FilmMaker(bus, settings)
 
     async def run(self) -> None:
         """Serve until drained or cancelled."""
         self.ready = True
-        await watch_jobs(
-            self.bus, self._run_session, open_evaluation=self._run_session, open_embodied=self._run_embodied,
-            amend=self._amend,
-        )  # fmt: skip
+        async with asyncio.TaskGroup() as tasks:
+            films = tasks.create_task(self._films.run())
+            await watch_jobs(
+                self.bus, self._run_session, open_evaluation=self._run_session, open_embodied=self._run_embodied,
+                amend=self._amend,
+            )  # fmt: skip
+            films.cancel()
 
     async def _run_session(self, job: str, config: TextJob) -> None:
         await self._keep(RolloutSession(self.bus, self.settings, job, config))
 
     async def _run_embodied(self, job: str, config: EmbodiedJob) -> None:
-        await self._keep(EmbodiedSession(self.bus, self.settings, job, config))
+        await self._keep(EmbodiedSession(self.bus, self.settings, job, config, self._films))
 
     async def _keep(self, session: RolloutSession | EmbodiedSession) -> None:
         torch.set_num_threads(session.config.placement.rollout_threads)

@@ -23,6 +23,9 @@ __all__ = [
 ]
 
 
+AUTO_VIDEOS = 2
+
+
 class SimulatorConfig(StrictModel):
     """The simulator whose episodes are trained on. Everything random in an episode follows from its reset id."""
 
@@ -228,6 +231,20 @@ class EpisodeEvaluationConfig(StrictModel):
     """Evaluate version 0."""
     at_end: bool = True
     """Evaluate the final version."""
+    videos: Annotated[int, Field(ge=0, le=16)] | Literal["auto"] = 0
+    """Held-out episodes of each evaluation that are played once more and filmed, beside the training; the job is
+    refused where no env worker can draw. `auto`: two, or none where nobody can."""
+
+    @model_validator(mode="after")
+    def _videos_are_of_episodes(self) -> EpisodeEvaluationConfig:
+        if self.videos != "auto" and self.videos > self.episodes:
+            raise ValueError(f"videos {self.videos}: only {self.episodes} episodes are held out")
+        return self
+
+    @property
+    def num_videos(self) -> int:
+        """Films of one evaluation, if there is a camera."""
+        return min(AUTO_VIDEOS, self.episodes) if self.videos == "auto" else self.videos
 
     @property
     def num_prompts(self) -> int:

@@ -33,6 +33,8 @@ __all__ = [
     "CloseRequest",
     "EnvOpened",
     "EnvSpec",
+    "FilmReply",
+    "FilmRequest",
     "KeepRequest",
     "OpenEnv",
     "ResetReply",
@@ -66,6 +68,8 @@ class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
     """A simulator that takes longer for one request has hung and is killed."""
     idle_s: float = 60.0
     host: str = ""
+    camera: bool = False
+    """Film every episode; only for sessions that make videos, for a picture takes longer than a step."""
 
 
 class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +98,8 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_episode_steps: int | None
     has_success: bool
     versions: dict[str, str]
+    no_video: str = ""
+    """Why its episodes cannot be filmed, where a client asked for a camera; '' otherwise."""
 
 
 class EnvOpened(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,6 +200,23 @@ class CloseRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FilmRequest:
+    """Ask for the film of the newest episode of an environment, in a session with a camera; counts as a step does."""
+
+    seq: int
+    env_id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FilmReply:
+    """``film``: uint8 [bytes], an MP4 file; ``reasons``: [why there is none] or []."""
+
+    seq: int
+    film: NDArray[np.uint8]
+    reasons: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeepRequest:
     """A client that has nothing to do now is still there; answered by the same message. Does not count."""
 
@@ -204,15 +227,16 @@ _DTYPES = {
     "env_ids": "int32", "state_ids": "int64", "next_state_ids": "int64", "episode_ids": "int64",
     "next_episode_ids": "int64", "state_hashes": "uint64", "rewards": "float32", "terminated": "bool",
     "truncated": "bool", "success": "bool", "succeeded": "bool", "lost": "bool", "valid": "int32", "ended": "bool",
-    "returns": "float32", "lengths": "int32", "actions": "",
+    "returns": "float32", "lengths": "int32", "actions": "", "film": "uint8",
 }  # fmt: skip
 """Of every array field, whatever message it stands in; the simulator decides where it is empty."""
 _NAMED = ("observations", "final_observations")
 _TEXTS = ("tasks", "reasons")
 
-Body = ResetRequest | ResetReply | StepRequest | StepReply | CloseRequest | KeepRequest
+Body = ResetRequest | ResetReply | StepRequest | StepReply | FilmRequest | FilmReply | CloseRequest | KeepRequest
 _KINDS: dict[str, type[Any]] = {
-    c.__name__: c for c in (ResetRequest, ResetReply, StepRequest, StepReply, CloseRequest, KeepRequest)
+    c.__name__: c
+    for c in (ResetRequest, ResetReply, StepRequest, StepReply, FilmRequest, FilmReply, CloseRequest, KeepRequest)
 }
 B = TypeVar("B", bound=Body)
 

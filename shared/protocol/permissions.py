@@ -122,7 +122,7 @@ _LIVE = (_all(subjects.inference_worker), _all(subjects.inference_present))
 _STREAMS = (
     subjects.TICKETS, subjects.RAW, subjects.EXPERIENCE, subjects.BATCHES, subjects.LEDGER, subjects.SNAPSHOTS,
     subjects.EVENTS, subjects.METRICS, subjects.INTERACTIONS, subjects.FEEDBACK, subjects.DECISIONS, subjects.DEAD,
-    subjects.AUDIT,
+    subjects.AUDIT, subjects.VIDEOS,
 )  # fmt: skip
 _TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "coordinator": (
@@ -143,6 +143,7 @@ _TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             *_works(subjects.TICKETS), *_bucket(subjects.JOBS), *_bucket(subjects.MANIFESTS),
             _stream(subjects.RAW), _stream(subjects.EXPERIENCE), _stream(subjects.INTERACTIONS),
+            _stream(subjects.VIDEOS),
             _all(subjects.report), _all(subjects.evaluation), _all(subjects.score), _all(subjects.lost_weights),
             subjects.ENV_OPEN, _all(subjects.env), _all(subjects.tools),
             _all(subjects.inference_chunks), *_answers("coordinator"),

@@ -33,6 +33,7 @@ __all__ = [
     "SCALE",
     "SNAPSHOTS",
     "TICKETS",
+    "VIDEOS",
     "WEBHOOKS",
     "audit",
     "audits",
@@ -67,6 +68,7 @@ __all__ = [
     "snapshots",
     "tickets",
     "tools",
+    "videos",
     "weights",
 ]
 
@@ -83,6 +85,7 @@ INTERACTIONS = "INTERACTIONS"  # live requests served to agents
 FEEDBACK = "FEEDBACK"  # what arrives later about them
 DECISIONS = "DECISIONS"  # what became of each item of feedback
 DEAD = "DEAD"  # dead letters
+VIDEOS = "VIDEOS"  # films of held-out episodes; the oldest make room
 AUDIT = "AUDIT"  # who asked for what over HTTP
 
 # Key-value buckets.
@@ -143,6 +146,11 @@ def metrics(job: str) -> str:
 def dead(job: str) -> str:
     """Dead letters of a job."""
     return f"dead.{job}"
+
+
+def videos(job: str) -> str:
+    """Films of held-out episodes of a job."""
+    return f"videos.{job}"
 
 
 def audit(key: str, job: str) -> str:

@@ -15,6 +15,8 @@ from penstock.shared.protocol.environment import (
     Body,
     CloseRequest,
     EnvOpened,
+    FilmReply,
+    FilmRequest,
     KeepRequest,
     OpenEnv,
     ResetReply,
@@ -82,6 +84,11 @@ class EnvClient:
         """
         return await self._ask(request, StepReply, deadline_s)
 
+    async def film(self, env_id: int, *, deadline_s: float = 60.0) -> tuple[bytes, str]:
+        """The newest episode of an environment as an MP4 file, and why there is none, or ''. Raises as ``step``."""
+        reply = await self._ask(FilmRequest(seq=self.seq, env_id=env_id), FilmReply, deadline_s)
+        return reply.film.tobytes(), "".join(reply.reasons)
+
     async def keep(self) -> None:
         """Say that this client is still there. Raises Unavailable where the session is not, or does not answer."""
         frame = b"".join(env_frame(KeepRequest(seq=self.seq)))
@@ -95,7 +102,7 @@ class EnvClient:
         finally:
             self._release()
 
-    async def _ask(self, body: ResetRequest | StepRequest, kind: type[B], deadline_s: float) -> B:
+    async def _ask(self, body: ResetRequest | StepRequest | FilmRequest, kind: type[B], deadline_s: float) -> B:
         frame = env_frame(body)
         sent = (
             await asyncio.to_thread(self._mail.pack, frame, job=self._job)

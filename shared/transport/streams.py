@@ -29,6 +29,7 @@ STREAMS = (
     subjects.DECISIONS,
     subjects.DEAD,
     subjects.AUDIT,
+    subjects.VIDEOS,
 )
 LIVE = frozenset({subjects.INTERACTIONS, subjects.FEEDBACK})
 """Streams of live traffic and of its feedback."""
@@ -51,6 +52,8 @@ SNAPSHOT_BYTES = 256 << 20
 """Two snapshots of each job that runs, a few hundred bytes for each batch that is still in the log."""
 AUDIT_BYTES = 256 << 20
 """Some 400,000 records of 600 bytes; the oldest ones make room."""
+VIDEO_BYTES = 256 << 20
+"""Some thousand films of a few seconds; the oldest ones make room."""
 DUPLICATES_S = 300
 """How long a stream remembers message ids; longer than any publish retries."""
 ATOMIC_SINCE = (2, 12, 1)
@@ -66,8 +69,9 @@ def max_bytes(*, experience_bytes: int, stream_bytes: int, ledger_bytes: int | N
     sizes |= {
         subjects.EXPERIENCE: experience_bytes,
         subjects.LEDGER: stream_bytes if ledger_bytes is None else ledger_bytes,
-        subjects.SNAPSHOTS: min(SNAPSHOT_BYTES, stream_bytes * 3 // 4),  # both together: no more than one of the others
+        subjects.SNAPSHOTS: min(SNAPSHOT_BYTES, stream_bytes // 2),  # the three: no more than one of the others
         subjects.AUDIT: min(AUDIT_BYTES, stream_bytes // 4),
+        subjects.VIDEOS: min(VIDEO_BYTES, stream_bytes // 4),
     }
     return sizes | {f"KV_{bucket}": min(BUCKET_BYTES, stream_bytes) for bucket in BUCKETS}
 
@@ -99,6 +103,7 @@ async def ensure(
             | {"retention": "workqueue" if name in WORK_QUEUES else "limits", "allow_atomic": atomic}
             | (_kept(live_keep_s) if live_keep_s is not None and name in LIVE else {})
             | (_append_only(audit_keep_s) if name == subjects.AUDIT else {})
+            | ({"discard": "old"} if name == subjects.VIDEOS else {})
         )
     for bucket in BUCKETS:
         configs.append(

@@ -6,19 +6,21 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
 import gymnasium
+import msgspec
 import numpy as np
 import psutil
 import pytest
 from numpy.typing import NDArray
 
 from penstock.services.env.pool import EnvPool
-from penstock.services.env.simulators import Chunk, Named, Simulator, open_simulator
+from penstock.services.env.simulators import Chunk, Named, Simulator, describe_simulator, open_simulator
 from penstock.shared.errors import ConfigError, Unavailable
-from penstock.shared.protocol.environment import OpenEnv, ResetRequest, StepRequest
+from penstock.shared.protocol.environment import ArraySpec, OpenEnv, ResetRequest, StepRequest
 from tests.contract.simulated_envs import DIE, FOLDER, HANG, NOT_A_NUMBER, RAISE, STEP, UNSTARTABLE
 
 NOWHERE = Path("/nonexistent")
@@ -137,6 +139,40 @@ def test_another_session_plays_the_same_episode(simulator: Simulator) -> None:
 
 def _fields(request: OpenEnv) -> dict[str, Any]:
     return {name: getattr(request, name) for name in ("env_id", "backend", "options", "step_limit_s")}
+
+
+@pytest.mark.parametrize("name", ["discrete", "mujoco, two processes", "metaworld"])
+def test_an_episode_is_filmed_and_goes_on_as_without_a_camera(name: str) -> None:
+    """An MP4 file of the newest episode; states and rewards are those of the same simulator without a camera."""
+    if name != "discrete" and not (find_library("OSMesa") or find_library("EGL_mesa")):
+        pytest.skip("no OpenGL library: apt-get install -y libosmesa6")
+    request = OpenEnv(**{**_fields(CASES[name]), "num_envs": 1})
+    plain, filmed = (open_simulator(msgspec.structs.replace(request, camera=on), NOWHERE) for on in (False, True))
+    try:
+        assert "camera" in plain.film(0)[1], "nobody films without one"
+        assert filmed.film(0) == (b"", "no episode was begun")
+        actions = random_actions(plain, 4, 1, C=5)
+        hashes = [one.reset(ids(0), states(8)).state_hashes.tolist() for one in (plain, filmed)]
+        rewards = [step(one, ids(0), actions).rewards.tolist() for one in (plain, filmed)]
+        assert (hashes[0], rewards[0]) == (hashes[1], rewards[1])
+        data, reason = filmed.film(0)
+        assert reason == ""
+        assert data[4:8] == b"ftyp", "an MP4 file"
+        assert data.index(b"moov") < data.index(b"mdat"), "it plays while it loads"
+        assert filmed.film(0) == (b"", "the film was fetched")
+    finally:
+        plain.close()
+        filmed.close()
+
+
+def test_a_simulator_without_a_camera_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
+    blind = describe_simulator(OpenEnv(env_id="simulated_envs:Fragile-v0", num_envs=1, camera=True), NOWHERE)
+    assert blind.no_video, "an environment that renders nothing"
+    monkeypatch.setenv("MUJOCO_GL", "disable")
+    dark = describe_simulator(msgspec.structs.replace(REACH, num_envs=1, camera=True), NOWHERE)
+    assert dark.observations == {"state": ArraySpec((39,), "float64")}, "the simulator works all the same"
+    assert dark.no_video
 
 
 def test_environments_that_are_not_named_do_not_move(simulator: Simulator) -> None:

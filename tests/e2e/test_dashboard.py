@@ -7,10 +7,14 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from penstock.shared.errors import NotFound
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(180)]
 
@@ -19,6 +23,15 @@ QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "-
 WAIT_MS = 60_000
 KEY = "e2e-key"
 DESKTOP, PHONE = {"width": 1440, "height": 1000}, {"width": 390, "height": 844}
+ROBOT = {
+    "kind": "embodied",
+    "name": "filmed",
+    "environment": {"task": "CartPole-v1", "horizon": 100, "num_envs": 4, "bytes_per_step": 256},
+    "policy": {"type": "categorical", "hidden_sizes": [16]},
+    "train": {"batch_size": 8, "max_updates": 2},
+    "evaluation": {"episodes": 2, "videos": 1},
+    "limits": {"byte_budget": 4 << 20},
+}
 LIVE = {
     "kind": "online_rl",
     "sampling": {"max_new_tokens": 6},
@@ -208,3 +221,37 @@ def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, make_job: Any) ->
     assert 0 < bars[0] < room
     stack.client.cancel(job, force=True)
     stack.finish(job)
+
+
+def test_videos_of_held_out_episodes_are_played(stack: Any, page: Page, tmp_path: Path) -> None:
+    """The film reaches the list, a player by ranges, the command line and the page; deleting the job deletes it."""
+    job = stack.client.submit(ROBOT).id
+    assert stack.finish(job).status.phase == "succeeded"
+    videos = f"/v1/jobs/{job}/videos"
+    stack.until(lambda: [row["version"] for row in stack.client.videos(job)] == [0, 2], "both films are there")
+    first = stack.client.videos(job)[0]
+    assert (first["name"], first["error"], first["href"]) == ("0-1000000.mp4", "", f"{videos}/0-1000000.mp4")
+    assert first["steps"] == first["reward"] > 0, "CartPole pays 1 a step"
+    with httpx.Client(base_url=stack.stack.url, headers={"Authorization": "Bearer e2e-key"}) as http:
+        whole = http.get(first["href"])
+        assert (whole.status_code, whole.headers["content-type"]) == (200, "video/mp4")
+        part = http.get(first["href"], headers={"Range": "bytes=4-7"})
+        assert (part.status_code, part.content) == (206, b"ftyp")
+        assert part.headers["content-range"] == f"bytes 4-7/{len(whole.content)}"
+        assert http.get(first["href"], headers={"Range": "bytes=9999999-"}).status_code == 416
+        assert http.get(f"{videos}/7-7.mp4").status_code == 404
+        assert first["href"] in http.get(f"/v1/jobs/{job}/samples").json()["videos"]
+        assert httpx.get(f"{stack.stack.url}{first['href']}").status_code == 401, "who has no key sees none"
+    assert stack.cli("videos", job, "--to", str(tmp_path)).exit_code == 0
+    assert (tmp_path / "filmed-0-1000000.mp4").read_bytes() == whole.content
+
+    enter(page, stack, "e2e-key")
+    page.goto(f"{stack.stack.url}/#/jobs/{job}/videos")
+    films = page.locator(".videos video")
+    expect(films).to_have_count(2, timeout=WAIT_MS)
+    expect(films.first).to_have_js_property("readyState", 4, timeout=WAIT_MS)
+    assert page.evaluate("document.querySelector('.videos video').duration") > 1
+
+    stack.client.delete(job)
+    with pytest.raises(NotFound):
+        stack.client.videos(job)

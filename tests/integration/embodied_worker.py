@@ -11,6 +11,7 @@ from typing import Any
 
 from penstock.services.env.service import EnvService
 from penstock.services.env.simulators import describe_simulator
+from penstock.services.rollout.embodied.films import FilmMaker
 from penstock.services.rollout.embodied.session import EmbodiedSession
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.service import ServiceSettings
@@ -62,7 +63,7 @@ class Worker:
 
     def __init__(self, bus: Bus, settings: ServiceSettings, config: EmbodiedJob, policy: EpisodePolicy) -> None:
         self.bus, self.settings, self.config, self.policy = bus, settings, config, policy
-        self.session = EmbodiedSession(bus, settings, JOB, config)
+        self.session = EmbodiedSession(bus, settings, JOB, config, FilmMaker(bus, settings))
         self.results: list[EvalResult] = []
         self.digests: dict[int, str] = {}
         self._publisher: Publisher | None = None

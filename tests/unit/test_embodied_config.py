@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.environments import bytes_per_step, check_spec
+from penstock.services.coordinator.environments import bytes_per_step, check_camera, check_spec
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.kinds import parse_job, parse_training, text_job, trains
 from penstock.shared.config.training_job import TrainingJob
@@ -56,6 +56,22 @@ def test_a_job_has_groups_draws_and_bytes() -> None:
 def test_what_all_trainings_share_is_no_job_of_its_own() -> None:
     with pytest.raises(TypeError, match=r"max_group_bytes.*services"):
         TrainingJob(**job().model_dump())
+
+
+def test_videos_are_refused_where_nobody_draws() -> None:
+    dark = spec(no_video="no OpenGL library: apt-get install -y libosmesa6")
+    assert check_camera(job(evaluation={"videos": 2}), spec()) == []
+    with pytest.raises(ConfigError, match=r"^evaluation\.videos: .*apt-get install -y libosmesa6; or take 0 or auto$"):
+        check_camera(job(evaluation={"videos": 2}), dark)
+    (warning,) = check_camera(job(evaluation={"videos": "auto"}), dark)
+    assert "apt-get install" in warning
+    with pytest.raises(ConfigError, match="only 2 episodes are held out"):
+        job(evaluation={"episodes": 2, "videos": 3})
+    counts = [
+        job(evaluation={"episodes": n, "videos": v}).evaluation.num_videos
+        for n, v in ((9, "auto"), (1, "auto"), (9, 3))
+    ]
+    assert counts == [2, 1, 3]
 
 
 def test_reset_ids_go_round_or_on() -> None:

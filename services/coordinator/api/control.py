@@ -275,6 +275,18 @@ class Control(Protocol):
         """One of these rows, with its tokens, log-probs, mask, versions and siblings. Raises NotFound."""
         ...
 
+    async def videos(self, job: str) -> list[Row]:
+        """Films of held-out episodes, by version and reset id.
+
+        ``name``, ``version``, ``reset_id``, ``task``, ``success``, ``reward`` (return), ``steps``, ``error`` (why there
+        is none) and ``href``.
+        """
+        ...
+
+    async def video(self, job: str, name: str) -> bytes:
+        """An MP4 file. Raises NotFound."""
+        ...
+
     async def timeline(self, job: str, *, step: int | None, limit: int) -> list[Row]:
         """Spans (``step``, ``stage``, ``start``, ``end``) of update ``step``, or of the newest ``limit``."""
         ...

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import orjson
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
@@ -17,6 +18,7 @@ from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.bodies import body_schema, read_model
 from penstock.services.coordinator.api.feeds import LOOK_S
 from penstock.services.coordinator.api.logstream import follow_logs
+from penstock.services.coordinator.api.open_file import byte_range
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json, from_error
 from penstock.services.coordinator.api.schemas import (
     Audit,
@@ -25,6 +27,7 @@ from penstock.services.coordinator.api.schemas import (
     LogLines,
     ReplayRequest,
     RowList,
+    SampleList,
 )
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.api.sse import CONTENT, HEADERS, event_stream, frame
@@ -35,6 +38,7 @@ from penstock.shared.protocol.cloudevents import CLOUD_EVENT, cloud_event
 
 __all__ = ["router"]
 
+MP4 = "video/mp4"
 _SEQ_MAX = (1 << 53) - 1
 _EVENT_ID = re.compile(r"[0-9]{1,16}")
 
@@ -158,7 +162,7 @@ async def workers(job: JobId, backend: BackendDep) -> Response:
     return _rows(await backend.control.workers(job))
 
 
-@router.get("/samples", response_model=RowList, dependencies=READ)
+@router.get("/samples", response_model=SampleList, dependencies=READ)
 async def samples(
     *,
     job: JobId,
@@ -170,11 +174,53 @@ async def samples(
     min_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     env: Env = None,
 ) -> Response:
-    """Completions with their rewards; newest update first. `href` of a row leads to its tokens."""
+    """Completions with their rewards; newest update first. `href` of a row leads to its tokens.
+
+    `videos` names films of held-out episodes, which `GET /v1/jobs/{job_id}/videos` describes.
+    """
     found = await backend.control.samples(
         job, step=step, limit=limit + 1, sort=sort, after=after, min_reward=min_reward, env=env
     )
-    return Json({"object": "list", "data": found[:limit], "has_more": len(found) > limit})
+    films = [row["href"] for row in await backend.control.videos(job) if row["href"]]
+    return Json({"object": "list", "data": found[:limit], "has_more": len(found) > limit, "videos": films})
+
+
+@router.get("/videos", response_model=RowList, dependencies=READ)
+async def videos(job: JobId, backend: BackendDep) -> Response:
+    """Films of held-out episodes, by policy version and reset id; the oldest of all jobs are dropped when room ends."""
+    return _rows(await backend.control.videos(job))
+
+
+@router.get(
+    "/videos/{name}",
+    dependencies=READ,
+    response_class=Response,
+    responses={
+        200: {"content": {MP4: {"schema": {"type": "string", "format": "binary"}}}},
+        206: {"description": "The part that Range asks for."},
+        304: {"description": "Not changed."},
+        416: {"description": "The range starts past the end of the file."},
+    },
+)
+async def video(
+    *,
+    job: JobId,
+    name: Annotated[str, Path(max_length=80, description="As the list of videos has it")],
+    backend: BackendDep,
+    wanted: Annotated[str, Header(alias="range")] = "",
+    if_none_match: Annotated[str, Header()] = "",
+) -> Response:
+    """A film as an MP4 file (H.264); with ``Range``, as players ask for it."""
+    data = await backend.control.video(job, name)
+    etag = f'"{hashlib.sha256(data).hexdigest()}"'
+    if etag in (tag.strip() for tag in if_none_match.split(",")):
+        return Response(status_code=304, headers={"ETag": etag})
+    start, stop = part = byte_range(wanted, len(data)) or (0, len(data))
+    headers = {"ETag": etag, "Accept-Ranges": "bytes"}
+    if part == (0, len(data)):
+        return Response(data, media_type=MP4, headers=headers)
+    headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
+    return Response(data[start:stop], 206, headers=headers, media_type=MP4)
 
 
 @router.get("/why", response_model=RowList, dependencies=READ)

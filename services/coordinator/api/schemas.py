@@ -45,6 +45,12 @@ class RowList(BaseModel):
     has_more: bool = False
 
 
+class SampleList(RowList):
+    """Samples; ``videos`` are the addresses of films of held-out episodes, if there are any."""
+
+    videos: list[str] = []
+
+
 class EventList(RowList):
     """Events; each row has ``id``, its place in the order."""
 

@@ -68,6 +68,10 @@ export async function get(path, signal) {
   return (await send(path, { signal })).json();
 }
 
+export async function bytes(path, signal) {
+  return (await send(path, { signal, headers: { Accept: "*/*" } })).blob();
+}
+
 /** Send `body` (an object as JSON, a text as YAML); returns the reply's JSON, null where it is empty. */
 export async function change(method, path, body) {
   const type = typeof body === "string" ? "application/yaml" : "application/json";

@@ -10,12 +10,13 @@ import { TERMINAL, labels, progress } from "./jobs.js";
 import { showMetrics } from "./metrics.js";
 import { showOverview } from "./overview.js";
 import { showSamples } from "./samples.js";
+import { showVideos } from "./videos.js";
 import { showWorkers } from "./workers.js";
 
 const EVERY_MS = 2000;
 const VIEWS = {
   overview: ["Overview", showOverview], metrics: ["Metrics", showMetrics], samples: ["Samples", showSamples],
-  workers: ["Workers", showWorkers], checkpoints: ["Checkpoints", showCheckpoints],
+  videos: ["Videos", showVideos], workers: ["Workers", showWorkers], checkpoints: ["Checkpoints", showCheckpoints],
   feedback: ["Feedback", showFeedback], events: ["Events and logs", showEvents],
   file: ["Job file", showFile],
 };
@@ -38,7 +39,8 @@ export async function showJob({ page, signal, loop, title }, id, tab, item) {
 }
 
 function tabs(job, tab) {
-  return Object.entries(VIEWS).filter(([name]) => name !== "feedback" || job.spec.kind === "online_rl").map(([name, [text]]) =>
+  const only = { feedback: "online_rl", videos: "embodied" };
+  return Object.entries(VIEWS).filter(([name]) => (only[name] ?? job.spec.kind) === job.spec.kind).map(([name, [text]]) =>
     make("a", { href: `#/jobs/${encodeURIComponent(job.id)}${name === "overview" ? "" : `/${name}`}`, "aria-current": name === tab ? "page" : null }, text));
 }
 

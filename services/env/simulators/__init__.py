@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from penstock.services.env.simulators.base import Chunk, Named, Simulator, Started
@@ -79,17 +80,33 @@ def open_simulator(request: OpenEnv, sims_dir: Path) -> Simulator:
 def describe_simulator(request: OpenEnv, sims_dir: Path) -> EnvSpec:
     """Make the environments, begin an episode in one of them, and close them. Blocking.
 
+    With ``camera`` a further process films the beginning; ``no_video`` of the answer says why it could not.
+
     Raises:
         ConfigError: they cannot be made, or the episode does not begin.
     """
+    spec, reason = _try_out(msgspec.structs.replace(request, camera=False), sims_dir)
+    if reason:
+        raise ConfigError(f"'{request.env_id}' of {request.backend}: no episode begins: {reason}")
+    if not request.camera:
+        return spec
+    try:
+        _, reason = _try_out(request, sims_dir)
+    except ConfigError as error:
+        reason = str(error)
+    return msgspec.structs.replace(spec, no_video=reason)
+
+
+def _try_out(request: OpenEnv, sims_dir: Path) -> tuple[EnvSpec, str]:
+    """Begin an episode, film it where there is a camera; returns why that does not go, or ''."""
     simulator = open_simulator(request, sims_dir)
     try:
         begun = simulator.reset(np.zeros(1, np.int32), np.zeros(1, np.int64))
         reason = begun.lost.get(0, "")
+        if request.camera and not reason:
+            _, reason = simulator.film(0)
     except PenstockError as error:
         reason = str(error)
     finally:
         simulator.close()
-    if reason:
-        raise ConfigError(f"'{request.env_id}' of {request.backend}: no episode begins: {reason}")
-    return simulator.spec
+    return simulator.spec, reason

@@ -83,5 +83,8 @@ class Simulator(Protocol):
         the one of ``next_state_ids`` [n] begins; None: it stays over.
         """
 
+    def film(self, env_id: int) -> tuple[bytes, str]:
+        """The newest episode of an environment as an MP4 file, and why there is none, or ''."""
+
     def close(self) -> None:
         """Give everything back."""

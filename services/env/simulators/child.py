@@ -9,12 +9,16 @@ writes them into memory that it shares with the service, ``[B, ...]`` for the cu
 ones of ended episodes, by name.
 
 An environment that raises loses its episode and nothing else: the child makes it anew at its next reset.
+
+With a camera every episode is filmed, by imageio-ffmpeg. Adapters whose simulator has one offer ``make_with_camera``
+beside ``make``; what it returns has ``render()`` and ``frames_per_s``, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import ctypes.util
 import hashlib
 import importlib.util
 import json
@@ -25,16 +29,17 @@ import signal
 import socket
 import struct
 import sys
+import tempfile
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Channel", "Environment", "Outcome", "SharedObservations"]
+__all__ = ["Channel", "Environment", "Filmable", "Outcome", "SharedObservations"]
 
 LENGTHS = struct.Struct("<II")
 WORD = 8
@@ -42,6 +47,13 @@ ALIGN = 64
 PR_SET_PDEATHSIG = 1
 MAX_REASON = 2000
 """Characters of an error that reach the client; the log has all of it."""
+
+FRAMES_PER_S = 20
+"""Of a film. Of a simulator that steps faster not every step is shown."""
+MOST_FRAMES = 600
+LAST_FRAMES = 20
+"""So long the last picture stays."""
+MOST_FILM_BYTES = 4 << 20
 
 Message = dict[str, Any]
 Outcome = tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]
@@ -68,6 +80,16 @@ class Environment(Protocol):
 
     def close(self) -> None:
         """Free what the environment holds."""
+
+
+class Filmable(Environment, Protocol):
+    """An environment with a camera."""
+
+    frames_per_s: float
+    """Steps in a second of the simulator's time."""
+
+    def render(self) -> NDArray[np.uint8]:
+        """A picture of the state, [H, W, 3] with even H and W."""
 
 
 class Channel:
@@ -161,7 +183,7 @@ class Host:
 
     def handle(self, header: Message, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
         """Answer one request: reset or step."""
-        handlers = {"reset": self._reset, "step": self._step}
+        handlers = {"reset": self._reset, "step": self._step, "film": self._film}
         return handlers[header["kind"]](arrays)
 
     def close(self) -> None:
@@ -221,6 +243,14 @@ class Host:
         found = {"lost": lost, "not_started": not_started, "tasks": tasks}
         return found, [rewards, terminated, truncated, success, valid, hashes]
 
+    def _film(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
+        """The film of the newest episode of one environment."""
+        environment = self._environments[int(arrays[0][0])]
+        if not isinstance(environment, Filmed):
+            return {"reason": "there is no camera, or the episode was lost"}, [np.zeros(0, np.uint8)]
+        data, reason = environment.film()
+        return {"reason": reason}, [np.frombuffer(data, np.uint8)]
+
     def _write(self, where: dict[str, NDArray[Any]], env: int, observations: Mapping[str, NDArray[Any]]) -> None:
         """Copy observations into the shared memory. Raises ValueError where one is not finite."""
         for name, array in where.items():
@@ -259,6 +289,127 @@ class _Losing:
         return True
 
 
+class Filmed:
+    """An environment whose episodes are filmed. A camera that fails spoils the film and nothing else."""
+
+    def __init__(self, inner: Filmable) -> None:
+        self._inner, self.spec, self.task = inner, inner.spec, inner.task
+        longest = (self.spec["max_episode_steps"] or 0) / MOST_FRAMES
+        self._stride = max(1, round(inner.frames_per_s / (2 * FRAMES_PER_S)), math.ceil(longest))
+        self._steps = self._frames = 0
+        self._file: Any = None
+        self._writer: Generator[None, Any, None] | None = None
+        self._last: NDArray[np.uint8] | None = None
+        self._problem = "no episode was begun"
+
+    def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
+        """Begin an episode and its film."""
+        observations = self._inner.reset(state_id)
+        self.task = self._inner.task
+        self._end()
+        self._steps, self._frames, self._problem = 0, 0, ""
+        self._shoot()
+        return observations
+
+    def step(self, action: Any) -> Outcome:
+        """Execute one action."""
+        outcome = self._inner.step(action)
+        self._steps += 1
+        if outcome[2] or outcome[3] or self._steps % self._stride == 0:
+            self._shoot()
+        return outcome
+
+    def state(self) -> bytes:
+        """See ``Environment``."""
+        return self._inner.state()
+
+    def film(self) -> tuple[bytes, str]:
+        """The film so far as an MP4 file, which ends it, and why there is none, or ''."""
+        data = b""
+        if not self._problem:
+            for _ in range(LAST_FRAMES):
+                self._add(self._last)
+        if not self._problem and self._writer is not None:
+            try:
+                self._writer.close()  # the file is whole now
+                self._writer = None
+                data = Path(self._file.name).read_bytes()
+                if len(data) > MOST_FILM_BYTES:
+                    self._problem = f"the film takes {len(data)} bytes, more than {MOST_FILM_BYTES}"
+            except (Exception, SystemExit) as error:  # of the encoder
+                self._problem = reason_of(error)
+        problem = self._problem
+        self._end()
+        self._problem = problem or "the film was fetched"
+        return (b"", problem) if problem else (data, "")
+
+    def close(self) -> None:
+        """See ``Environment``."""
+        self._end()
+        self._inner.close()
+
+    def _shoot(self) -> None:
+        """Add a picture of this moment."""
+        if self._problem or self._frames >= MOST_FRAMES:
+            return
+        try:
+            self._last = np.ascontiguousarray(self._inner.render())
+        except (Exception, SystemExit) as error:  # a renderer may raise anything
+            traceback.print_exc()
+            self._problem = f"the camera fails: {reason_of(error)}"
+            return
+        self._frames += 1
+        self._add(self._last)
+
+    def _add(self, frame: NDArray[np.uint8] | None) -> None:
+        if self._problem or frame is None:
+            return
+        try:
+            if self._writer is None:
+                self._open(frame)
+            assert self._writer is not None
+            self._writer.send(frame)
+        except (Exception, SystemExit) as error:  # of the encoder
+            traceback.print_exc()
+            self._problem = reason_of(error)
+
+    def _open(self, frame: NDArray[np.uint8]) -> None:
+        """Start the encoder. H.264 with its index in front, which every browser plays while it loads."""
+        try:
+            import imageio_ffmpeg  # type: ignore[import-untyped]
+        except ImportError:
+            raise ValueError("films need imageio-ffmpeg in the simulator's interpreter") from None
+        self._file = tempfile.NamedTemporaryFile(suffix=".mp4")  # noqa: SIM115  open until the film is read
+        self._writer = imageio_ffmpeg.write_frames(
+            self._file.name, (frame.shape[1], frame.shape[0]), fps=FRAMES_PER_S, codec="libx264", macro_block_size=2,
+            quality=None, ffmpeg_log_level="error",
+            output_params=["-crf", "24", "-threads", "1", "-movflags", "+faststart"],
+        )  # fmt: skip
+        self._writer.send(None)
+
+    def _end(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with contextlib.suppress(Exception):
+                writer.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+        self._file = self._last = None
+
+
+def choose_renderer() -> None:
+    """Tell MuJoCo which library draws, where the environment does not: the GPU's, or one that draws on the CPU."""
+    if "MUJOCO_GL" in os.environ:
+        return
+    if Path("/dev/nvidia0").exists() and ctypes.util.find_library("EGL"):
+        os.environ["MUJOCO_GL"] = "egl"
+    elif ctypes.util.find_library("OSMesa"):
+        os.environ["MUJOCO_GL"] = "osmesa"
+    elif ctypes.util.find_library("EGL_mesa"):
+        os.environ["MUJOCO_GL"] = "egl"
+
+
 def state_hash(environment: Environment) -> int:
     """64 bits of a hash of the simulator's state."""
     return int.from_bytes(hashlib.blake2b(environment.state(), digest_size=8).digest(), "little")
@@ -269,8 +420,8 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:MAX_REASON]
 
 
-def load_backend(path: str) -> Callable[[str, Message], Environment]:
-    """The function ``make`` of an adapter, from its file.
+def load_backend(path: str, *, camera: bool = False) -> Callable[[str, Message], Environment]:
+    """The function ``make`` of an adapter, or ``make_with_camera``, from its file.
 
     Raises:
         ValueError: the file cannot be loaded, or has no such function.
@@ -280,10 +431,12 @@ def load_backend(path: str) -> Callable[[str, Message], Environment]:
         raise ValueError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
-    make: Callable[[str, Message], Environment] | None = getattr(module, "make", None)
+    name = "make_with_camera" if camera else "make"
+    make: Callable[[str, Message], Any] | None = getattr(module, name, None)
     if make is None:
-        raise ValueError(f"{path} has no function make(env_id, options)")
-    return make
+        missing = f"{path} has no function make(env_id, options)"
+        raise ValueError("this simulator's adapter has no camera" if camera else missing)
+    return (lambda env_id, options: Filmed(make(env_id, options))) if camera else make
 
 
 def die_with_parent(parent: int) -> None:
@@ -301,7 +454,9 @@ def main(arguments: Sequence[str]) -> None:
     channel = Channel(socket.socket(fileno=int(descriptor)))
     options = json.loads(request)
     try:
-        make = load_backend(backend)
+        if options["camera"]:
+            choose_renderer()
+        make = load_backend(backend, camera=options["camera"])
         host = Host(lambda: make(options["env_id"], options["options"]), options["num_envs"])
     except (Exception, SystemExit) as error:  # a simulator may raise anything while it is imported
         traceback.print_exc()

@@ -107,6 +107,13 @@ class ProcessSimulator:
             state_hashes=hashes, tasks=tasks, lost=lost, not_started=not_started,
         )  # fmt: skip
 
+    def film(self, env_id: int) -> tuple[bytes, str]:
+        """See the protocol."""
+        lost: dict[int, str] = {}
+        for _, header, arrays in self._ask({"kind": "film"}, np.array([env_id], np.int32), [], lost):
+            return arrays[0].tobytes(), header["reason"]
+        return b"", lost[0]
+
     def close(self) -> None:
         """End all processes; one that does not end by itself is killed."""
         children = [child for child in self._children if child is not None]
@@ -209,7 +216,9 @@ class _Child:
     def __init__(self, python: str, backend: Path, request: OpenEnv, num_envs: int) -> None:
         """Start it. Raises ConfigError where no process starts."""
         ours, theirs = socket.socketpair()
-        options = {"env_id": request.env_id, "num_envs": num_envs, "options": request.options}
+        options = {
+            "env_id": request.env_id, "num_envs": num_envs, "options": request.options, "camera": request.camera,
+        }  # fmt: skip
         with theirs:
             try:
                 self._process = subprocess.Popen(

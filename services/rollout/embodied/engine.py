@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,18 @@ class PolicyEngine:
                 return self._decide(observations, noise_NCA)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, self._decide, observations, noise_NCA)
+
+    async def copy(self) -> PolicyEngine:
+        """The policy as it is now, in an engine of its own that is never updated; who has it closes it."""
+        async with self._lock:
+            other = PolicyEngine(copy.deepcopy(self._policy), device=self._device)
+            other._version, other._digest = self._version, self._digest
+            return other
+
+    @property
+    def version(self) -> int:
+        """That of the policy; -1 before the first one."""
+        return self._version
 
     async def close(self) -> None:
         """Stop. Safe to repeat."""

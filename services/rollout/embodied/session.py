@@ -9,6 +9,7 @@ from typing import Any
 from penstock.services.rollout.asking import Asking
 from penstock.services.rollout.embodied.engine import PolicyEngine
 from penstock.services.rollout.embodied.episodes import Episode, episode_group, failed_episodes
+from penstock.services.rollout.embodied.films import FilmMaker, Shot
 from penstock.services.rollout.embodied.noise import NoiseSource
 from penstock.services.rollout.embodied.queue import EpisodeQueue
 from penstock.services.rollout.embodied.simulators import SimulatorSession
@@ -30,8 +31,10 @@ __all__ = ["EmbodiedSession"]
 class EmbodiedSession:
     """Plays the episodes of tickets while there are lanes for them."""
 
-    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: EmbodiedJob) -> None:
-        self._bus, self._settings, self.job, self.config = bus, settings, job, config
+    def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: EmbodiedJob, films: FilmMaker) -> None:
+        self._bus, self._settings, self.job, self.config, self._films = bus, settings, job, config, films
+        self._filmed: PolicyEngine | None = None
+        """A copy of the policy that the newest films are of."""
         self._publisher, self._asking = GroupPublisher(bus, job), Asking(bus)
         self._tickets = TicketTaker(
             bus, job, self._asking, answer=self._attempt, give_up=self._give_up, room=self._room,
@@ -140,8 +143,20 @@ class EmbodiedSession:
         if record is None:
             await self._give_up(ticket, key, episode.lost)
             return
+        if ticket.draw.ordinal < self.config.evaluation.num_videos:
+            await self._film(version, episode.reset_id)
         measured = record.total, float(record.succeeded), float(record.valid.sum())
         await self._tell(ticket, key, measured, failed=False)
+
+    async def _film(self, version: int, reset_id: int) -> None:
+        """Have the episode filmed: with a copy of the policy, for the next version does not wait for films."""
+        assert self._engine is not None
+        if self._filmed is None or self._filmed.version != version:
+            self._filmed = await self._engine.copy()
+        if self._filmed.version == version:  # a leader that began anew may have gone back meanwhile
+            self._films.want(
+                Shot(job=self.job, config=self.config, policy=self._filmed, version=version, reset_id=reset_id)
+            )
 
     async def _tell(self, ticket: Ticket, key: str, measured: tuple[float, float, float], *, failed: bool) -> None:
         parts = {name: [value] for name, value in zip(("return", "success", "length"), measured, strict=True)}

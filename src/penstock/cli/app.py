@@ -68,6 +68,7 @@ for _command in (
     views.metrics,
     views.logs,
     views.samples,
+    views.videos,
     views.workers,
     views.why,
     books.audit,

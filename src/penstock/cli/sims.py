@@ -45,12 +45,15 @@ class Pins:
     note: str = ""
 
 
+ENCODER = "imageio-ffmpeg==0.8.1"
+"""BSD-2-Clause; brings a program, ffmpeg, under the GPL, which runs as a process of its own."""
+PICTURES = "pictures and videos need OSMesa: apt-get install -y libosmesa6"
 PINS = {
-    "gymnasium": Pins(("gymnasium[classic-control,mujoco]==1.4.0", "mujoco==3.3.0"), "gymnasium"),
+    "gymnasium": Pins(("gymnasium[classic-control,mujoco]==1.4.0", "mujoco==3.3.0", ENCODER), "gymnasium", PICTURES),
     "metaworld": Pins(
-        ("metaworld==3.1.1", "gymnasium==1.4.0", "mujoco==3.3.0"),
+        ("metaworld==3.1.1", "gymnasium==1.4.0", "mujoco==3.3.0", ENCODER),
         "metaworld",
-        "pictures and videos need OSMesa: apt-get install libosmesa6",
+        PICTURES,
     ),
 }
 """By backend; one that is not named here comes with the env service."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -29,7 +30,7 @@ from penstock.client.calls import Rows
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.jobs import TERMINAL_PHASES
 
-__all__ = ["events", "logs", "metrics", "samples", "waits_table", "why", "workers", "workers_table"]
+__all__ = ["events", "logs", "metrics", "samples", "videos", "waits_table", "why", "workers", "workers_table"]
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on to the end of the job.")]
 _LOG_POLL_S = 1.0
@@ -133,7 +134,9 @@ def samples(
 ) -> None:
     """Show completions with their rewards."""
     with Client() as client:
-        rows = client.samples(client.find(job).id, step=step, sort=sort, env=env, limit=limit)
+        record = client.find(job)
+        rows = client.samples(record.id, step=step, sort=sort, env=env, limit=limit)
+        films = client.videos(record.id) if record.spec.get("kind") == "embodied" and not as_json else []
     if as_json:
         show_json(rows)
         return
@@ -150,6 +153,34 @@ def samples(
         for row in rows
     ]
     console().print(table(("STEP#", "ENV", "REWARD#", "ADVANTAGE#", "PROMPT", "COMPLETION", "ANSWER"), shown))
+    if films:
+        note(f"{len(films)} videos of held-out episodes: penstock videos {record.name} --to DIR")
+
+
+def videos(
+    job: Job,
+    to: Annotated[Path | None, typer.Option("--to", help="Download them into this directory.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show the films of a job's held-out episodes, or download them."""
+    with Client() as client:
+        record = client.find(job)
+        rows = client.videos(record.id)
+        made = [row for row in rows if not row["error"]]
+        for row in made if to is not None else []:
+            assert to is not None
+            client.download_video(record.id, row["name"], to / f"{record.name}-{row['name']}")
+    if as_json:
+        show_json(rows)
+        return
+    shown = [
+        (row["version"], row["reset_id"], "yes" if row["success"] else "no", number(row["reward"]), row["steps"],
+         row["error"] or row["name"])
+        for row in rows
+    ]  # fmt: skip
+    console().print(table(("VERSION#", "RESET ID#", "SOLVED", "RETURN#", "STEPS#", "VIDEO"), shown))
+    if to is not None:
+        note(f"{len(made)} videos are in {to}")
 
 
 def workers(job: Job, as_json: Json = False) -> None:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from penstock.client.calls import Row
 from penstock.shared.errors import CheckpointError, Conflict, NotFound, ProtocolError
 
-__all__ = ["Download", "archive", "artifact", "plan_downloads"]
+__all__ = ["Download", "archive", "artifact", "film", "plan_downloads"]
 
 
 class Download:
@@ -129,6 +129,11 @@ def archive(job: str, number: int, path: Path) -> Download:
 def artifact(sha256: str, path: Path) -> Download:
     """A file of any checkpoint, by its content."""
     return Download(f"/v1/artifacts/{quote(sha256, safe='')}", path, name=path.name, sha256=sha256)
+
+
+def film(job: str, name: str, path: Path) -> Download:
+    """A video of a job."""
+    return Download(f"/v1/jobs/{job}/videos/{quote(name, safe='')}", path, name=path.name)
 
 
 def _of_checkpoint(job: str, number: int, file: Row, directory: Path) -> Download:

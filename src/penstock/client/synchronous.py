@@ -15,7 +15,7 @@ from penstock.client import feedback as said
 from penstock.client.answers import base_url, body_of, default_headers, pause_s, unreachable
 from penstock.client.audit_log import AuditLog
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
-from penstock.client.download import archive, artifact, plan_downloads
+from penstock.client.download import archive, artifact, film, plan_downloads
 from penstock.client.episodes import Episodes
 from penstock.client.feedback_tokens import FeedbackTokens
 from penstock.client.files import Files, Graders
@@ -194,6 +194,10 @@ class Client:
         """Workers of the job."""
         return self._send(calls.rows(job, "workers"))
 
+    def videos(self, job: str) -> Rows:
+        """Films of held-out episodes: name, version, reset_id, success, reward (return), steps, error (why none)."""
+        return self._send(calls.rows(job, "videos"))
+
     def why(self, job: str) -> Rows:
         """Waits of the job."""
         return self._send(calls.rows(job, "why"))
@@ -266,6 +270,15 @@ class Client:
             Unavailable: the server was away for longer than ``patience_s``.
         """
         self._streams.fetch([archive(job, number, path)])
+
+    def download_video(self, job: str, name: str, path: Path) -> None:
+        """Download a film of a held-out episode, as ``videos`` names it, to ``path``.
+
+        Raises:
+            NotFound: there is no such video (any more).
+            Unavailable: the server was away for longer than ``patience_s``.
+        """
+        self._streams.fetch([film(job, name, path)])
 
     def download_artifact(self, sha256: str, path: Path) -> None:
         """Download a file of any checkpoint by the sha256 of its content, to ``path``; as ``download_checkpoint`` does.

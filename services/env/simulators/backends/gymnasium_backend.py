@@ -6,6 +6,8 @@ the seed of the episode.
 
 from __future__ import annotations
 
+import importlib
+import os
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +17,11 @@ import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete
 from numpy.typing import NDArray
 
-__all__ = ["GymnasiumEnvironment", "make"]
+__all__ = ["GymnasiumEnvironment", "make", "make_with_camera"]
+
+PICTURE = 256
+"""Pixels of a side of MuJoCo's pictures; others have sizes of their own."""
+NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the env workers"
 
 
 class GymnasiumEnvironment:
@@ -53,6 +59,25 @@ class GymnasiumEnvironment:
             parts = [np.asarray(getattr(inner, "state", [])).astype(np.float64).tobytes()]
         return pickle.dumps([*parts, inner.np_random.bit_generator.state], protocol=4)
 
+    @property
+    def model(self) -> Any:
+        """MuJoCo's model, of an environment that has one."""
+        inner: Any = self._env.unwrapped
+        return inner.model
+
+    @property
+    def frames_per_s(self) -> float:
+        """Steps of a second."""
+        return float(self._env.metadata.get("render_fps") or 20)
+
+    def render(self) -> NDArray[np.uint8]:
+        """A picture [H, W, 3], cut to even sides. Raises ValueError: the environment draws none."""
+        picture: Any = self._env.render()
+        if not isinstance(picture, np.ndarray) or picture.ndim != 3:
+            raise ValueError("the environment renders no picture")
+        even: NDArray[np.uint8] = picture[: picture.shape[0] // 2 * 2, : picture.shape[1] // 2 * 2]
+        return even
+
     def close(self) -> None:
         """Close it."""
         self._env.close()
@@ -64,6 +89,24 @@ class GymnasiumEnvironment:
 def make(env_id: str, options: dict[str, Any]) -> GymnasiumEnvironment:
     """One environment; ``options`` are its keyword arguments."""
     return GymnasiumEnvironment(env_id, options)
+
+
+def make_with_camera(env_id: str, options: dict[str, Any]) -> GymnasiumEnvironment:
+    """The same, ready to render. Raises ValueError: nothing draws here."""
+    drawn: dict[str, Any] = {"render_mode": "rgb_array"}
+    module, _, name = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    physics = "mujoco" in str(gymnasium.spec(name).entry_point)
+    if physics:
+        if "MUJOCO_GL" not in os.environ:
+            raise ValueError(NO_LIBRARY)
+        drawn |= {"width": PICTURE, "height": PICTURE}
+    environment = GymnasiumEnvironment(env_id, {**options, **drawn})
+    if physics:  # shadows take most of the time on a CPU
+        quality = environment.model.vis.quality
+        quality.shadowsize = quality.offsamples = 0
+    return environment
 
 
 def _boxes(env_id: str, space: Any) -> dict[str, Box]:

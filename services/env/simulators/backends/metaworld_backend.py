@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
+import os
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -18,10 +19,14 @@ import metaworld
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MetaWorldEnvironment", "make"]
+__all__ = ["MetaWorldEnvironment", "make", "make_with_camera"]
 
 GOALS = 50
 """Goals of a benchmark."""
+PICTURE = 256
+"""Pixels of a side of a picture."""
+CAMERA = {"distance": 1.7, "azimuth": 215.0, "elevation": -28.0, "lookat": np.array([0.0, 0.6, 0.15])}
+NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the env workers"
 
 
 class MetaWorldEnvironment:
@@ -85,6 +90,22 @@ class MetaWorldEnvironment:
         """Close it."""
         self._env.close()
 
+    frames_per_s = 80.0
+
+    def render(self) -> NDArray[np.uint8]:
+        """A picture [256, 256, 3]; only of what ``make_with_camera`` made."""
+        picture: NDArray[np.uint8] = self._env.render()
+        return picture
+
+    def add_camera(self) -> None:
+        """Get ready to render; without shadows, which take most of the time on a CPU."""
+        from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
+
+        env = self._env
+        env.model.vis.quality.shadowsize = env.model.vis.quality.offsamples = 0
+        env.render_mode = "rgb_array"
+        env.mujoco_renderer = MujocoRenderer(env.model, env.data, CAMERA, width=PICTURE, height=PICTURE)
+
 
 @functools.cache
 def benchmark_of(name: str) -> Any:
@@ -96,3 +117,12 @@ def benchmark_of(name: str) -> Any:
 def make(env_id: str, options: dict[str, Any]) -> MetaWorldEnvironment:
     """One environment; ``options`` are keyword arguments of ``MetaWorldEnvironment``."""
     return MetaWorldEnvironment(env_id, **options)
+
+
+def make_with_camera(env_id: str, options: dict[str, Any]) -> MetaWorldEnvironment:
+    """The same, ready to render. Raises ValueError: nothing draws here."""
+    if "MUJOCO_GL" not in os.environ:
+        raise ValueError(NO_LIBRARY)
+    environment = make(env_id, options)
+    environment.add_camera()
+    return environment

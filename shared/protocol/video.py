@@ -1,0 +1,46 @@
+"""Films of held-out episodes in the stream VIDEOS: an MP4 file in the data, its facts in one header."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from penstock.shared.errors import ProtocolError
+
+__all__ = ["Video", "parse_video", "video_headers"]
+
+HEADER = "Penstock-Video"
+
+
+class Video(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of one film.
+
+    Attributes:
+        name: of the file, `VERSION-RESET_ID.mp4`.
+        version: the policy that acted, by its mean; reset_id: where the episode began; task: in words, or ''.
+        success: it solved its task at some step; total: undiscounted return; steps: executed actions.
+        error: why there is no film, whose data are empty then; '' otherwise.
+    """
+
+    name: str
+    version: int
+    reset_id: int
+    task: str = ""
+    success: bool = False
+    total: float = 0.0
+    steps: int = 0
+    error: str = ""
+
+
+def video_headers(video: Video) -> dict[str, str]:
+    """Headers of the message that carries it."""
+    return {HEADER: msgspec.json.encode(video).decode("ascii", "replace")}
+
+
+def parse_video(headers: Mapping[str, str]) -> Video:
+    """Inverse of ``video_headers``. Raises ProtocolError."""
+    try:
+        return msgspec.json.decode(headers.get(HEADER, ""), type=Video)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"header {HEADER} describes no video: {error}") from None
