@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 
-AUTO_VIDEOS = 2
+AUTO_VIDEOS = 1
 
 
 class SimulatorConfig(StrictModel):
@@ -233,7 +233,7 @@ class EpisodeEvaluationConfig(StrictModel):
     """Evaluate the final version."""
     videos: Annotated[int, Field(ge=0, le=16)] | Literal["auto"] = 0
     """Held-out episodes of each evaluation that are played once more and filmed, beside the training; the job is
-    refused where no env worker can draw. `auto`: two, or none where nobody can."""
+    refused where no env worker can draw. `auto`: one, or none where nobody can."""
 
     @model_validator(mode="after")
     def _videos_are_of_episodes(self) -> EpisodeEvaluationConfig:

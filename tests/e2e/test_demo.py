@@ -93,3 +93,14 @@ def test_a_flood_of_inverted_feedback_does_not_turn_it(tmp_path: Path) -> None:
     assert found["failures"] == []
     assert found["hostile"]["traffic"] >= 0.85, "of all answers, each of them judged the wrong way round"
     assert 0 < found["hostile"]["influence"] <= 0.16, "of the feedback that was trained on: its share is 0.15"
+
+
+def test_a_robot_arm_learns_and_is_filmed(tmp_path: Path) -> None:
+    found, told = demo("robot", directory=tmp_path)
+    assert (found["phase"], found["name"]) == ("succeeded", "metaworld-reach-ppo")
+    assert found["reward"]["first"] <= 0.3
+    assert found["reward"]["last"] >= found["reward"]["goal"] == 0.9
+    assert found["evaluation"]["eval/success"]["last"] >= 0.9
+    film = Path(found["video"])
+    assert film.name == f"{found['version']}-1000000.mp4", told[-2000:]
+    assert film.read_bytes()[4:8] == b"ftyp"

@@ -50,6 +50,8 @@ MAX_REASON = 2000
 
 FRAMES_PER_S = 20
 """Of a film. Of a simulator that steps faster not every step is shown."""
+CAMERA_NICENESS = 10
+"""A film waits for what trains."""
 MOST_FRAMES = 600
 LAST_FRAMES = 20
 """So long the last picture stays."""
@@ -455,6 +457,7 @@ def main(arguments: Sequence[str]) -> None:
     options = json.loads(request)
     try:
         if options["camera"]:
+            os.nice(CAMERA_NICENESS)
             choose_renderer()
         make = load_backend(backend, camera=options["camera"])
         host = Host(lambda: make(options["env_id"], options["options"]), options["num_envs"])

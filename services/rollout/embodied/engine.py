@@ -80,13 +80,13 @@ class PolicyEngine:
         """The policy as it is now, in an engine of its own that is never updated; who has it closes it."""
         async with self._lock:
             other = PolicyEngine(copy.deepcopy(self._policy), device=self._device)
-            other._version, other._digest = self._version, self._digest
+            other._served.version, other._served.digest = self._served.version, self._served.digest
             return other
 
     @property
     def version(self) -> int:
         """That of the policy; -1 before the first one."""
-        return self._version
+        return self._served.version
 
     async def close(self) -> None:
         """Stop. Safe to repeat."""

@@ -1,7 +1,8 @@
 """Films of held-out episodes: played once more with a copy of the policy, in a simulator with a camera.
 
-A picture takes much longer than a step, so films are made beside the training, one after another, and outlive the
-session of their job. An episode follows from its reset id and the policy's mean, so the film shows what was measured.
+A picture takes much longer than a step, so films are made beside the training, one after another, in processes of low
+priority, and outlive the session of their job. An episode follows from its reset id and the policy's mean, so the film
+shows what was measured.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class FilmMaker:
 
     def __init__(self, bus: Bus, settings: ServiceSettings) -> None:
         self._bus, self._settings = bus, settings
-        self._waiting: asyncio.Queue[Shot] = asyncio.Queue(MOST_WAITING)
+        self._waiting: asyncio.LifoQueue[Shot] = asyncio.LifoQueue(MOST_WAITING)
+        """The newest one is made first: it shows what the policy can do."""
         self._without: set[str] = set()
         """Jobs with `auto` whose episodes nobody can film."""
 

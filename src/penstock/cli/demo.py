@@ -29,12 +29,16 @@ from penstock.local import LARGEST, Stack, StackOptions, StreamSizes
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.jobs import JobRecord
 
 __all__ = ["DEMO_STREAMS", "demo", "demo_options", "example"]
 
 DEMO, ONLINE_DEMO, ROBOT_DEMO = "addition.yaml", "online.yaml", "metaworld-reach-ppo.yaml"
 SUCCESS = "success/rate"
 """Share of the episodes of an update that succeed."""
+VIDEO_S = 90.0
+"""A film is made beside the training and may come after its end."""
+NO_VIDEOS = "there will be no videos"
 RATE = {"PENSTOCK_RATE_LIMIT": "1000000/minute"}
 """One agent stands for many users."""
 
@@ -124,13 +128,34 @@ async def _run(job: AnyJob, options: StackOptions, screen: Console, goal: float 
             view = await _watch(client, record.id, stack, screen)
             metrics = await client.metrics(record.id, max_points=10_000)
             report = await client.audit(record.id)
+            video = await _fetch_video(client, view.record, options.data_dir) if isinstance(job, EmbodiedJob) else ""
         note("stopping the services")
         seconds = time.monotonic() - began
     series = metrics["series"]
     name, what = (SUCCESS, "success rate") if isinstance(job, EmbodiedJob) else (REWARD, "sampled reward")
     values = [value for value in series.get(name, []) if value is not None]
     evaluations = scores_of(series)
-    return Outcome(view.record, values, report, seconds, options.data_dir, goal, what, evaluations)
+    return Outcome(view.record, values, report, seconds, options.data_dir, goal, what, evaluations, video)
+
+
+async def _fetch_video(client: AsyncClient, record: JobRecord, directory: Path) -> str:
+    """Where the film of the last policy is, or why there is none; '': the job asks for none."""
+    if not (record.spec.get("evaluation") or {}).get("videos"):
+        return ""
+    async for event in client.events(record.id, follow=False):
+        if NO_VIDEOS in event["message"]:
+            return str(event["message"])
+    until, path = time.monotonic() + VIDEO_S, directory / "videos"
+    note("waiting for the film of the last policy")
+    while time.monotonic() < until:
+        rows = [row for row in await client.videos(record.id) if row["version"] == record.status.policy_version]
+        for row in rows:
+            if row["error"]:
+                return f"none: {row['error']}"
+            await client.download_video(record.id, row["name"], path / row["name"])
+            return str(path / row["name"])
+        await asyncio.sleep(0.5)
+    return f"not made within {VIDEO_S:g} s; penstock videos {record.name} has those of earlier policies"
 
 
 async def _watch(client: AsyncClient, job: str, stack: Stack, screen: Console) -> View:

@@ -36,6 +36,8 @@ class Outcome:
     goal: float | None = GOAL
     what: str = "sampled reward"
     evaluations: dict[str, tuple[float, float]] = field(default_factory=dict)
+    video: str = ""
+    """Where the film of the last policy is, or why there is none; '': nobody asked for one."""
 
     @property
     def ends(self) -> tuple[float, float] | None:
@@ -91,6 +93,7 @@ class Outcome:
             "equation": self.report["equation"],
             "books": self.report["ok"],
             "checkpoint": status.checkpoint,
+            "video": self.video,
             "data_dir": str(self.data_dir),
         }
 
@@ -108,6 +111,8 @@ class Outcome:
         lines.append(f"  groups          {equation(self.report['equation'])}")
         lines.append(f"  books           {'hold' if self.report['ok'] else 'DO NOT HOLD, see: penstock audit'}")
         lines.append(f"  checkpoint      {status.checkpoint or 'none'}")
+        if self.video:
+            lines.append(f"  video           {self.video}")
         lines.append(f"  logs            {self.data_dir / 'logs'}")
         return lines
 
