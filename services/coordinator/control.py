@@ -45,6 +45,7 @@ from penstock.services.coordinator.storage_health import WriteProbe, ledger_wait
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.submission import SubmissionIds, plan_job, resolve_model, tell
 from penstock.services.coordinator.webhooks.store import WebhookStore
+from penstock.services.coordinator.weight_routes import transports_of
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.job import group_bytes
 from penstock.shared.config.kinds import AnyJob, AnyTraining, parse_job, trains
@@ -241,7 +242,12 @@ class CoordinatorControl:
     async def workers(self, job: str) -> list[Row]:
         """See ``Control.workers``."""
         await self.store.get(job)
-        return self.members.rows(job, time.monotonic())
+        clock = time.monotonic()
+        chosen = transports_of(job, self.members, clock)
+        return [
+            row | ({"chosen_transport": chosen[row["worker"]]} if row["worker"] in chosen else {})
+            for row in self.members.rows(job, clock)
+        ]
 
     async def metric_names(self, job: str) -> list[Row]:
         """See ``Control.metric_names``."""

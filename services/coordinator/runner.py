@@ -36,6 +36,7 @@ from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.supply import Supply
 from penstock.services.coordinator.trackers import Run
 from penstock.services.coordinator.tracking import Tracking
+from penstock.services.coordinator.weight_routes import WeightRouter
 from penstock.services.coordinator.why import Onsets, explain_waits, recovery_waits
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.kinds import parse_training
@@ -122,6 +123,7 @@ class JobRunner:
                 running.append(tasks.create_task(self.supply.follow(self.inbox.put)))
             if self.run.lacks_environment:
                 running.append(tasks.create_task(self._describe_environment()))
+            running.append(tasks.create_task(WeightRouter(self.bus, self.job, self.members).follow()))
             if self.measures.gate is not None:
                 served_version = ServedVersionPublisher(
                     self.bus, self.job, self.measures.gate, lambda: self.run.state.promoted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
 from penstock.services.rollout.engines import Engine
 
@@ -16,7 +17,10 @@ class FixedPolicy:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.version = 0
-        self.pause_s = 0.0
+
+    def status(self) -> dict[str, Any]:
+        """Nothing comes to it, and nothing pauses it."""
+        return {"pause_s": 0.0}
 
     async def run(self) -> None:
         """Keep the engine until cancelled."""

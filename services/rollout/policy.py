@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from penstock.services.rollout.engines import Updatable
 from penstock.services.rollout.held_weights import WeightRing
@@ -13,9 +14,9 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import DeadlineError, Unavailable, WeightsError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.weights import WeightManifest
+from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
 from penstock.shared.transport.bus import Bus
-from penstock.shared.weights import Staged, open_receiver
+from penstock.shared.weights import Staged, Way, open_receiver
 
 __all__ = ["PolicyFollower"]
 
@@ -56,6 +57,8 @@ class PolicyFollower:
         self.epoch = -1
         self.pause_s = 0.0
         self.stage_s = 0.0
+        self.way: Way | None = None
+        """How the version that is served came here."""
 
     async def run(self) -> None:
         """Follow manifests until cancelled. A version that cannot be staged is tried again; the old one serves on."""
@@ -107,8 +110,9 @@ class PolicyFollower:
         try:
             start = clock()
             await self._have_base(manifest.base)
+            await self._take_route()
             staged = await self._stage(manifest)
-            self.stage_s = clock() - start
+            self.stage_s, self.way = clock() - start, staged.way
         except WeightsError as error:
             logger.warning("version %d not staged: %s", manifest.version, error)
             return False
@@ -131,6 +135,22 @@ class PolicyFollower:
             self.version, self.digest, self.epoch = manifest.version, manifest.digest, manifest.epoch
             self._changed.notify_all()
         return True
+
+    async def _take_route(self) -> None:
+        """Learn which transport the coordinator chose for this worker; without a word of it all are tried in order."""
+        with contextlib.suppress(Unavailable):
+            entry = await self._bus.kv(subjects.MANIFESTS).get(subjects.weight_routes(self._job))
+            if entry is not None and entry.value is not None:
+                self._receiver.follow(self._settings.worker_id, unpack(entry.value, WeightRoutes)[0])
+
+    def status(self) -> dict[str, Any]:
+        """Entries of a heartbeat: what the coordinator chooses from, and how the newest version came."""
+        row = {"transports": self._receiver.transports, "pause_s": self.pause_s}
+        if self.way is None:
+            return row
+        return row | {
+            "transport": self.way.transport, "stage_s": self.stage_s, "fetched_bytes": self.way.fetched_bytes,
+        }  # fmt: skip
 
     async def _stage(self, manifest: WeightManifest) -> Staged:
         """Stage in a thread. What it reaches after this worker was told to stop is released: a lock would stay."""

@@ -239,6 +239,5 @@ class RolloutSession:
             "requests": self._serving.num_requests if self._serving else 0,
             "generated_tokens": engine.generated_tokens if engine else 0,
             "groups": self.groups,
-            "pause_s": policy.pause_s if policy else 0.0,
-        }
+        } | (policy.status() if policy else {})
         return row | self._tickets.status(self._publisher)

@@ -24,7 +24,7 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import Conflict, Fenced, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.weights import WeightManifest
+from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.kv import Entry
 from penstock.shared.weights import WeightPublisher, open_publisher
@@ -47,7 +47,7 @@ class Publishing:
     async def publish(self, rank_group: RankGroup, *, version: int, epoch: int) -> WeightManifest:
         """Copy the weights out; nobody knows of them until they are announced."""
         keep = await self._known(self._job) if self._gated else None
-        return await rank_group.publish(partial(self._write, version, epoch, keep))
+        return await rank_group.publish(partial(self._write, version, epoch, keep, await self._routes()))
 
     async def announce(self, manifest: WeightManifest) -> None:
         """Tell the engines. Raises Fenced where a later trainer did."""
@@ -109,11 +109,28 @@ class Publishing:
             if publisher is not None:
                 publisher.close()
 
-    def _write(self, version: int, epoch: int, keep: WeightManifest | None, learner: JobLearner) -> WeightManifest:
+    @property
+    def transports(self) -> list[str]:
+        """Transports that this process can send by, for the coordinator to choose from."""
+        settings = self._settings
+        return ["shm"] + [way for way in ("tcp", settings.weight_collective) if way and settings.bulk_host]
+
+    async def _routes(self) -> WeightRoutes:
+        """Choice of the coordinator; nothing where it does not say."""
+        with contextlib.suppress(Unavailable):
+            entry = await self._bus.kv(subjects.MANIFESTS).get(subjects.weight_routes(self._job))
+            if entry is not None and entry.value is not None:
+                return unpack(entry.value, WeightRoutes)[0]
+        return WeightRoutes(epoch=0, transports={})
+
+    def _write(
+        self, version: int, epoch: int, keep: WeightManifest | None, routes: WeightRoutes, learner: JobLearner
+    ) -> WeightManifest:
         base, weights = learner.take_base(), learner.weights()
         try:
             if self._publisher is None:
                 self._publisher = open_publisher(self._job, learner.layout(), self._settings)
+            self._publisher.open(learner.layout(), routes.members, routes.epoch)
             self._write_base(base, epoch, learner)
             manifest = self._publisher.publish(weights, version=version, epoch=epoch, keep=keep)
         except Exception:

@@ -426,6 +426,7 @@ class TrainerSession:
             "batch": self.progress.batch,
             "running": 0,
             "seconds": self.seconds,
+            "transports": self._publishing.transports,
         }
         writing = "" if self._checkpointing is None else self._checkpointing.writing
         if self._reporter.unanswered is not None:

@@ -60,6 +60,10 @@ class ServiceSettings(BaseSettings):
     """Certificate (PEM) by which this process proves who it is, for its bulk_host; with bulk_tls_key."""
     bulk_tls_key: Path | None = None
     """Private key of that certificate (PEM)."""
+    weight_collective: Literal["", "gloo", "nccl"] = ""
+    """Take part in broadcasts of weights between hosts, with trainer and workers that say the same: `gloo` from memory
+    to memory, `nccl` between GPUs. The trainer needs bulk_host. Such connections are neither encrypted nor
+    authenticated, so set it on trusted networks alone; empty: other hosts fetch weights over TCP."""
     bulk_bytes: int = Field(1 << 30, ge=1 << 20)
     """Most shared memory for the bulk data of this process."""
     http_host: str = "127.0.0.1"

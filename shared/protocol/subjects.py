@@ -238,6 +238,11 @@ def candidate_manifest(job: str) -> str:
     return f"{job}.candidate"
 
 
+def weight_routes(job: str) -> str:
+    """Key in MANIFESTS of the transports by which the workers of a job get their weights."""
+    return f"{job}.routes"
+
+
 def weights(job: str) -> str:
     """Announcements of new weights (core NATS; the manifest itself stands in the bucket)."""
     return f"weights.{job}"

@@ -8,8 +8,20 @@ from math import prod
 import msgspec
 import xxhash
 
-__all__ = ["ALIGN", "Layout", "SlotRef", "TensorSpec", "WeightManifest", "make_layout", "short_digest"]
+__all__ = [
+    "ALIGN",
+    "COLLECTIVES",
+    "Layout",
+    "SlotRef",
+    "TensorSpec",
+    "WeightManifest",
+    "WeightRoutes",
+    "make_layout",
+    "short_digest",
+]
 
+COLLECTIVES = ("gloo", "nccl")
+"""Transports whose receivers are one group."""
 ALIGN = 64
 """Tensors start at multiples of this many bytes inside a slot."""
 
@@ -58,6 +70,18 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     refs: tuple[SlotRef, ...]
     created: float
     base: str = ""
+
+
+class WeightRoutes(msgspec.Struct, frozen=True, kw_only=True):
+    """Transport that the coordinator chose for each worker of a job. ``epoch`` rises with every change."""
+
+    epoch: int
+    transports: dict[str, str]
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Workers that take part in broadcasts, in the order of their ranks."""
+        return tuple(sorted(worker for worker, transport in self.transports.items() if transport in COLLECTIVES))
 
 
 def short_digest(digest: str) -> str:

@@ -1,11 +1,12 @@
 """The weight plane: publish on the trainer's side, stage and verify on the engine's, swap at a token boundary."""
 
-from penstock.shared.weights.base import Staged, WeightPublisher, WeightReceiver
+from penstock.shared.weights.base import Staged, Way, WeightPublisher, WeightReceiver
 from penstock.shared.weights.flat import digest_of_tensors, layout_of
 from penstock.shared.weights.open import cleanup, open_publisher, open_receiver
 
 __all__ = [
     "Staged",
+    "Way",
     "WeightPublisher",
     "WeightReceiver",
     "cleanup",

@@ -8,13 +8,13 @@ reads. Nothing here talks to the bus; all of it blocks, so callers use a thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
 from torch import Tensor
 
-from penstock.shared.protocol.weights import SlotRef, WeightManifest
+from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
 
 __all__ = ["Staged", "Way", "WeightPublisher", "WeightReceiver"]
 
@@ -52,6 +52,12 @@ class Staged(Protocol):
 
 class WeightPublisher(Protocol):
     """Hands out policy versions of one job."""
+
+    def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
+        """Send versions to the receivers ``members`` from now on, where the transport has to know them.
+
+        ``epoch`` rises with every change of the members. Transports whose receivers come by themselves do nothing.
+        """
 
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -66,6 +66,9 @@ class DiskPublisher:
             refs=(ref,),
             created=time.time(),
         )
+
+    def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
+        """Do nothing: whoever sees the directory reads."""
 
     def close(self) -> None:
         """Free the buffer; the files stay."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -10,8 +10,9 @@ from torch import Tensor
 
 from penstock.shared.config import ServiceSettings
 from penstock.shared.errors import ConfigError, WeightsError
-from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
+from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest, WeightRoutes
 from penstock.shared.weights.base import Staged, WeightPublisher, WeightReceiver
+from penstock.shared.weights.collective import CollectiveReceiver
 from penstock.shared.weights.disk import DiskPublisher, DiskReceiver, weights_directory
 from penstock.shared.weights.shm import ShmPublisher, ShmReceiver
 from penstock.shared.weights.slots import slot_paths, turn_path
@@ -43,6 +44,11 @@ class Publisher:
             raise WeightsError(f"the tensors of version {version} changed while they were published")
         return msgspec.structs.replace(manifests[0], refs=tuple(ref for each in manifests for ref in each.refs))
 
+    def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
+        """See ``WeightPublisher``."""
+        for publisher in self._publishers:
+            publisher.open(layout, members, epoch)
+
     def close(self) -> None:
         """Close every transport."""
         for publisher in self._publishers:
@@ -50,15 +56,32 @@ class Publisher:
 
 
 class Receiver:
-    """Tries the transports that can reach a manifest: shared memory on the publisher's host, else TCP, else disk."""
+    """Tries the transport that the coordinator chose, then the others: shared memory, TCP, disk.
 
-    def __init__(self, receivers: Sequence[WeightReceiver]) -> None:
-        self._receivers = receivers
+    Args:
+        receivers: by the name of their transport, in the order in which they are tried.
+        member: the one of them that takes part in broadcasts.
+    """
+
+    def __init__(self, receivers: Mapping[str, WeightReceiver], member: CollectiveReceiver | None = None) -> None:
+        self._receivers, self._member = dict(receivers), member
         self._epochs: dict[str, int] = {}
+        self._chosen = ""
+
+    @property
+    def transports(self) -> list[str]:
+        """Names of the transports, for the coordinator to choose from."""
+        return list(self._receivers)
+
+    def follow(self, worker: str, routes: WeightRoutes) -> None:
+        """Do what the coordinator chose for this ``worker``."""
+        self._chosen = routes.transports.get(worker, "")
+        if self._member is not None:
+            self._member.join(routes.members, routes.epoch)
 
     def accepts(self, ref: SlotRef) -> bool:
         """True if one of the transports can reach ``ref``."""
-        return any(receiver.accepts(ref) for receiver in self._receivers)
+        return any(receiver.accepts(ref) for receiver in self._receivers.values())
 
     def stage(self, manifest: WeightManifest) -> Staged:
         """See ``WeightReceiver``; what one transport cannot give, the next one is asked for.
@@ -70,7 +93,8 @@ class Receiver:
         if manifest.epoch < known:
             raise WeightsError(f"version {manifest.version} is of epoch {manifest.epoch}, epoch {known} took over")
         reasons = []
-        for receiver in self._receivers:
+        first = [self._receivers[self._chosen]] if self._chosen in self._receivers else []
+        for receiver in (*first, *(one for one in self._receivers.values() if one not in first)):
             if any(receiver.accepts(ref) for ref in manifest.refs):
                 try:
                     staged = receiver.stage(manifest)
@@ -84,7 +108,7 @@ class Receiver:
 
     def close(self) -> None:
         """Close every transport."""
-        for receiver in self._receivers:
+        for receiver in self._receivers.values():
             receiver.close()
 
 
@@ -110,7 +134,12 @@ def open_receiver(settings: ServiceSettings, layout: Layout | None = None) -> Re
         ConfigError: a file of ``PENSTOCK_BULK_TLS_*`` cannot be used.
     """
     tcp = TcpReceiver(settings, layout, tls=settings.bulk_tls_client)
-    return Receiver([ShmReceiver(settings, layout), tcp, DiskReceiver(settings, layout)])
+    member = None
+    receivers: dict[str, WeightReceiver] = {"shm": ShmReceiver(settings, layout)}
+    if settings.weight_collective:
+        member = CollectiveReceiver(settings.worker_id, layout, kinds=(settings.weight_collective,))
+        receivers[settings.weight_collective] = member
+    return Receiver(receivers | {"tcp": tcp, "disk": DiskReceiver(settings, layout)}, member)
 
 
 def cleanup(job: str, settings: ServiceSettings) -> None:

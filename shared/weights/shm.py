@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
 from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, map_file
 from penstock.shared.transport.bulk_server import BlobServer, ServedBlob
 from penstock.shared.weights.base import Way
+from penstock.shared.weights.collective import CollectivePublisher
 from penstock.shared.weights.flat import check_layout, digest_of, fill, view
 from penstock.shared.weights.slot_header import SlotHeader, read_slot, sequence_of, write_slot
 from penstock.shared.weights.slots import SlotPool, is_slot_name
@@ -49,6 +50,14 @@ class ShmPublisher:
         self._server = None
         if settings.bulk_host:
             self._server = BlobServer(settings.bulk_host, self._serve, settings.bulk_tls_server)
+        self._broadcast: CollectivePublisher | None = None
+        if settings.bulk_host and settings.weight_collective:
+            self._broadcast = CollectivePublisher(settings.bulk_host, settings.weight_collective)
+
+    def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
+        """Broadcast versions to ``members``, where this process may; see ``CollectivePublisher.open``."""
+        if self._broadcast is not None:
+            self._broadcast.open(layout, members, epoch)
 
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
@@ -71,6 +80,9 @@ class ShmPublisher:
         finally:
             slot.unlock()
         refs = [SlotRef("shm", self._host, slot.path.name, layout.nbytes)]
+        if self._broadcast is not None:
+            ref = self._broadcast.offer(lambda: self._bytes(slot.path.name, sequence + 1))
+            refs += [ref] if ref is not None else []
         if self._server:
             token = self._server.token(slot.path.name, sequence + 1)
             handle = f"{self._server.address}/{slot.path.name}/{sequence + 1}/{token}"
@@ -87,9 +99,20 @@ class ShmPublisher:
 
     def close(self) -> None:
         """Stop serving other hosts and let go of the slots; the files stay for receivers and for a successor."""
+        if self._broadcast is not None:
+            self._broadcast.close()
         if self._server:
             self._server.close()
         self._pool.close()
+
+    @contextlib.contextmanager
+    def _bytes(self, name: str, generation: int) -> Iterator[NDArray[np.uint8]]:
+        """For the broadcast: what ``_serve`` gives, mapped."""
+        with self._serve(name, generation) as blob:
+            file = LockedFile.open(blob.path)
+            data = np.frombuffer(map_file(file.fd, "private"), np.uint8)
+            file.close()
+            yield data[blob.offset :]
 
     @contextlib.contextmanager
     def _serve(self, name: str, generation: int) -> Iterator[ServedBlob]:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -16,6 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.weight_routes import WeightRouter
 from penstock.services.rollout.engines import open_engine
 from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.service import RolloutService
@@ -25,7 +28,8 @@ from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.jobs import JobRecord, JobStatus
-from penstock.shared.protocol.weights import WeightManifest
+from penstock.shared.protocol.messages import Heartbeat
+from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
 from penstock.shared.transport.bulk_segment import LockedFile
 from penstock.shared.transport.bus import Bus
 from penstock.shared.weights import cleanup, layout_of, open_publisher
@@ -123,6 +127,37 @@ async def test_the_version_of_a_replaced_trainer_is_not_even_tried(
             await trainer.show(2, epoch=2)
             await reach(follower, 2, 2)
         assert not [record for record in caplog.records if "not staged" in record.getMessage()]
+
+
+async def test_weights_come_by_the_transport_that_the_coordinator_chose(bus: Bus, settings: ServiceSettings) -> None:
+    served = settings.model_copy(update={"bulk_host": "127.0.0.1"})
+    async with following(bus, served) as (follower, trainer):
+        members, clock = Members(), time.monotonic()
+        told = {"trainer": {"transports": ["shm", "tcp"]}, "rollout": follower.status()}
+        for service, row in told.items():
+            members.on_heartbeat(
+                Heartbeat(
+                    service=service, worker=served.worker_id, host=service, pid=1, started=0.0, interval_s=60.0,
+                    health_port=0, ready=True, jobs={JOB: row},
+                ),
+                clock,
+            )  # fmt: skip
+        router = asyncio.create_task(WeightRouter(bus, JOB, members).follow())
+        async with asyncio.timeout(30):
+            while await bus.kv(subjects.MANIFESTS).get(subjects.weight_routes(JOB)) is None:
+                await asyncio.sleep(0.02)
+        router.cancel()
+        manifest = await trainer.show(1, epoch=1)
+        await reach(follower, 1, 1)
+        row = follower.status()
+        assert (row["transport"], row["fetched_bytes"]) == ("tcp", manifest.layout.nbytes)
+        assert row["stage_s"] > 0
+        routes = WeightRoutes(epoch=9, transports={served.worker_id: "shm"})
+        key = subjects.weight_routes(JOB)
+        await bus.kv(subjects.MANIFESTS).put(key, pack(routes, job=JOB, id=key))
+        await trainer.show(2, epoch=1)
+        await reach(follower, 2, 1)
+        assert (follower.status()["transport"], follower.status()["fetched_bytes"]) == ("shm", 0)
 
 
 @pytest.mark.usefixtures("no_collector")

@@ -43,8 +43,17 @@ function columns(rows, maxLag) {
     ["state", (row) => make("span", { class: row.alive ? "is-true" : "is-false" }, row.alive ? "alive" : "lost")],
     ["version", (row) => make("span", { class: isSkewed(row) ? "is-false" : "" }, number(row.version)), "number"],
     ["running", (row) => number(row.running), "number"],
+    ["weights", weightsOf],
     ["waits for", (row) => row.wait, "wide"],
   ];
+}
+
+/** How the newest weights came to a worker: transport, seconds, and what it fetched over the network. */
+function weightsOf(row) {
+  if (!row.transport) return row.chosen_transport ?? "";
+  const fetched = row.fetched_bytes ? `, ${number(row.fetched_bytes / 1e6)} MB` : "";
+  const instead = row.chosen_transport && row.chosen_transport !== row.transport ? ` (not ${row.chosen_transport})` : "";
+  return `${row.transport}${instead}, ${number(row.stage_s)} s${fetched}`;
 }
 
 function note(history, rows, now) {

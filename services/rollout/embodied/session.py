@@ -215,6 +215,5 @@ class EmbodiedSession:
             "episodes": self.episodes,
             "lost": self.lost,
             "groups": self.groups,
-            "pause_s": policy.pause_s if policy else 0.0,
-        }
+        } | (policy.status() if policy else {})
         return row | self._tickets.status(self._publisher)

@@ -1,0 +1,317 @@
+"""Weights by a collective broadcast: the publisher sends each bucket once, and the members of a group pass it on.
+
+A group belongs to one membership, which the coordinator numbers; whoever joins or leaves makes another one. Before each
+version the members say that they are there: where one is missing, or is lost in the middle, nobody stages anything from
+this broadcast, the group is given up, and the receivers turn to another transport. Every wait has a deadline. What came
+is verified against the manifest, as with every transport, so that a broken broadcast is never a version.
+
+The connections are neither encrypted nor authenticated: for networks where every host is trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from penstock.shared.errors import WeightsError
+from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
+from penstock.shared.weights.base import Way
+from penstock.shared.weights.flat import check_layout
+from penstock.shared.weights.local import BufferPool, LocalStaged
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["CollectivePublisher", "CollectiveReceiver", "Kind"]
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["gloo", "nccl"]
+
+BUCKET_BYTES = 32 << 20
+IN_FLIGHT = 2
+"""Buckets that are on their way at once."""
+MEET_S = 5.0
+"""Longest wait for all members to say that they are there."""
+STANDSTILL_S = 10.0
+"""Longest wait for one bucket."""
+AGAIN_S = 30.0
+"""A group that broke is made anew after this long, if its membership still stands."""
+
+Source = Callable[[], AbstractContextManager[NDArray[np.uint8]]]
+"""The bytes of a version, constant inside the ``with``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """Address of a broadcast: ``kind`` and the parts of its reference's handle."""
+
+    kind: str
+    host: str
+    port: int
+    epoch: int
+    group: int
+    number: int
+
+    @property
+    def handle(self) -> str:
+        return f"{self.host}:{self.port}/{self.epoch}/{self.group}/{self.number}"
+
+    @classmethod
+    def read(cls, ref: SlotRef) -> _Offer:
+        """Raises WeightsError where the handle is none of ours."""
+        address, *numbers = ref.handle.split("/")
+        host, _, port = address.rpartition(":")
+        if len(numbers) != 3 or not all(text.isdecimal() for text in (port, *numbers)):
+            raise WeightsError(f"'{ref.handle}' is no handle of a broadcast")
+        return cls(ref.transport, host, int(port), *map(int, numbers))
+
+    def key(self, what: str) -> str:
+        return f"{self.epoch}.{self.group}/{self.number}/{what}"
+
+
+class _Group:
+    """One rank of a process group that was made for one membership."""
+
+    def __init__(self, kind: Kind, store: Store, rank: int, size: int, *, address: str) -> None:
+        """Meet the others.
+
+        Raises:
+            RuntimeError: they did not all come in time.
+        """
+        self.rank, self.kind = rank, kind
+        self.device = torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu")
+        if kind == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timedelta(seconds=STANDSTILL_S)
+            self._handle: Any = dist.ProcessGroupNCCL(store, rank, size, options)
+        else:
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=address)]
+            options._timeout, options._threads = timedelta(seconds=MEET_S), 2
+            self._handle = gloo(store, rank, size, options)
+
+    def broadcast(self, data: NDArray[np.uint8]) -> None:
+        """Rank 0 sends ``data``, the others receive into it, bucket by bucket.
+
+        Raises:
+            RuntimeError: a member is gone, or a bucket took longer than ``STANDSTILL_S``.
+        """
+        flat, works = torch.from_numpy(data), deque[tuple[Any, Tensor, Tensor]]()
+        for start in range(0, len(flat), BUCKET_BYTES):
+            host = flat[start : start + BUCKET_BYTES]
+            bucket = host.to(self.device, copy=self.rank == 0) if self.kind == "nccl" else host
+            works.append((self._begin(bucket), bucket, host))
+            if len(works) == IN_FLIGHT:
+                self._end(*works.popleft())
+        while works:
+            self._end(*works.popleft())
+
+    def close(self) -> None:
+        """Cut the connections, also under a broadcast that hangs."""
+        with contextlib.suppress(RuntimeError, AttributeError):
+            self._handle.abort() if self.kind == "nccl" else self._handle.shutdown()
+        self._handle = None
+
+    def _begin(self, bucket: Tensor) -> Any:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, timedelta(seconds=STANDSTILL_S)
+        return self._handle.broadcast([bucket], options)
+
+    def _end(self, work: Any, bucket: Tensor, host: Tensor) -> None:
+        work.wait(timedelta(seconds=STANDSTILL_S))
+        if self.kind == "nccl" and self.rank:
+            host.copy_(bucket)
+
+
+class CollectivePublisher:
+    """Broadcasts what lies in a slot to the members of the present group, in a thread beside training.
+
+    Args:
+        host: address by which the members reach this process.
+    """
+
+    def __init__(self, host: str, kind: Kind = "gloo") -> None:
+        self._host, self._kind = host, kind
+        self._store = TCPStore(
+            host, 0, None, True, timedelta(seconds=MEET_S), wait_for_workers=False, multi_tenant=True
+        )
+        self._layout: Layout | None = None
+        self._members: tuple[str, ...] = ()
+        self._epoch = self._tries = self._number = 0
+        self._group: _Group | None = None
+        self._rests_until = 0.0
+        self._thread: threading.Thread | None = None
+
+    def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
+        """Versions of ``layout`` go to ``members`` from now on; the group is made with the next version.
+
+        A group that broke rests until ``epoch`` rises, or for ``AGAIN_S``.
+        """
+        if (tuple(members), epoch, layout) == (self._members, self._epoch, self._layout):
+            return
+        self._end_group()
+        self._layout, self._members, self._epoch, self._rests_until = layout, tuple(members), epoch, 0.0
+
+    def offer(self, source: Source) -> SlotRef | None:
+        """Begin to broadcast a version, and describe where to ask for it; None where nobody would be reached."""
+        if not self._members or self._layout is None or time.monotonic() < self._rests_until:
+            return None
+        if self._thread is not None and self._thread.is_alive():  # the last one is under way: this goes another way
+            return None
+        self._number += 1
+        offer = _Offer(self._kind, self._host, self._store.port, self._epoch, self._tries, self._number)
+        self._thread = threading.Thread(target=self._run, args=(offer, source), name="weights-broadcast", daemon=True)
+        self._thread.start()
+        return SlotRef(self._kind, self._host, offer.handle, self._layout.nbytes)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the broadcast under way; False where it goes on, or nobody is reached any more."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return time.monotonic() >= self._rests_until and (self._thread is None or not self._thread.is_alive())
+
+    def close(self) -> None:
+        """Give the group up; a broadcast under way ends for everybody."""
+        self._members = ()
+        self._end_group()
+
+    def _run(self, offer: _Offer, source: Source) -> None:
+        try:
+            self._meet(offer)
+            with source() as data:
+                if self._group is None:
+                    prefix = PrefixStore(f"{offer.epoch}.{offer.group}/mesh", self._store)
+                    size = len(self._members) + 1
+                    self._group = _Group(self._kind, prefix, 0, size, address=self._host)
+                self._group.broadcast(data)
+        except (RuntimeError, WeightsError) as error:
+            logger.warning("the broadcast of weights to %s broke: %s", ", ".join(self._members), _line(error))
+            self._rests_until = time.monotonic() + AGAIN_S
+            self._end_group()
+
+    def _meet(self, offer: _Offer) -> None:
+        """Wait until every member is there, and tell them whether it begins.
+
+        Raises:
+            WeightsError: one is missing.
+        """
+        deadline = time.monotonic() + MEET_S
+        missing = list(self._members)
+        while missing and time.monotonic() < deadline:
+            missing = [name for name in missing if not self._store.check([offer.key(f"there/{name}")])]
+            time.sleep(0.002 if missing else 0)
+        self._store.set(offer.key("go"), f"without {missing[0]}" if missing else "go")
+        if missing:
+            raise WeightsError(f"{', '.join(missing)} did not come within {MEET_S:g} s")
+
+    def _end_group(self) -> None:
+        group, self._group = self._group, None
+        self._tries += 1
+        if group is not None:
+            group.close()
+
+
+class CollectiveReceiver:
+    """One member: receives into memory of its own.
+
+    Args:
+        name: under which the coordinator counts it among the members.
+    """
+
+    def __init__(self, name: str, layout: Layout | None = None, *, kinds: Sequence[Kind] = ("gloo",)) -> None:
+        self._name, self._layout, self._kinds = name, layout, tuple(kinds)
+        self._members: tuple[str, ...] = ()
+        self._epoch = -1
+        self._group: _Group | None = None
+        self._of: tuple[str, int, int, int] | None = None
+        self._store: TCPStore | None = None
+        self._pool = BufferPool()
+
+    def join(self, members: Sequence[str], epoch: int) -> None:
+        """Be one of ``members`` from now on, or none of them."""
+        self._members, self._epoch = tuple(members), epoch
+
+    def accepts(self, ref: SlotRef) -> bool:
+        """Broadcasts of the membership that this process is in."""
+        if ref.transport not in self._kinds or self._name not in self._members:
+            return False
+        return _Offer.read(ref).epoch == self._epoch
+
+    def stage(self, manifest: WeightManifest) -> LocalStaged:
+        """Take part in the broadcast, and verify.
+
+        Raises:
+            WeightsError: not all members came, or one was lost; nothing is held.
+        """
+        ref = next((ref for ref in manifest.refs if self.accepts(ref)), None)
+        if ref is None:
+            raise WeightsError(f"version {manifest.version} is not broadcast to '{self._name}'")
+        layout, offer = check_layout(manifest.layout, self._layout), _Offer.read(ref)
+        buffer = self._pool.take(layout.nbytes)
+        try:
+            self._enter(offer).broadcast(buffer)
+        except (RuntimeError, WeightsError) as error:  # the buffer is left to a receive that may still be under way
+            self._leave()
+            raise WeightsError(f"version {manifest.version} by {offer.kind}: {_line(error)}") from None
+        return LocalStaged(manifest, buffer, layout, self._pool, Way(offer.kind, layout.nbytes))
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._leave()
+        self._pool.clear()
+
+    def _enter(self, offer: _Offer) -> _Group:
+        """Say that this member is there, and meet the others."""
+        of = (offer.host, offer.port, offer.epoch, offer.group)
+        if self._of != of:
+            self._leave()
+        wait = timedelta(seconds=MEET_S)
+        if self._store is None:
+            self._store = TCPStore(offer.host, offer.port, None, False, wait, wait_for_workers=False)
+            self._of = of
+        self._store.set(offer.key(f"there/{self._name}"), "")
+        self._store.wait([offer.key("go")], wait)
+        answer = self._store.get(offer.key("go")).decode()
+        if answer != "go":
+            raise WeightsError(f"the broadcast is off: {answer}")
+        if self._group is None:
+            prefix = PrefixStore(f"{offer.epoch}.{offer.group}/mesh", self._store)
+            rank, size = self._members.index(self._name) + 1, len(self._members) + 1
+            self._group = _Group(offer.kind, prefix, rank, size, address=_own_address(offer.host))  # type: ignore[arg-type]
+        return self._group
+
+    def _leave(self) -> None:
+        group, self._group, self._store, self._of = self._group, None, None, None
+        if group is not None:
+            group.close()
+
+
+def _own_address(peer: str) -> str:
+    """Address of this host towards ``peer``."""
+    family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _line(error: Exception) -> str:
+    """The first line of a message: those of torch go on with a stack of C++."""
+    return str(error).strip().split("\n", 1)[0][:300] or type(error).__name__
