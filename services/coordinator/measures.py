@@ -109,8 +109,9 @@ class Measures:
 
     def disproof(self, report: Report) -> str:
         """Return why an update shows that its tokens were not sampled by the weights that they name, or ''."""
-        bound, found = self.config.train.max_mismatch, report.metrics.get("mismatch/logprob")
-        if bound is None or found is None or self.config.algorithm.type == "sac" or found <= bound:  # old transitions
+        known = [report.metrics[name] for name in ("mismatch/logprob", "lag/logprob") if name in report.metrics]
+        bound, found = self.config.train.max_mismatch, max(known, default=0.0)
+        if bound is None or self.config.algorithm.type == "sac" or found <= bound:  # sac: old transitions
             return ""
         return (
             f"update {report.batch}: sampler and trainer differ by {found:.2f} nats per token, more than "

@@ -31,7 +31,7 @@ __all__ = ["Decided", "Evaluated", "PromotionGate", "Rollback", "flaw_of_rollbac
 
 Decided = Promoted | PromotionRefused | CanaryBegun
 """Decisions on a version."""
-FIGURES = {"policy/kl_ref": "max_kl", "policy/entropy": "min_entropy", "mismatch/kl": "max_mismatch"}
+FIGURES = {"policy/kl_ref": "max_kl", "policy/entropy": "min_entropy", "mismatch/kl": "max_mismatch", "lag/kl": "max_mismatch"}
 """Metrics of an update that have bounds."""
 
 
@@ -227,7 +227,7 @@ def broken_bounds(
     bounds = (
         ("policy/kl_ref", None, config.max_kl),
         ("policy/entropy", config.min_entropy, None),
-        ("mismatch/kl", None, config.max_mismatch),
+        *((name, None, config.max_mismatch) for name in _compared(figures)),
     )
     for name, floor, ceiling in bounds:
         if floor is not None or ceiling is not None:
@@ -238,6 +238,11 @@ def broken_bounds(
             flaws.append(f"{config.metric} of the version served is unknown")
         flaws += _outside(config.metric, figures.get(config.metric, math.nan), floor, None)
     return flaws
+
+
+def _compared(figures: Mapping[str, float]) -> list[str]:
+    """Comparisons of sampler and trainer that an update has: over tokens of its own version, of older ones, or both."""
+    return [name for name in ("mismatch/kl", "lag/kl") if name in figures] or ["mismatch/kl"]
 
 
 def flaws_of_promotions(entries: Iterable[Iterable[Event]], config: PromotionConfig | None) -> list[str]:

@@ -102,6 +102,7 @@ async def fetch_shard(
         objectives=tuple(one.objective for one in manifest.groups),
         baselines=tuple(one.baseline for one in manifest.groups),
         weights=tuple(one.weight for one in manifest.groups),
+        start_version=manifest.start_version,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ S1 = sequences + 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -56,6 +56,7 @@ class Columns:
         num_failed: failed trajectories.
         assumed_B: bool, of which nobody knows the sampler: their log-probs mean nothing.
         temperature_B: float32, at which each was sampled: its log-probs are of logits / temperature.
+        versions: int64, of the policy that chose each completion token; empty where there are none (supervised rows).
         experts: the router table to replay, one row for each of ``tokens``; None where there is none.
     """
 
@@ -77,6 +78,7 @@ class Columns:
     num_failed: int
     assumed_B: NDArray[np.bool_]
     temperature_B: NDArray[np.float32]
+    versions: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     experts: NDArray[Any] | None = None
 
     def counted(self) -> Ints:
@@ -172,8 +174,15 @@ def columns_of(groups: Sequence[Group]) -> Columns:
         num_failed=int((failed & ~greedy).sum()),
         assumed_B=np.repeat(np.array([g.assumed for g in groups], np.bool_), sizes)[keep],
         temperature_B=np.repeat(np.array([g.temperature for g in groups], np.float32), sizes)[keep],
+        versions=_joined([_versions(g.spans) for g in groups], np.int64),
         experts=_router_table(groups),
     )
+
+
+def _versions(spans: NDArray[np.int32]) -> Ints:
+    """Version of each token of a group: its spans are [trajectory, version, start, end]."""
+    ordered = spans[np.lexsort((spans[:, 2], spans[:, 0]))].astype(np.int64)
+    return np.repeat(ordered[:, 1], ordered[:, 3] - ordered[:, 2])
 
 
 def columns_of_rows(

@@ -35,6 +35,7 @@ class BatchShard(Generic[AnyGroup]):
         objectives: of every group of the whole batch; empty: all are for the policy loss.
         baselines: values that the batch was sealed with, of every group of it; empty: there are none.
         weights: factors of the advantages of every group of it; empty: 1.
+        start_version: that the batch trains; None: every token counts as one of it.
     """
 
     groups: list[AnyGroup]
@@ -44,6 +45,7 @@ class BatchShard(Generic[AnyGroup]):
     objectives: tuple[Objective, ...] = ()
     baselines: tuple[float | None, ...] = ()
     weights: tuple[float, ...] = ()
+    start_version: int | None = None
 
     @classmethod
     def whole(cls, groups: Sequence[AnyGroup]) -> BatchShard[AnyGroup]:
@@ -61,6 +63,7 @@ class BatchShard(Generic[AnyGroup]):
             [group for group, _ in own], [at for _, at in own], len(mine), self.hyperparameters,
             baselines=tuple(self.baselines[at] for at in mine) if self.baselines else (),
             weights=tuple(self.weights[at] for at in mine) if self.weights else (),
+            start_version=self.start_version,
         )  # fmt: skip
 
 

@@ -92,28 +92,40 @@ class TokenSums:
 
 @dataclass(slots=True)
 class Mismatch:
-    """How far trainer and sampler disagree on the same tokens, before the first step of an update."""
+    """How far trainer and sampler disagree on the same tokens, before the first step of an update.
 
-    tokens: int = 0
-    absolute: float = 0.0
-    kl: float = 0.0
+    Tokens of the version that is trained show the error of the sampler; those of older versions how far the policy has
+    moved since.
+    """
 
-    def add(self, logprobs_M: Tensor, behaviour_M: Tensor) -> None:
-        """Count one microbatch."""
-        logprobs_M = logprobs_M.detach()
-        self.tokens += len(logprobs_M)
-        self.absolute += float((logprobs_M - behaviour_M).abs().sum(dtype=torch.float64))
-        self.kl += float(k3(behaviour_M, logprobs_M).sum(dtype=torch.float64))
+    sums: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("tokens", "absolute", "kl", "older", "lag_absolute", "lag_kl"), 0.0)
+    )
+
+    def add(self, logprobs_M: Tensor, behaviour_M: Tensor, older_M: Tensor | None = None) -> None:
+        """Count one microbatch; ``older_M``, bool: which tokens an older version chose, None: none of them."""
+        difference_M = (logprobs_M.detach() - behaviour_M).abs().double()
+        kl_M = k3(behaviour_M, logprobs_M.detach()).double()
+        older_M = torch.zeros_like(kl_M, dtype=torch.bool) if older_M is None else older_M.to(kl_M.device)
+        found = {
+            "tokens": (~older_M).sum(), "absolute": difference_M[~older_M].sum(), "kl": kl_M[~older_M].sum(),
+            "older": older_M.sum(), "lag_absolute": difference_M[older_M].sum(), "lag_kl": kl_M[older_M].sum(),
+        }  # fmt: skip
+        for name, value in found.items():
+            self.sums[name] += float(value)
 
     def means(self, collective: Collective) -> dict[str, float]:
-        """Mean absolute difference of log-probs, and k3 of KL(sampler || trainer); empty if nothing went forward."""
-        total = collective.sum({"tokens": float(self.tokens), "absolute": self.absolute, "kl": self.kl})
-        if not total["tokens"]:
-            return {}
-        return {
-            "mismatch/logprob": total["absolute"] / total["tokens"],
-            "mismatch/kl": total["kl"] / total["tokens"],
-        }
+        """Mean absolute difference of log-probs and k3 of KL(sampler || trainer), and the same as ``lag/*`` over
+        tokens of older versions; absent where no such token went forward."""
+        total = collective.sum(self.sums)
+        means = {}
+        if total["tokens"]:
+            means["mismatch/logprob"] = total["absolute"] / total["tokens"]
+            means["mismatch/kl"] = total["kl"] / total["tokens"]
+        if total["older"]:
+            means["lag/logprob"] = total["lag_absolute"] / total["older"]
+            means["lag/kl"] = total["lag_kl"] / total["older"]
+        return means
 
 
 def batch_facts(facts: BatchFacts) -> dict[str, float]:

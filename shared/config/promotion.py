@@ -22,7 +22,7 @@ class PromotionConfig(StrictModel):
     min_entropy: float | None = None
     """Floor of `policy/entropy`, in nats per token."""
     max_mismatch: float | None = Field(None, gt=0)
-    """Bound on `mismatch/kl`, the KL between what sampled the tokens and what trains on them."""
+    """Bound on `mismatch/kl` and `lag/kl`, the KL between what sampled the tokens and what trains on them."""
     patience: int = Field(1, ge=1)
     """After so many refused versions in a row training goes back to the version that is served."""
     canary: CanaryConfig | None = None

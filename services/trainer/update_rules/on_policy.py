@@ -215,6 +215,7 @@ class OnPolicyRule:
             proximal_L=batch.flat_L.get("proximal"),
             on_behaviour=self._algorithm.proximal == "behaviour",
             reference_L=batch.flat_L.get("reference"),
+            older_L=batch.older_L,
         )
         rate = learning_rate(self._optimizer, update_index, self._total_updates)
         return PolicySteps(

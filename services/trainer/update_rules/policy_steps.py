@@ -27,6 +27,8 @@ __all__ = ["PolicySteps", "TokenColumns"]
 class TokenColumns:
     """Facts of this rank's tokens before the first step of an update, float32 [L] each.
 
+    ``older_L``, bool: which of them an older version chose than the one that is trained.
+
     ``proximal_L`` is the denominator of the ratio. None: with ``on_behaviour`` the sampler's log-probs, else those of
     the step itself, which are the ones at the start of an update of a single step.
     """
@@ -35,6 +37,7 @@ class TokenColumns:
     proximal_L: Tensor | None
     on_behaviour: bool
     reference_L: Tensor | None
+    older_L: Tensor | None = None
 
 
 class PolicySteps:
@@ -109,7 +112,9 @@ class PolicySteps:
                 total = total - self._algorithm.entropy_coef * mean(scores.entropy_M)
             self.tokens.add(tokens.logprobs_M, tokens.behaviour_M, policy, extra)
             if not self.grad_norms:
-                self.mismatch.add(tokens.logprobs_M, tokens.behaviour_M)
+                older_L = self._columns.older_L
+                older_M = None if older_L is None else older_L[microbatch.source_M]
+                self.mismatch.add(tokens.logprobs_M, tokens.behaviour_M, older_M)
             self.loss += float(total.detach())
             self.pg_loss += float(pg_loss.detach())
             return total

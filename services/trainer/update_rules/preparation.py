@@ -43,6 +43,7 @@ class PreparedBatch:
     Attributes:
         columns, flat_L: this rank's tokens; ``flat_L`` has `reference`, `proximal`, `values` and `teacher` where they
             are needed.
+        older_L: bool, which of this rank's tokens an older version chose than the one that is trained; None: unknown.
         facts, shaped, whole_N: the whole batch; ``whole_N`` has `values`, `teacher_kl`, and `kl` where it is taken off
             the reward.
     """
@@ -52,6 +53,7 @@ class PreparedBatch:
     shaped: Shaped
     flat_L: dict[str, Tensor]
     whole_N: dict[str, Tensor]
+    older_L: Tensor | None = None
 
     def experience(self, kl_coef: float) -> Experience:
         """Inputs of the advantages."""
@@ -104,7 +106,9 @@ def prepare(
         assert config.algorithm.kl.estimator != "full", "refused by the configuration"
         needed["kl"] = kl_estimate(config.algorithm.kl.estimator, current_L, flat_L["reference"])
     whole_N = facts.over_batch(needed, collective) if needed else {}
-    return PreparedBatch(columns, facts, shaper.shape(facts), flat_L, whole_N)
+    start = shard.start_version
+    older_L = None if start is None else torch.from_numpy(columns.versions < start)
+    return PreparedBatch(columns, facts, shaper.shape(facts), flat_L, whole_N, older_L)
 
 
 def cut(

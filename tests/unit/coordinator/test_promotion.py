@@ -172,6 +172,7 @@ def test_the_first_version_is_served_and_measured_later() -> None:
         ({"min_entropy": 0.5}, {"policy__entropy": 0.4}, "policy/entropy 0.4 < 0.5"),
         ({"max_mismatch": 0.02}, {"mismatch__kl": 0.03}, "mismatch/kl 0.03 > 0.02"),
         ({"max_mismatch": 0.02}, {"mismatch__kl": math.nan}, "mismatch/kl is unknown"),
+        ({"max_mismatch": 0.02}, {"lag__kl": 0.03}, "lag/kl 0.03 > 0.02"),
         (
             {"max_kl": 0.1, "min_entropy": 0.5},
             {"policy__kl_ref": 0.2, "policy__entropy": 0.1},

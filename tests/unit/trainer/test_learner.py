@@ -280,3 +280,28 @@ def test_a_pass_that_is_cut_anew_holds_every_group_once(make_config: Config, mak
     order = np.array([5, 0, 3, 1, 4, 2])
     anew = facts.minibatch_of_rows(3, order)
     assert [sorted(set(facts.group_B[anew == i].tolist())) for i in range(3)] == [[0, 5], [1, 3], [2, 4]]
+
+
+def test_staleness_is_told_apart_from_mismatch(make_config: Config, batch: list[Group]) -> None:
+    """Tokens of the version that is trained make ``mismatch/*``, those of older ones ``lag/*``."""
+    whole = update(Learner(make_config()), batch)
+    newest = max(int(group.spans[:, 1].max()) for group in batch)
+
+    def at(start_version: int) -> dict[str, float]:
+        shard = replace(BatchShard.whole(batch), start_version=start_version)
+        return Learner(make_config()).update(shard, update_index=0)
+
+    fresh, stale = at(0), at(newest + 1)
+    assert "lag/kl" not in fresh
+    assert fresh["mismatch/kl"] == pytest.approx(whole["mismatch/kl"])
+    assert "mismatch/kl" not in stale
+    assert stale["lag/kl"] == pytest.approx(whole["mismatch/kl"])
+    assert stale["lag/logprob"] == pytest.approx(whole["mismatch/logprob"])
+
+    first = replace(batch[0], spans=batch[0].spans.copy())
+    first.spans[:, 1] = newest + 1
+    mixed = replace(BatchShard.whole([first, *batch[1:]]), start_version=newest + 1)
+    both = Learner(make_config()).update(mixed, update_index=0)
+    assert both["mismatch/kl"] > 0
+    assert both["lag/kl"] > 0
+    assert both["lag/kl"] != pytest.approx(whole["mismatch/kl"])
