@@ -39,6 +39,7 @@ from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.admission_audit import audit_admissions
 from penstock.services.coordinator.removal import delete_job
 from penstock.services.coordinator.replays import replay_rows
+from penstock.services.coordinator.samples import token_texts
 from penstock.services.coordinator.scaling import Scaler
 from penstock.services.coordinator.steering import Steering
 from penstock.services.coordinator.storage_health import WriteProbe, ledger_waits, reserve_ledger
@@ -273,7 +274,16 @@ class CoordinatorControl:
 
     async def sample(self, job: str, row_id: str) -> Row:
         """See ``Control.sample``."""
-        return await self._browser.one(job, row_id, trains=trains((await self.store.get(job)).spec))
+        row = await self._browser.one(job, row_id, trains=trains((await self.store.get(job)).spec))
+        return row | {"token_texts": await self._texts(job, row["token_ids"])} if "token_ids" in row else row
+
+    async def _texts(self, job: str, token_ids: list[int]) -> list[str] | None:
+        """Texts of tokens by the tokenizer of the initial checkpoint; None where it is not on this host."""
+        try:
+            path, _ = await self.checkpoint_file(job, 0, "tokenizer.json")
+            return await asyncio.to_thread(token_texts, path, token_ids)
+        except (NotFound, Conflict, OSError, ValueError):
+            return None
 
     async def videos(self, job: str) -> list[Row]:
         """See ``Control.videos``."""

@@ -31,7 +31,12 @@ __all__ = ["Decided", "Evaluated", "PromotionGate", "Rollback", "flaw_of_rollbac
 
 Decided = Promoted | PromotionRefused | CanaryBegun
 """Decisions on a version."""
-FIGURES = {"policy/kl_ref": "max_kl", "policy/entropy": "min_entropy", "mismatch/kl": "max_mismatch", "lag/kl": "max_mismatch"}
+FIGURES = {
+    "policy/kl_ref": "max_kl",
+    "policy/entropy": "min_entropy",
+    "mismatch/kl": "max_mismatch",
+    "lag/kl": "max_mismatch",
+}
 """Metrics of an update that have bounds."""
 
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from penstock.shared.config.data import source_names
@@ -13,7 +17,9 @@ from penstock.shared.errors import NotFound
 from penstock.shared.protocol.episode_group import AnyGroup, EpisodeGroup
 from penstock.shared.protocol.trajectory import FINISH_REASONS, GroupHeader
 
-__all__ = ["check_env", "choose_samples", "sample_detail", "sample_rows"]
+__all__ = ["check_env", "choose_samples", "sample_detail", "sample_rows", "token_texts"]
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def check_env(spec: Mapping[str, Any], env: str) -> None:
@@ -186,3 +192,56 @@ def sample_detail(step: int, group: AnyGroup, index: int) -> dict[str, Any]:
         "versions": versions.tolist(),
         "siblings": siblings,
     }
+
+
+def token_texts(tokenizer: Path, token_ids: Sequence[int]) -> list[str]:
+    """Text of each token, for people, by a file ``tokenizer.json``. A part of a character is the replacement character.
+
+    An id without a text is shown as ``<ID>``. Blocks: reads the file where it is not among the last ones.
+
+    Raises:
+        OSError: there is no such file.
+        ValueError: it describes no tokenizer.
+    """
+    texts = _texts_of(tokenizer)
+    return [texts.get(id, f"<{id}>") for id in token_ids]
+
+
+@lru_cache(maxsize=4)
+def _texts_of(tokenizer: Path) -> dict[int, str]:
+    try:
+        described = msgspec.json.decode(tokenizer.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{tokenizer}: {error}") from None
+    model = described["model"] if isinstance(described.get("model"), dict) else {}
+    vocabulary = model.get("vocab", {})
+    if isinstance(vocabulary, list):  # Unigram: [text, score], in the order of the ids
+        pieces = {id: str(entry[0]) for id, entry in enumerate(vocabulary)}
+    else:
+        pieces = {id: piece for piece, id in vocabulary.items()}
+    stages = msgspec.json.encode([described.get("pre_tokenizer"), described.get("decoder")])
+    in_bytes = b'"ByteLevel"' in stages
+    texts = {id: _of_bytes(piece) if in_bytes else _of_piece(piece) for id, piece in pieces.items()}
+    return texts | {added["id"]: added["content"] for added in described.get("added_tokens") or []}
+
+
+def _of_bytes(piece: str) -> str:
+    """Text of a token that is written in the letters that stand for bytes (GPT-2, Llama 3, Qwen)."""
+    letters = _byte_letters()
+    if not all(letter in letters for letter in piece):
+        return piece
+    return bytes(letters[letter] for letter in piece).decode("utf-8", "replace")
+
+
+def _of_piece(piece: str) -> str:
+    """Text of a token of SentencePiece: "\u2581" is a space, ``<0x0A>`` a byte."""
+    byte = _BYTE.fullmatch(piece)
+    return bytes([int(byte[1], 16)]).decode("utf-8", "replace") if byte else piece.replace("\u2581", " ")
+
+
+@cache
+def _byte_letters() -> dict[str, int]:
+    """Byte of each letter: printable ones stand for themselves, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

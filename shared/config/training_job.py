@@ -52,8 +52,9 @@ class RunConfig(StrictModel):
     on_nonfinite: Literal["pause", "skip"] = "pause"
     """A loss or gradient that is not finite: pause the job with the batch kept, or leave out that optimizer step."""
     max_mismatch: float | None = Field(1.0, gt=0)
-    """Pause the job after an update whose `mismatch/logprob` or `lag/logprob` is larger: what sampled the tokens is not what trains on
-    them (nats per token or action dimension). One version of lag makes about 0.01, a cache of old weights about 2.
+    """Pause the job after an update whose `mismatch/logprob` or `lag/logprob` is larger: what sampled the tokens is not
+    what trains on them (nats per token or action dimension). One version of lag makes about 0.01, a cache of old
+    weights about 2.
     `sac`, which keeps old transitions, is not held to it; null: no job is."""
 
 

@@ -11,10 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from penstock.shared.errors import NotFound
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.ids import new_job_id
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.message import Outgoing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(180)]
 
@@ -255,3 +260,150 @@ def test_videos_of_held_out_episodes_are_played(stack: Any, page: Page, tmp_path
     stack.client.delete(job)
     with pytest.raises(NotFound):
         stack.client.videos(job)
+
+
+VIEWS = {
+    "": ("table.jobs", ["Jobs"]),
+    "#/jobs/{job}": (
+        ".chart canvas",
+        ["brief", "Now", "Waits for", "Curves", "Lag of trained groups", "Dropped draws", "Conditions"],
+    ),
+    "#/jobs/{job}/metrics": (".chart canvas", ["brief", "reward", "eval", "loss", "policy", "mismatch", "lag"]),
+    "#/jobs/{job}/samples": (
+        ".tokens .token",
+        ["brief", "Completion", "Reward", "Token by token", "Its group"],
+    ),
+    "#/jobs/{job}/workers": (
+        ".span.train",
+        ["brief", "Services", "Busy and waiting", "Stages of the newest updates"],
+    ),
+    "#/jobs/{job}/checkpoints": ("td .label:text('final')", ["brief", "Checkpoints"]),
+    "#/jobs/{job}/events": (".log .info", ["brief", "Events", "Logs", "Dead letters"]),
+    "#/jobs/{job}/file": ("pre.code", ["brief", "Job file", "Operations"]),
+    "#/submit?from={job}": ("textarea", ["Clone a job"]),
+    "#/deployment/keys": (":text('None but those of the configuration.')", ["Deployment", "Keys"]),
+    "#/deployment/audit": ("td code:text('POST /v1/jobs')", ["Deployment", "Audit log"]),
+    "#/deployment/health": ("table[aria-label=Limits]", ["Deployment", "Health", "Limits"]),
+}
+"""Every view, a sign that it is complete, and its headings (the first of them, where metrics make others)."""
+AXE = Path(__file__).with_name("axe") / "axe.min.js"
+
+
+def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, brief: str) -> None:
+    """No rule of axe-core is broken and nothing is wider than the screen; in both colour schemes, on both widths."""
+    enter(page, stack)
+    titles = set()
+    for scheme, size in (("light", DESKTOP), ("dark", PHONE)):
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        page.set_viewport_size(size)  # type: ignore[arg-type]
+        for view, (sign, headings) in VIEWS.items():
+            page.goto(f"{stack.stack.url}/{view.format(job=brief)}")
+            page.wait_for_selector(f"main {sign} >> visible=true")
+            titles.add(page.title())
+            assert page.locator("main :is(h1, h2):visible").all_inner_texts()[: len(headings)] == headings, view
+            source = AXE.read_text()
+            page.evaluate(f"window.axe || (() => {{ {source} }})()")
+            found = page.evaluate("axe.run({ resultTypes: ['violations'] }).then((found) => found.violations)")
+            broken = [(one["id"], [node["html"][:200] for node in one["nodes"]][:3]) for one in found]
+            assert broken == [], (view, scheme)
+            assert page.evaluate("document.documentElement.scrollWidth") <= size["width"], view
+    assert len(titles) == len(VIEWS), titles
+
+
+def test_samples_are_read_token_by_token(stack: Any, page: Page, brief: str) -> None:
+    enter(page, stack, where=f"#/jobs/{brief}/samples")
+    tokens = page.locator(".tokens .token")
+    tokens.first.wait_for()
+    chosen = page.url.rsplit("/", 1)[1]
+    detail = stack.client.sample(brief, chosen)
+    assert tokens.evaluate_all("all => all.map((one) => one.textContent)") == detail.token_texts
+    first = detail.token_texts[0]
+    assert first
+    assert detail.completion.startswith(first)
+    expect(tokens.first).to_have_attribute("title", re.compile(f"log-prob {detail.logprobs[0]:.3f}, version "))
+    page.get_by_label("Colour by").select_option("version")
+    page.get_by_text(re.compile("One version, [01], chose every token.")).wait_for()
+    page.get_by_role("button", name="compare", exact=True).first.click()
+    page.get_by_role("region", name="Difference").wait_for()
+    page.get_by_label("Search in what is loaded").fill("no completion says this")
+    page.get_by_text("No loaded completion holds this text.").wait_for()
+
+
+def test_a_job_file_is_tried_and_submitted(stack: Any, page: Page, brief: str) -> None:
+    """A clone keeps every value of its file; a flaw is shown with its key."""
+    enter(page, stack, where=f"#/submit?from={brief}")
+    file = page.get_by_label("Job file")
+    expect(file).to_have_value(re.compile("name: brief-2"))
+    text = file.input_value()
+    file.fill(text.replace("max_updates:", "max_update:"))
+    page.get_by_role("button", name="Dry run").click()
+    page.get_by_text(re.compile("max_update.*did you mean 'max_updates'")).wait_for()
+    file.fill(text)
+    page.get_by_role("button", name="Dry run").click()
+    page.get_by_text("The job file is valid.").wait_for()
+    page.get_by_role("button", name="Submit").click()
+    page.wait_for_url(re.compile("#/jobs/job_"))
+    job = page.url.rsplit("/", 1)[1]
+    assert stack.finish(job).spec == {**stack.client.get(brief).spec, "name": "brief-2"}
+
+
+def test_ticks_of_an_axis_never_read_the_same(stack: Any, page: Page) -> None:
+    page.goto(stack.stack.url)
+    cases = [[0, 2e-4, 4e-4], [0, 0.025, 0.05, 0.075], [0, 1e-7, 2e-7], [1.0001e6, 1.0002e6], [-0.5, 0, 0.5], [3, 4, 5]]
+    for values in cases:
+        shown = page.evaluate(
+            "(values) => import('/assets/charts.js').then(({ ticks }) => ticks(values, values[1] - values[0]))", values
+        )
+        assert len(set(shown)) == len(values), shown
+        assert [float(text) for text in shown] == pytest.approx(values)
+
+
+NUM_JOBS, NUM_UPDATES, NUM_METRICS = 200, 2000, 50
+MOST_BYTES, MOST_S = 300_000, 1.0
+
+
+def test_the_page_is_light_and_soon_there(stack: Any, page: Page, brief: str) -> None:
+    """With many jobs and a hundred thousand points; the best of some loads, for others use this machine, too."""
+    record = stack.client.get(brief)
+    copies = [record.model_copy(update={"id": new_job_id(), "name": f"many-{n}"}) for n in range(NUM_JOBS)]
+    names = [f"group{n % 5}/metric_{n}" for n in range(NUM_METRICS)] + ["reward/mean"]
+    rows = [
+        {"kind": "train", "step": step, "batch": step, "version": step, "entry": 0, "time": 1.8e9 + step,
+         "values": dict.fromkeys(names, step % 97 / 97)}
+        for step in range(NUM_UPDATES)
+    ]  # fmt: skip
+
+    async def store(bus: Bus) -> None:
+        for copy in copies:
+            await bus.kv(subjects.JOBS).update(copy.id, copy.stored(), 0)
+        subject = subjects.metrics(copies[-1].id)
+        for start in range(0, NUM_UPDATES, 500):
+            some = [Outgoing(subject, msgspec.json.encode(row)) for row in rows[start : start + 500]]
+            await bus.publish_many(some, deadline_s=60)
+
+    async def remove(bus: Bus) -> None:
+        for copy in copies:
+            await bus.kv(subjects.JOBS).delete(copy.id)
+
+    stack.on_bus(store)
+    try:
+        enter(page, stack)
+        page.get_by_text(re.compile(rf"{NUM_JOBS}|\b[2-9]\d\d\b of ")).first.wait_for()
+        sizes = page.evaluate(
+            "performance.getEntriesByType('resource').concat(performance.getEntriesByType('navigation'))"
+            ".filter(({ name }) => !name.includes('/v1/')).map((one) => one.encodedBodySize)"
+        )
+        assert len(sizes) > 10
+        assert 50_000 < sum(sizes) <= MOST_BYTES, sum(sizes)
+        for view, sign in (("", "table.jobs a"), (f"#/jobs/{copies[-1].id}", ".chart canvas")):
+            paints = []
+            while len(paints) < 5 and min(paints, default=MOST_S + 1) > MOST_S:
+                page.goto("about:blank")
+                page.goto(f"{stack.stack.url}/{view}")
+                page.wait_for_selector(f"{sign} >> visible=true")
+                paints.append(
+                    page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime") / 1000
+                )
+            assert min(paints) <= MOST_S, (view, paints)
+    finally:
+        stack.on_bus(remove)

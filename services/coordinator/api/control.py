@@ -272,7 +272,7 @@ class Control(Protocol):
         ...
 
     async def sample(self, job: str, row_id: str) -> Row:
-        """One of these rows, with its tokens, log-probs, mask, versions and siblings. Raises NotFound."""
+        """One of these rows, with its tokens, their texts, log-probs, mask, versions; siblings. Raises NotFound."""
         ...
 
     async def videos(self, job: str) -> list[Row]:

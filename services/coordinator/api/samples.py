@@ -33,6 +33,9 @@ class Sample(BaseModel):
     env: str = Field(description="Name of the source of its prompt; empty where a live agent sent it")
     prompt_token_ids: list[int]
     token_ids: list[int]
+    token_texts: list[str] | None = Field(
+        None, description="Text of each token, for people; null where the coordinator has no tokenizer of the job"
+    )
     logprobs: list[float] = Field(description="Of the sampler, natural logarithm of the distribution it sampled from")
     mask: list[int] = Field(description="1: the policy chose the token; 0: an observation")
     versions: list[int] = Field(description="Of the policy that chose the token")

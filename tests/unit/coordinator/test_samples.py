@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from penstock.services.coordinator.online.groups import example_group
-from penstock.services.coordinator.samples import check_env, sample_rows
+from penstock.services.coordinator.samples import check_env, sample_rows, token_texts
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import Group
@@ -47,3 +49,44 @@ def test_what_has_nothing_to_be_compared_with_has_no_advantage() -> None:
         pytest.approx(-0.7071, abs=1e-4),
         None,
     ]
+
+
+TEXT = "Der Fluß floß, 3+4=7 \u2713\n"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces", "words"])
+def test_tokens_are_shown_as_their_texts(tmp_path: Path, kind: str) -> None:
+    """The texts of all tokens together are what the tokenizer decodes them to."""
+    if kind == "bytes":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        tokenizer.train_from_iterator(
+            [TEXT] * 3, trainers.BpeTrainer(vocab_size=290, initial_alphabet=alphabet, show_progress=False)
+        )
+    elif kind == "pieces":
+        pieces = [("<unk>", 0.0), *(("\u2581" if letter == " " else letter, -1.0) for letter in sorted(set(TEXT)))]
+        tokenizer = Tokenizer(models.Unigram(pieces, 0))
+        tokenizer.pre_tokenizer, tokenizer.decoder = (
+            pre_tokenizers.Metaspace(prepend_scheme="never"),
+            decoders.Metaspace(prepend_scheme="never"),
+        )
+    else:
+        tokenizer = Tokenizer(
+            models.WordLevel({letter: id for id, letter in enumerate(sorted(set(TEXT)))}, unk_token="?")
+        )
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(?m:.)|\n"), "isolated")
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ids = tokenizer.encode(TEXT).ids
+    if kind == "bytes":  # a letter of several tokens has a text in none of them
+        ids = tokenizer.encode("Der Flu").ids
+    found = token_texts(tmp_path / "tokenizer.json", [*ids, tokenizer.token_to_id("<eos>"), 10**6])
+    assert "".join(found[:-2]) == ("Der Flu" if kind == "bytes" else TEXT)
+    assert found[-2:] == ["<eos>", "<1000000>"]
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"other\.json"):
+        token_texts(tmp_path / "other.json", ids)

@@ -53,6 +53,8 @@ class TokenSample(Sample, frozen=True, kw_only=True):
     mask: list[int]
     versions: list[int]
     siblings: list[str]
+    token_texts: list[str] | None = None
+    """Of each token, for people; None where the coordinator has no tokenizer of the job."""
 
 
 class StageSpan(msgspec.Struct, frozen=True, kw_only=True):
