@@ -10,7 +10,7 @@ NO_SECRETS := PENSTOCK_API_KEYS=x $(foreach role,COORDINATOR ROLLOUT ENV REWARD 
 CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve reference compose-config compose-test up down \
+.PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test up down \
 	demo bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-online bench-length bench-rambling fresh package release clean
 
 help:  ## this list
@@ -75,6 +75,9 @@ clients: clients-venvs  ## clients of others, unmodified, against a running depl
 docs: $(BIN)/mkdocs  ## the manual, as a site; warnings are errors
 	$(BIN)/python docs/reference.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+screenshots: $(BIN)/pytest  ## pictures of the web page in docs/dashboard/, taken anew (needs Chromium)
+	$(BIN)/python docs/screenshots.py
 
 docs-serve: $(BIN)/mkdocs  ## the manual, live
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve

@@ -35,7 +35,7 @@ WAIT_S = 600.0
 SIZES = {"desktop": {"width": 1280, "height": 820}, "phone": {"width": 390, "height": 844}}
 SETTLE_MS = 1500
 VIEWS = {
-    "jobs": ("#/", "table.jobs .spark"),
+    "jobs": ("#/", "table.jobs a"),
     "overview": ("#/jobs/{job}", ".chart canvas"),
     "metrics": ("#/jobs/{job}/metrics", ".chart canvas"),
     "compare": ("#/compare?jobs={job},{other}", ".chart canvas"),
@@ -150,7 +150,7 @@ def log_in(page: Page, url: str, key: str) -> None:
 
 
 def small_png(page: Page) -> bytes:
-    """What the page shows as a PNG with a palette: the most frequent colours, each other one by the nearest of them."""
+    """The picture of a page as a PNG with a palette: the most frequent colours, each other one by the nearest of them."""
     raw = page.screenshot(type="png")
     rgb_HW3 = pixels(raw)
     coarse_N = (rgb_HW3.reshape(-1, 3) >> 2).astype(np.int64) @ np.array([1 << 12, 1 << 6, 1])

@@ -268,7 +268,7 @@ VIEWS = {
         ".chart canvas",
         ["brief", "Now", "Waits for", "Curves", "Lag of trained groups", "Dropped draws", "Conditions"],
     ),
-    "#/jobs/{job}/metrics": (".chart canvas", ["brief", "reward", "eval", "loss", "policy", "mismatch", "lag"]),
+    "#/jobs/{job}/metrics": (".chart canvas", ["brief", "reward", "loss", "policy"]),
     "#/jobs/{job}/samples": (
         ".tokens .token",
         ["brief", "Completion", "Reward", "Token by token", "Its group"],

@@ -93,7 +93,10 @@ export class Chart {
       this.shown = shown;
       this.plot = this.create(found.map(({ label }) => label), data, width, smooth > 0);
     }
-    if (this.plot.cursor.idx === null) this.plot.setLegend({ idx: steps.length - 1 }, false);
+    const { plot } = this;
+    queueMicrotask(() => { // behind the plot's own, which empties the legend
+      if ((plot.cursor.idx ?? null) === null && plot === this.plot) plot.setLegend({ idx: steps.length - 1 }, false);
+    });
     this.describe(found);
     return true;
   }

@@ -23,14 +23,14 @@ function columns(job, path) {
     ["time", (row) => clock(row.time)],
     ["why", (row) => [row.reason, ["initial", "best", "newest", "final"].filter((flag) => row[flag] && flag !== row.reason).map((flag) => make("span", { class: "label" }, flag))]],
     ["format", (row) => row.format ?? "–"],
-    ["size", (row) => bytes(row.nbytes), "number"],
+    ["size", (row) => (row.available ? bytes(row.nbytes) : "–"), "number"],
     ["files", (row) => filesOf(row, path), "wide"],
     ["", (row) => actions(job, path, row)],
   ];
 }
 
 function filesOf(row, path) {
-  if (!row.available) return make("span", { class: "soft" }, "not on the coordinator's host");
+  if (!row.available) return make("span", { class: "soft" }, "deleted, or on another host");
   return make("details", {}, make("summary", {}, `${number(row.files.length)} files`), make("ul", { class: "plain" }, row.files.map((file) =>
     make("li", {}, make("button", { type: "button", class: "link", title: `sha256 ${file.sha256}`, onclick: () => save(`${path}/checkpoints/${row.number}/files/${file.name}`, file.name) }, file.name),
       make("span", { class: "soft" }, ` ${bytes(file.nbytes)}`)))));
