@@ -150,7 +150,7 @@ def log_in(page: Page, url: str, key: str) -> None:
 
 
 def small_png(page: Page) -> bytes:
-    """The picture of a page as a PNG with a palette: the most frequent colours, each other one by the nearest of them."""
+    """The picture of a page as a PNG with a palette: the most frequent colours, others by the nearest."""
     raw = page.screenshot(type="png")
     rgb_HW3 = pixels(raw)
     coarse_N = (rgb_HW3.reshape(-1, 3) >> 2).astype(np.int64) @ np.array([1 << 12, 1 << 6, 1])
