@@ -285,6 +285,14 @@ class Books:
         start = next((i + 1 for i, row in enumerate(rows) if row["id"] == query["after"]), 0)
         return rows[start : start + query["limit"]]
 
+    async def videos(self, job: str) -> list[dict[str, Any]]:
+        self._known(job)
+        return []
+
+    async def video(self, job: str, name: str) -> bytes:
+        self._known(job)
+        raise NotFound(f"no video '{name}'")
+
     async def sample(self, job: str, row_id: str) -> dict[str, Any]:
         self._known(job)
         if row_id != "4-3.0-1":
