@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import shutil
@@ -50,7 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread files with slow tests, which mostly wait, among the others, which compute; the last fifth has none.
 
     Otherwise all workers would first wait and then compute, and in the end wait for the one that has the last file.
+    Tests that need a GPU are skipped where there is none.
     """
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu and not importlib.import_module("torch").cuda.is_available():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip("no CUDA device here"))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     files = dict.fromkeys(item.path for item in items)
     place: dict[Path, float] = {}

@@ -33,6 +33,7 @@ from penstock.shared.protocol.events import (
     Drawn,
     Finished,
     JobStarted,
+    Redrawn,
     SealedGroup,
 )
 from penstock.shared.protocol.ids import Draw
@@ -128,16 +129,25 @@ async def test_pages_of_samples_go_through_every_batch(bus: Bus, tmp_path: Path)
     journal = Journal(bus, job)
     await journal.load()
     base, expected = {"writer_epoch": 1, "time": 0.0}, []
+    await journal.append([Drawn(**base, start=0, stop=4, min_version=0, deadline=9.0)])
     for number in (1, 2, 3):
         draw = Draw(number, 10**12)  # of a replayed dead letter
+        await journal.append([Redrawn(**base, letter=number, draw=draw, min_version=0, deadline=9.0)])
         found = group(job, draw)
         data, header = encode_group(replace(found, meta={"source": "addition" if number < 3 else "gone"}))
         seq = await bus.publish(subjects.experience(job), data, headers=group_headers(header))
-        sealed = SealedGroup(draw, "a", seq, header.digest, 0, 0, header.rewards, 4, "w")
+        sealed = SealedGroup(draw, "a", seq, header.digest, number - 1, number - 1, header.rewards, 4, "w")
         trained = {"revision": 1, "version": number, "digest": "w", "trainer_epoch": 1}
         await journal.append(
             [
-                BatchSealed(**base, number=number, revision=1, start_version=0, update_index=0, groups=[sealed]),
+                BatchSealed(
+                    **base,
+                    number=number,
+                    revision=1,
+                    start_version=number - 1,
+                    update_index=number - 1,
+                    groups=[sealed],
+                ),
                 BatchTrained(**base, number=number, **trained),
             ]
         )

@@ -14,6 +14,7 @@ import pytest
 from penstock.local.ports import free_ports
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import TERMINAL_PHASES
+from penstock.shared.protocol.video import Video, video_headers
 
 KEY = "e2e-key"
 Call = dict[str, Any]
@@ -57,6 +58,7 @@ class Front:
             "POST /v1/jobs/{job_id}/dead-letters/{letter}/replay": lambda: {"letter": self.letter()},
             "POST /v1/jobs/{job_id}/cancel": lambda: {"job_id": self.new("/v1/jobs", self._job())},
             "GET /v1/jobs/{job_id}/operations/{operation}": lambda: {"operation": self.operation()},
+            "GET /v1/jobs/{job_id}/videos/{name}": lambda: {"name": self.video()},
             "POST /v1/jobs/{job_id}/resume": lambda: {"job_id": self.paused("/v1/jobs", self._job())},
             "POST /v1/fine_tuning/jobs/{job_id}/cancel": lambda: {"job_id": self.tuning_job()},
             "POST /v1/fine_tuning/jobs/{job_id}/resume": lambda: {"job_id": self.tuning_job()},
@@ -217,6 +219,13 @@ class Front:
                    "Penstock-Attempts": "3", "Penstock-Draw": "0.0"}  # fmt: skip
         self.stack.on_bus(lambda bus: bus.publish(subjects.dead(job), b"unreadable", headers=headers))
         return int(self.get(f"/v1/jobs/{job}/dead-letters?limit=100")["data"][-1]["id"])
+
+    def video(self) -> str:
+        """Name of a film."""
+        job, film = self.jobs["done"], Video(name="1-2.mp4", version=1, reset_id=2)
+        headers = video_headers(film)
+        self.stack.on_bus(lambda bus: bus.publish(subjects.videos(job), b"\0\0\0\x18ftypmp42", headers=headers))
+        return film.name
 
     def _job(self) -> Any:
         return json.loads(self.ids["job_file"])
