@@ -29,10 +29,9 @@ $(BIN)/mkdocs: | $(BIN)/pytest  # the tests do without it
 $(BIN)/fonttools: | $(BIN)/pytest  # comes with matplotlib; the tests do without it
 	$(BIN)/pip install -q -e '.[bench-plots]'
 
-lock:  ## pin what continuous integration installs, with hashes; torch is left out: its hashes differ by index
+lock:  ## pin what continuous integration and the images install, with hashes; torch is left out: its hashes differ by index
 	$(PYTHON) -m venv .bench/uv && .bench/uv/bin/pip install -q uv
-	.bench/uv/bin/uv pip compile pyproject.toml --extra dev --extra docs --universal --python-version 3.11 --generate-hashes \
-	  --no-emit-package torch --no-header --no-annotate --quiet -o deploy/requirements.lock
+	$(PYTHON) deploy/requirements.py --write .bench/uv/bin/uv
 
 lint: $(BIN)/pytest  ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 import runpy
 import subprocess
+import sys
 import tomllib
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from penstock.shared.config import ServiceSettings
 from penstock.shared.config.base import load_yaml
@@ -23,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if path.is_dir() and path.name != "__pycache__")
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text(encoding="utf-8")
-REQUIREMENTS = runpy.run_path(str(ROOT / "deploy/requirements.py"))["requirements"]
+LISTS = runpy.run_path(str(ROOT / "deploy/requirements.py"))
+REQUIREMENTS, CLOSURES = LISTS["requirements"], LISTS["closures"]()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
 
@@ -159,6 +164,57 @@ def test_requirements_of_extras_are_expanded() -> None:
     assert not any(line.startswith("penstock") for line in trainer)
 
 
+def name_of(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+@pytest.mark.parametrize("extra", CLOSURES.keys() - {"build", "core"})
+def test_the_list_of_an_extra_names_what_it_requires(extra: str) -> None:
+    assert {name_of(line) for line in REQUIREMENTS(PROJECT, [extra])} <= CLOSURES[extra]
+    assert CLOSURES["core"] <= CLOSURES[extra]
+
+
+def test_the_lists_are_closed() -> None:
+    """A package that one that is installed here needs is in its list, too: images install no dependencies of pins."""
+
+    def needs_of(name: str) -> Iterator[str]:
+        for line in metadata.requires(name) or []:
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                yield name_of(line)
+
+    there = {name_of(one.metadata["Name"]) for one in metadata.distributions()}
+    assert len(there & CLOSURES["dev"]) > 100, "the environment of the tests is made from the same lock"
+    for extra, names in CLOSURES.items():
+        for name in sorted((names - {"torch"}) & there):
+            assert {*needs_of(name)} <= names, (extra, name)
+
+
+def test_images_install_pins_with_hashes() -> None:
+    """All but torch, and extras that are outside of the lock file."""
+    script = (ROOT / "deploy/install.sh").read_text(encoding="utf-8")
+    assert 'pip install --no-deps --require-hashes -r "$locked"' in script and "pip check" in script
+    runs = [line for line in DOCKERFILE.splitlines() if "pip install" in line]
+    assert runs and all(line.endswith("pip install --no-deps /dist/*.whl") for line in runs), (
+        "nothing beside the script"
+    )
+    lists = re.findall(r"python deploy/requirements\.py ([\w ]+)", stages()["lists"][1])
+    assert len(lists) == 5 + len(SERVICES)
+    for extras in lists:
+        command = [sys.executable, ROOT / "deploy/requirements.py", *extras.split()]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        entries = re.split(r"\n(?=\S)", printed.strip())
+        entries = [entry for entry in entries if not entry.startswith("# torch")]
+        assert all(re.match(r"\S+==\S+", entry) and "--hash=sha256:" in entry for entry in entries), extras
+
+
+def test_what_the_lock_does_not_cover_is_told_apart() -> None:
+    loose = LISTS["unlocked"](PROJECT, ["verifiers", "env"])
+    assert loose == PROJECT["optional-dependencies"]["verifiers"] and "verifiers" not in CLOSURES
+    with pytest.raises(KeyError):
+        LISTS["unlocked"](PROJECT, ["no-such-extra"])
+
+
 def stages() -> dict[str, tuple[str, str]]:
     """By name: the stage that each stage of the Dockerfile begins with, and its text."""
     found = re.findall(r"^FROM (\S+) AS (\w+)$(.*?)(?=^FROM|\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
@@ -166,16 +222,16 @@ def stages() -> dict[str, tuple[str, str]]:
 
 
 def installed(service: str) -> set[str]:
-    """Requirements in the image of a service as it is built by default."""
-    lists = dict(re.findall(r"requirements\.py (\w[\w -]*?) > (\w+\.txt)", stages()["lists"][1]))
-    extras_of = {file: extras.split() for extras, file in lists.items()}
+    """Packages in the image of a service as it is built by default."""
+    lists = dict(re.findall(r"requirements\.py (\w[\w -]*?) ?(?:\$\w+ )?> (\w+\.txt)", stages()["lists"][1]))
+    extras_of = {file: extras.split() for extras, file in lists.items()} | {f"{service}.txt": ["core"]}
     found: set[str] = set()
     stage = service
     while stage in stages():
         parent, text = stages()[stage]
         for copied in re.findall(r"^COPY --from=lists (.+) /deps/$", text, re.MULTILINE):
             for file in re.findall(r"/deps/(\w+\.txt)", copied):
-                found |= set(REQUIREMENTS(PROJECT, extras_of.get(file, [])))
+                found |= set[str]().union(*(CLOSURES[extra] for extra in extras_of[file]))
             assert f"RUN sh /deps/install.sh /deps/{file}" in text, "what is copied is installed"
         stage = parent
     return found
@@ -185,20 +241,20 @@ def installed(service: str) -> set[str]:
 def test_the_images_can_run_the_examples(path: Path) -> None:
     job = parse_job(load_yaml(path))
     for need in needs(job):
-        assert set(REQUIREMENTS(PROJECT, [need.extra])) <= installed(need.service), (path.name, need)
+        assert CLOSURES[need.extra] <= installed(need.service), (path.name, need)
 
 
 def test_an_example_needs_more_than_torch() -> None:
     found = [need for path in EXAMPLES for need in needs(parse_job(load_yaml(path)))]
     assert {("peft", "rollout"), ("peft", "trainer")} <= {(need.package, need.service) for need in found}
-    assert not set(REQUIREMENTS(PROJECT, ["lora"])) <= installed("reward"), "the test can fail"
+    assert not CLOSURES["lora"] <= installed("reward"), "the test can fail"
 
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_takes_more_extras(service: str) -> None:
     argument = f"EXTRAS_{service.upper()}"
     assert f'ARG {argument}=""\n' in DOCKERFILE
-    assert f"requirements.py ${argument} > {service}.txt" in DOCKERFILE
+    assert f"requirements.py core ${argument} > {service}.txt" in DOCKERFILE
     assert f"COPY --from=lists /deps/{service}.txt /deps/" in stages()[service][1]
     assert COMPOSE["services"][service]["build"]["args"][argument] == f"${{{argument}:-}}"
     assert f"`{argument}" in (ROOT / "docs/operations.md").read_text(encoding="utf-8")
