@@ -15,7 +15,9 @@ from collections import Counter
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
-from penstock.shared.transport.bus import Bus
+from penstock.shared.protocol.interaction import sender_number, senders_of
+from penstock.shared.protocol.parts import PART
+from penstock.shared.transport.bus import Bus, Message
 
 __all__ = ["EntryShares", "FeedbackShares"]
 
@@ -25,6 +27,8 @@ OVERHEAD_BYTES = 160
 """Approximate size of a stored message's subject, headers and framing."""
 RETRY_S = 1.0
 LOOK_S = 5.0
+KEY_SHARE = 0.95
+"""Of what a job may have: share of one key in what its other keys leave."""
 PLACES = 1024
 """Sequences that are counted together."""
 LOOKED_AT = 0.25
@@ -71,14 +75,13 @@ class EntryShares:
 
 
 class FeedbackShares:
-    """Bytes of FEEDBACK by job, read from the headers of its messages, whichever replica stored them."""
+    """Bytes of FEEDBACK by job, and by key inside of it, read from the headers of its messages, whichever replica
+    stored them. A key may have ``KEY_SHARE`` of what its job may have and other keys have not."""
 
     def __init__(self, bus: Bus, share: float) -> None:
         self._bus, self._share = bus, share
         self._max_bytes = self._bytes = self._looked_at = 0
-        self._places: dict[str, Counter[int]] = {}
-        """Bytes by job and group of PLACES sequences."""
-        self._used: Counter[str] = Counter()
+        self._jobs: dict[str, _JobBytes] = {}
 
     async def run(self) -> None:
         """Follow the stream until cancelled."""
@@ -88,17 +91,19 @@ class FeedbackShares:
                 self._bus.follow(subjects.FEEDBACK, f"{subjects.FEEDBACK.lower()}.>", headers_only=True)
             ) as messages:
                 async for message in messages:
-                    job, nbytes = message.subject.split(".")[1], message.nbytes + OVERHEAD_BYTES
-                    self._places.setdefault(job, Counter())[message.seq // PLACES] += nbytes
-                    self._used[job] += nbytes
+                    nbytes = message.nbytes + OVERHEAD_BYTES
+                    self._jobs.setdefault(message.subject.split(".")[1], _JobBytes()).add(message, nbytes)
                     self._bytes += nbytes if message.seq > self._looked_at else 0
 
-    def has_room(self, job: str, nbytes: int) -> bool:
-        """Return True if ``nbytes`` more of ``job`` may be stored."""
-        own = min(self._used[job], self._bytes)
-        others = max(0, self._bytes - own)
-        is_free = self._share >= 1 or not self._max_bytes  # a full stream refuses the message itself
-        return is_free or own + nbytes <= self._share * (self._max_bytes - others)
+    def has_room(self, job: str, key_id: str, nbytes: int) -> bool:
+        """Return True if ``nbytes`` more of the key in ``job`` may be stored."""
+        if self._share >= 1 or not self._max_bytes:
+            return True  # a full stream refuses the message itself
+        of_job = self._jobs.get(job) or _JobBytes()
+        own = min(of_job.used, self._bytes)
+        of_key = min(of_job.by_sender[sender_number(key_id)], own)
+        room = self._share * (self._max_bytes - max(0, self._bytes - own))
+        return of_key + nbytes <= KEY_SHARE * (room - (own - of_key))
 
     async def _look(self) -> None:
         """Learn the fill level of the stream, and which messages are gone: the oldest ones of a job, or all of them."""
@@ -106,7 +111,7 @@ class FeedbackShares:
             try:
                 state = await self._bus.stream_state(subjects.FEEDBACK)
                 self._max_bytes, self._bytes, self._looked_at = state.max_bytes, state.bytes, state.last_seq
-                for job in [name for name, used in self._used.items() if used > LOOKED_AT * state.max_bytes]:
+                for job in [name for name, its in self._jobs.items() if its.used > LOOKED_AT * state.max_bytes]:
                     await self._drop_removed(job, state.last_seq)
             except Unavailable as error:
                 logger.info("shares of FEEDBACK are not known: %s", error)
@@ -119,6 +124,37 @@ class FeedbackShares:
             async for message in messages:
                 first = message.seq
                 break
-        places = self._places[job]
-        for place in [place for place in places if place < first // PLACES]:
-            self._used[job] -= places.pop(place)
+        self._jobs[job].drop_before(first // PLACES)
+
+
+class _JobBytes:
+    """Bytes of one job, those of PLACES sequences together: of all its items, and by the numbers of their keys.
+
+    Keys have at most NUM_SENDERS numbers, and a message has no more of them than items.
+    """
+
+    def __init__(self) -> None:
+        self.used = 0
+        self.by_sender: Counter[int] = Counter()
+        self._places: dict[int, tuple[int, Counter[int]]] = {}
+        self._senders: dict[int, int] = {}
+        """Of the newest message that says so: the later parts of one stand directly behind it, and do not."""
+
+    def add(self, message: Message, nbytes: int) -> None:
+        """Count a message."""
+        if PART not in message.headers:
+            self._senders = senders_of(message.headers)
+        total = sum(self._senders.values()) or 1
+        used, by_sender = self._places.get(message.seq // PLACES, (0, Counter[int]()))
+        for sender, part in self._senders.items():
+            by_sender[sender] += nbytes * part // total
+            self.by_sender[sender] += nbytes * part // total
+        self._places[message.seq // PLACES] = used + nbytes, by_sender
+        self.used += nbytes
+
+    def drop_before(self, first: int) -> None:
+        """Stop counting what lies in places before ``first``."""
+        for place in [place for place in self._places if place < first]:
+            used, by_sender = self._places.pop(place)
+            self.used -= used
+            self.by_sender -= by_sender  # entries of nothing go, too

@@ -101,7 +101,8 @@ class ServiceSettings(BaseSettings):
     """The same for all keys together."""
     tenant_share: float = Field(0.95, gt=0, le=1)
     """Share of one key in the bucket of opened episodes, and of one job in the stream of feedback, of what the others
-    leave there. Beyond that it is refused (507, 429), and they are not."""
+    leave there. Beyond that it is refused (507, 429), and they are not. Of what a job may have, one key may have
+    95 % of what its other keys leave."""
     lease_s: float = Field(3.0, gt=0.2)
     """A lease that was not renewed for this long may be taken over by another coordinator or trainer."""
     heartbeat_s: float = Field(1.0, gt=0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ __all__ = [
     "MAX_TURNS",
     "NOT_COMPARED",
     "RESTORED_HEADER",
+    "SENDERS_HEADER",
     "TOO_LATE",
     "USER_TAG",
     "Erasure",
@@ -39,6 +41,9 @@ __all__ = [
     "named_tags",
     "named_users",
     "new_marked_id",
+    "sender_number",
+    "senders_header",
+    "senders_of",
     "time_of_id",
 ]
 
@@ -59,6 +64,10 @@ EPISODE_HEADER = "Penstock-Episode"
 """Header of an interaction's message: what an index of episodes needs without reading the interaction."""
 RESTORED_HEADER = "Penstock-Restored"
 """Header of a message of FEEDBACK with what a deletion left of others: the sequences at which that stood before."""
+SENDERS_HEADER = "Penstock-Senders"
+"""Header of a message of FEEDBACK: bytes of its items by the number of the key that posted them: ``3f2:120 77a:4``."""
+NUM_SENDERS = 4096
+"""So many numbers are given to keys, so that who counts by them has a bound. Two keys may have the same one."""
 
 TOO_LATE = "too_late"
 """Outcome of a revision of feedback that was decided before."""
@@ -166,6 +175,28 @@ class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     items: list[Feedback]
+
+
+def sender_number(key_id: str) -> int:
+    """Number in [0, NUM_SENDERS) by which bytes of a key are counted."""
+    return xxhash.xxh3_64_intdigest(key_id.encode()) % NUM_SENDERS
+
+
+def senders_header(sizes: Iterable[tuple[str, int]]) -> str:
+    """Value of SENDERS_HEADER for items of ``(key_id, bytes)``."""
+    total: Counter[int] = Counter()
+    for key_id, nbytes in sizes:
+        total[sender_number(key_id)] += nbytes
+    return " ".join(f"{number:x}:{nbytes}" for number, nbytes in total.items())
+
+
+def senders_of(headers: Mapping[str, str]) -> dict[int, int]:
+    """Bytes by number of key; empty where the header is absent or cannot be read."""
+    try:
+        pairs = (pair.split(":") for pair in headers.get(SENDERS_HEADER, "").split())
+        return {int(number, 16) % NUM_SENDERS: max(0, int(nbytes)) for number, nbytes in pairs}
+    except ValueError:
+        return {}
 
 
 class Erasure(msgspec.Struct, frozen=True, kw_only=True):

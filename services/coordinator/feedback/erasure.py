@@ -27,12 +27,14 @@ from penstock.shared.protocol.episode import KEEP_S, EpisodeRecord
 from penstock.shared.protocol.events import decode_events
 from penstock.shared.protocol.interaction import (
     RESTORED_HEADER,
+    SENDERS_HEADER,
     Erasure,
     FateBatch,
     Feedback,
     FeedbackBatch,
     bare_id,
     named_users,
+    senders_header,
 )
 from penstock.shared.protocol.parts import PARTS
 from penstock.shared.runtime.ledger import LedgerArchive, scan_ledger, segment_of
@@ -336,7 +338,9 @@ class Eraser:
         if isinstance(place, Message):
             if rest:
                 places = [*place.headers.get(RESTORED_HEADER, "").split(), str(place.seq)]
-                copy = Outgoing(subjects.feedback(job), data, {RESTORED_HEADER: " ".join(places)})
+                senders = senders_header((item.key_id, len(msgspec.msgpack.encode(item))) for item in rest)
+                headers = {RESTORED_HEADER: " ".join(places), SENDERS_HEADER: senders}
+                copy = Outgoing(subjects.feedback(job), data, headers)
                 await self._bus.publish_whole([copy])
             await erase_message(self._bus, subjects.FEEDBACK, place)
             return

@@ -15,7 +15,7 @@ import contextvars
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.shared.errors import PenstockError, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack
-from penstock.shared.protocol.interaction import Feedback, FeedbackBatch
+from penstock.shared.protocol.interaction import SENDERS_HEADER, Feedback, FeedbackBatch, senders_header
 from penstock.shared.runtime import metrics
 from penstock.shared.runtime.tasks import unexpected
 from penstock.shared.transport.bus import Bus, Outgoing
@@ -39,7 +39,7 @@ IN_FLIGHT = 2
 MAX_UNPROJECTED, MAX_UNPROJECTED_BYTES = 65_536, 256 << 20
 """Items taken that the projection has not seen, and their bytes; beyond that nothing more is taken."""
 MAX_SHARE = 0.95
-"""Share of one job in what the others leave."""
+"""Share of one job in what the others leave, and of one key in what the other keys of that job leave."""
 FREEING = frozenset({"retraction", "release", "drop"})
 """Kinds of items by which others are decided: they are taken where a job has its share, for they make room."""
 ROOM_S = 2.0
@@ -102,6 +102,28 @@ class _Lane:
     sender: asyncio.Task[None] | None = None
 
 
+class _Taken:
+    """Items or bytes that were taken and are not projected: of all, by job, and by job and key."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._by: Counter[str | tuple[str, str]] = Counter()
+
+    def add(self, job: str, key_id: str, number: int) -> None:
+        """Count ``number`` more of a key, or fewer."""
+        self.total += number
+        for owner in (job, (job, key_id)):
+            self._by[owner] += number
+            if not self._by[owner]:
+                del self._by[owner]
+
+    def has_room(self, job: str, key_id: str, more: int, most: int) -> bool:
+        """Return True if a key may have ``more`` where all together may have ``most``: what others leave it."""
+        of_job, of_key = self._by[job], self._by[job, key_id]
+        room = math.ceil(MAX_SHARE * (most - (self.total - of_job)))
+        return of_key + more <= math.ceil(MAX_SHARE * (room - (of_job - of_key)))
+
+
 class Ingest:
     """Takes items durably."""
 
@@ -109,12 +131,12 @@ class Ingest:
         self._bus, self._index = bus, index
         self._lanes: dict[str, _Lane] = {}
         self._recent: dict[str, _Entry] = {}
-        self._nbytes = 0
+        self._items, self._bytes = _Taken(), _Taken()
         self._queued = self._queued_nbytes = 0
-        self._queues: dict[str, asyncio.Lock] = {}
-        self._of_job: Counter[str] = Counter()
-        self.has_room: Callable[[str, int], bool] = lambda job, nbytes: True
-        """True if a job may have so many bytes more in the stream."""
+        self._queues: dict[tuple[str, str], tuple[asyncio.Lock, int]] = {}
+        """By job and key: the lock of those that wait for room, and how many do."""
+        self.has_room: Callable[[str, str, int], bool] = lambda job, key_id, nbytes: True
+        """True if a key may have so many bytes more of a job in the stream."""
         self._freed = asyncio.Event()
         self._unprojected: dict[int, list[_Entry]] = {}
         self._sending: set[asyncio.Task[None]] = set()
@@ -132,7 +154,7 @@ class Ingest:
         Returns once every one is on disk or refused: StreamFull, Unavailable (it may be stored or not), HttpProblem
         (422 the id says something else already, 413 too large). A sender that is faster than the projection waits.
         """
-        if items and self._is_full(len(items), items[0][0].job):
+        if items and self._is_full(len(items), items[0][0]):
             await self._wait_for_room([item for item, _ in items])
         begun = [self._begin(item, chosen) for item, chosen in items]
         pending = {found[0].done for found in begun if not isinstance(found, PenstockError)}
@@ -166,11 +188,11 @@ class Ingest:
         except PenstockError as error:
             return error
 
-    def _is_full(self, more: int, job: str) -> bool:
-        """For ``job``: one that floods waits while others find room."""
-        count, own = len(self._recent), self._of_job[job]
-        most = math.ceil(MAX_SHARE * (MAX_UNPROJECTED - (count - own)))
-        return count + more > MAX_UNPROJECTED or own + more > most or self._nbytes >= MAX_UNPROJECTED_BYTES
+    def _is_full(self, more: int, item: Feedback) -> bool:
+        """For the job and the key of ``item``: one that floods waits while others find room."""
+        job, key_id = item.job, item.key_id
+        has_room = self._items.has_room(job, key_id, more, MAX_UNPROJECTED)
+        return not has_room or not self._bytes.has_room(job, key_id, 1, MAX_UNPROJECTED_BYTES)
 
     async def _wait_for_room(self, items: Sequence[Feedback]) -> None:
         """In turn; returns without room where it takes too long, or too much waits already."""
@@ -178,31 +200,42 @@ class Ingest:
         if self._queued + count > MAX_QUEUED or self._queued_nbytes + nbytes > MAX_QUEUED_BYTES:
             return
         self._queued, self._queued_nbytes = self._queued + count, self._queued_nbytes + nbytes
-        job = items[0].job
-        queue = self._queues.setdefault(job, asyncio.Lock())
         try:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ROOM_S), queue:
-                    while self._is_full(count, job):
+                async with asyncio.timeout(ROOM_S), self._turn(items[0].job, items[0].key_id):
+                    while self._is_full(count, items[0]):
                         self._freed.clear()
                         await self._freed.wait()
         finally:
             self._queued, self._queued_nbytes = self._queued - count, self._queued_nbytes - nbytes
 
+    @contextlib.asynccontextmanager
+    async def _turn(self, job: str, key_id: str) -> AsyncIterator[None]:
+        """Requests of one key for one job wait in turn."""
+        lock, users = self._queues.get((job, key_id)) or (asyncio.Lock(), 0)
+        self._queues[job, key_id] = lock, users + 1
+        try:
+            async with lock:
+                yield
+        finally:
+            lock, users = self._queues.pop((job, key_id))
+            if users > 1:
+                self._queues[job, key_id] = lock, users - 1
+
     def _enter(self, item: Feedback, chosen: bool) -> _Entry:
-        if self._is_full(1, item.job):
+        if self._is_full(1, item):
             raise StreamFull(f"{len(self._recent)} items wait to be indexed; retry in a moment")
         loop = asyncio.get_running_loop()
         nbytes = len(_encoder.encode(item))
-        if item.kind not in FREEING and not self.has_room(item.job, nbytes):
+        if item.kind not in FREEING and not self.has_room(item.job, item.key_id, nbytes):
             raise _flooded(item.job)
         entry = _Entry(item, nbytes, chosen, loop.time(), loop.create_future())
         entry.done.add_done_callback(_seen)
         if (replaced := self._recent.get(item.id)) is not None:
             self._forget(replaced)
         self._recent[item.id] = entry
-        self._of_job[item.job] += 1
-        self._nbytes += entry.nbytes
+        self._items.add(item.job, item.key_id, 1)
+        self._bytes.add(item.job, item.key_id, nbytes)
         lane = self._lanes.get(item.job) or self._lanes.setdefault(item.job, _Lane())
         lane.waiting.append(entry)
         lane.nbytes += entry.nbytes
@@ -246,7 +279,8 @@ class Ingest:
         items = [entry.item for entry in group]
         data = pack(FeedbackBatch(items=items), job=job)
         name = hashlib.sha256("".join(f"{item.id}.{item.revision}\n" for item in items).encode()).hexdigest()[:32]
-        seq, bound = await self._publish(subjects.feedback(job), data, name)
+        headers = {SENDERS_HEADER: senders_header((entry.item.key_id, entry.nbytes) for entry in group)}
+        seq, bound = await self._publish(Outgoing(subjects.feedback(job), data, headers, name))
         now = asyncio.get_running_loop().time()
         GROUP.observe(len(group))
         for entry in group:
@@ -254,16 +288,18 @@ class Ingest:
             entry.done.set_result(Stored(entry.item.id, seq))
         self._unprojected.setdefault(bound, []).extend(group)
 
-    async def _publish(self, subject: str, data: bytes, name: str) -> tuple[int | None, int]:
+    async def _publish(self, message: Outgoing) -> tuple[int | None, int]:
         """``(sequence, a sequence at or above it)``; a payload in parts has no sequence that is known here."""
-        if len(data) <= MAX_INLINE_BYTES:
-            seq = await self._bus.publish(subject, data, msg_id=name, deadline_s=ACK_S)
+        if len(message.data) <= MAX_INLINE_BYTES:
+            seq = await self._bus.publish(
+                message.subject, message.data, headers=message.headers, msg_id=message.msg_id, deadline_s=ACK_S
+            )
             return seq, seq
         try:
-            await self._bus.publish_whole([Outgoing(subject, data, msg_id=name)], deadline_s=ACK_S)
+            await self._bus.publish_whole([message], deadline_s=ACK_S)
         except ProtocolError as error:
             raise HttpProblem(413, "too_large", str(error)) from None
-        newest = await self._bus.last(subjects.FEEDBACK, subject)
+        newest = await self._bus.last(subjects.FEEDBACK, message.subject)
         return None, newest.seq if newest is not None else 0
 
     async def _unknown(self, group: list[_Entry]) -> list[_Entry]:
@@ -292,8 +328,8 @@ class Ingest:
     def _forget(self, entry: _Entry) -> None:
         if self._recent.get(entry.item.id) is entry:
             del self._recent[entry.item.id]
-            self._of_job[entry.item.job] -= 1
-            self._nbytes -= entry.nbytes
+            self._items.add(entry.item.job, entry.item.key_id, -1)
+            self._bytes.add(entry.item.job, entry.item.key_id, -entry.nbytes)
 
 
 def _result(found: tuple[_Entry, bool] | PenstockError) -> Stored | PenstockError:
@@ -343,7 +379,9 @@ def _take(lane: _Lane) -> list[_Entry]:
 
 
 def _flooded(job: str) -> HttpProblem:
-    detail = f"job '{job}' has so much feedback in the stream that others need the rest; wait until it is decided"
+    detail = (
+        f"so much feedback of this key or of job '{job}' is undecided that others need the rest; wait for decisions"
+    )
     return HttpProblem(429, "job_backlog_full", detail, headers={"Retry-After": "5", "retry-after-ms": "5000"})
 
 

@@ -137,7 +137,7 @@ async def test_only_what_is_held_in_this_job_is_found(desk: Any) -> None:
 async def test_what_makes_room_is_taken_where_a_job_has_its_share(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An administrator takes back what a source floods a job with."""
     flood = (await desk.accept())["feedback_id"]
-    monkeypatch.setattr(desk.desk.ingest, "has_room", lambda job, nbytes: False)
+    monkeypatch.setattr(desk.desk.ingest, "has_room", lambda job, key_id, nbytes: False)
     reply = await desk.post({"inference_id": desk.new_id(), "metric_name": "accepted", "value": True})
     assert (reply.status_code, reply.json()["error"]["code"]) == (429, "job_backlog_full")
     assert reply.headers["retry-after"] == "5"
