@@ -202,7 +202,8 @@ def senders_of(headers: Mapping[str, str]) -> dict[int, int]:
 class Erasure(msgspec.Struct, frozen=True, kw_only=True):
     """Deletions of one user's data in one job, in FEEDBACK beside the feedback: ids only, which identify nobody.
 
-    ``user`` is an HMAC. Neither the interactions nor the feedback exist any more; feedback on them is refused.
+    ``user`` is an HMAC. Neither the interactions nor the feedback exist any more; feedback on them is refused. What was
+    admitted of the user's conversations by ``time`` (Unix seconds) goes, too, whether or not it is named.
     """
 
     user: str

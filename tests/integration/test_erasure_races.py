@@ -209,7 +209,7 @@ async def commands(scene: Scene) -> AsyncIterator[list[Command]]:
         await server.close()
 
 
-@pytest.mark.parametrize("batch", ["refused", "trained"])
+@pytest.mark.parametrize("batch", ["refused", "trained", "trained, and its records made room"])
 async def test_a_deletion_takes_no_group_that_a_trainer_may_ask_for(scene: Scene, batch: str) -> None:
     """Of a sealed batch, and of one that no checkpoint is behind, they are there until the ledger lets go of them."""
     items = [scene.posted(user) for user in ("gone", "other")]
@@ -218,8 +218,10 @@ async def test_a_deletion_takes_no_group_that_a_trainer_may_ask_for(scene: Scene
         await scene.until(scene.events, lambda found: any(isinstance(event, BatchSealed) for event in found))
         ordinals = {name: one[0].ordinal for name, one in (await scene.admitted(items)).items()}
         mine, other = ordinals[items[0].id], ordinals[items[1].id]
-        if batch == "trained":
+        if batch != "refused":
             await scene.report(kind="trained", batch=1, revision=1, version=1, digest="w1")
+        if batch == "trained, and its records made room":
+            await scene.bus.purge(subjects.FEEDBACK, subjects.feedback(scene.job))
         eraser = Eraser(scene.bus, str, released_s=DEADLINE_S)
         deletion = asyncio.create_task(eraser.run(await eraser.begin("gone")))
 
@@ -241,6 +243,30 @@ async def test_a_deletion_takes_no_group_that_a_trainer_may_ask_for(scene: Scene
     dropped = [(one.reason, one.draws, one.redraw) for one in found if isinstance(one, Dropped)]
     assert dropped == ([("erased", [Draw(mine)], False)] if batch == "refused" else [])
     assert not await scene.bus.read(subjects.DEAD, subjects.dead(scene.job)), "no copy is kept of it"
+
+
+async def test_a_user_who_talks_on_holds_no_deletion_up_and_is_not_deleted_again(scene: Scene) -> None:
+    items = [scene.posted(user) for user in ("gone", "other")]
+    await scene.post(*items)
+    async with scene.worker(), scene.leader(), commands(scene) as heard:
+        await scene.until(scene.events, lambda found: any(isinstance(event, BatchSealed) for event in found))
+        await scene.report(kind="trained", batch=1, revision=1, version=1, digest="w1")
+        eraser = Eraser(scene.bus, str, released_s=DEADLINE_S)
+        deletion = asyncio.create_task(eraser.run(await eraser.begin("gone")))
+
+        async def asked() -> list[Command]:
+            return heard
+
+        await scene.until(asked, lambda found: any(command.kind == "checkpoint" for command in found))
+        again = scene.posted("gone", version=1)
+        await scene.post(again)
+        later = (await scene.admitted([again]))[again.id][0].ordinal
+        await scene.until(scene.groups, lambda found: later in found)
+        await scene.report(kind="checkpointed", batch=1, version=1, digest="w1", path="c1")
+        async with asyncio.timeout(DEADLINE_S / 2):
+            await deletion
+        assert later in await scene.groups()
+        assert not any(isinstance(event, Dropped) for event in await scene.events())
 
 
 async def test_a_checkpoint_that_breaks_after_a_deletion_ends_in_a_fork_that_says_erased(scene: Scene) -> None:

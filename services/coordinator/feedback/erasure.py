@@ -184,11 +184,17 @@ class Eraser:
     async def _delete(self, report: Report) -> None:
         found = await Search(self._bus, report.user, self._pseudonym).run()
         report.episodes += await self._end_episodes(report.user, found)
-        last = max([0, *[await self._announce(report.user, job, mine) for job, mine in found.items()]])
+        until = bus_time()
+        announced = {job: await self._announce(report.user, job, mine, until) for job, mine in found.items()}
         # What was told is read before the ledger: what is admitted in between is known to be needed.
         told = {job: await self._told(job, mine) for job, mine in found.items()}
         # What a leader admits after this search it drops itself: it reads what was announced.
-        all_made = await self._made(report.user, found)
+        all_made = await self._made(report.user, found, until)
+        for job, made in all_made.items():
+            if made.held and not announced.get(job):  # its records are gone already: the user and the time say it all
+                announced[job] = await self._say(
+                    Erasure(user=report.user, interactions=[], feedback=[], time=until), job
+                )
         for job, made in all_made.items():
             mine = found.get(job, Found())
             versions, decided = told.get(job, (set[int](), set[str]()))
@@ -212,7 +218,7 @@ class Eraser:
         # Each job for itself: one that nobody trains holds up the groups of no other.
         await together(self._erase_groups(report, job, made) for job, made in all_made.items() if made.ordinals)
         if self._forgotten is not None:
-            await self._forgotten(last)
+            await self._forgotten(max([0, *announced.values()]))
 
     async def _save(self, report: Report) -> None:
         """Write down how far it is. Raises Conflict: another process took it up."""
@@ -224,18 +230,18 @@ class Eraser:
         stands = {name: getattr(held, name) for name in ("status", "requested", "finished", "holder", "alive")}
         return msgspec.structs.replace(report, **stands)
 
-    async def _made(self, user: str, found: Mapping[str, Found]) -> dict[str, Made]:
-        """Groups and versions made of it, by the ledgers of jobs that hold or admitted it."""
-        made = {job: _made_of(user, mine) for job, mine in found.items()}
+    async def _made(self, user: str, found: Mapping[str, Found], until: float) -> dict[str, Made]:
+        """Groups and versions made of it, by the ledgers of jobs that hold or admitted it ``until`` then."""
+        made = {job: _made_of(user, mine, until) for job, mine in found.items()}
         archived = set[str]()
         async for message in self._bus.scan(subjects.LEDGER, subjects.ledger("*")):
             job = message.subject.rpartition(".")[2]
             if segment_of(message.headers, job) is not None:
                 archived.add(job)
             elif job not in archived:
-                _take_entry(made.setdefault(job, _made_of(user, Found())), message.seq, message.data)
+                _take_entry(made.setdefault(job, _made_of(user, Found(), until)), message.seq, message.data)
         for job in archived:  # their ledgers do not begin in the stream
-            made[job] = _made_of(user, found.get(job, Found()))
+            made[job] = _made_of(user, found.get(job, Found()), until)
             async for entry in scan_ledger(self._bus, job, self._archive):
                 _take_entry(made[job], entry.seq, entry.data)
         return {job: one for job, one in made.items() if job in found or one.ordinals}
@@ -292,16 +298,19 @@ class Eraser:
 
     # -- deletion ----------------------------------------------------------------------------------------------------
 
-    async def _announce(self, user: str, job: str, mine: Found) -> int:
+    async def _announce(self, user: str, job: str, mine: Found, time: float) -> int:
         """Say which ids do not exist any more; the sequence of that, 0 where there are none."""
         last, interactions, feedback = 0, sorted(mine.interactions), sorted(mine.feedback)
         for start in range(0, max(len(interactions), len(feedback)), NAMED):
             some = slice(start, start + NAMED)
-            erasure = Erasure(
-                user=user, interactions=interactions[some], feedback=feedback[some], time=bus_time()
-            )  # fmt: skip
-            last = await self._bus.publish(subjects.erasures(job), pack(erasure, job=job))
+            last = await self._say(
+                Erasure(user=user, interactions=interactions[some], feedback=feedback[some], time=time), job
+            )
         return last
+
+    async def _say(self, erasure: Erasure, job: str) -> int:
+        """Announce a deletion to whoever reads the job's feedback; its sequence."""
+        return await self._bus.publish(subjects.erasures(job), pack(erasure, job=job))
 
     async def _end_episodes(self, user: str, found: Mapping[str, Found]) -> int:
         """Blank what was opened for the user, or for nobody and they spoke in it; how many. It takes no more requests.
@@ -368,9 +377,9 @@ def _take_entry(made: Made, seq: int, data: bytes) -> None:
         made.take(event)
 
 
-def _made_of(user: str, mine: Found) -> Made:
+def _made_of(user: str, mine: Found, until: float) -> Made:
     others = {target_of(item) for _, rest in mine.mixed for item in rest}
-    return Made(user, mine.interactions.keys() | mine.gone, mine.feedback | mine.gone, others)
+    return Made(user, mine.interactions.keys() | mine.gone, mine.feedback | mine.gone, others, until)
 
 
 def target_of(item: Feedback) -> str:

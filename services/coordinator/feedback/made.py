@@ -29,14 +29,15 @@ from penstock.shared.protocol.interaction import bare_id
 from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.transport.bus import Bus, Message
 
-__all__ = ["Made", "erase_groups", "is_made_of"]
+__all__ = ["Made", "erase_groups", "is_made_of", "is_of_user"]
 
 
 class Made:
     """Lineage of a user's data in one job, by its ledger.
 
     Args:
-        user: pseudonym; what was admitted of their conversations is theirs, whatever else is known of it.
+        user: pseudonym; what was admitted of their conversations is theirs, whatever else is known of it,
+        until: if it was admitted by then (Unix seconds): they may talk on, and that is not deleted.
         interactions, feedback: ids of what is theirs.
         others: feedback of others of which it is asked whether it was admitted.
 
@@ -49,9 +50,10 @@ class Made:
     """
 
     def __init__(
-        self, user: str, interactions: Container[str], feedback: Container[str], others: Collection[str]
+        self, user: str, interactions: Container[str], feedback: Container[str], others: Collection[str], until: float
     ) -> None:
         self._user, self._interactions, self._feedback, self._others = user, interactions, feedback, others
+        self._until = until
         self.ordinals, self.versions, self.decided = set[int](), set[int](), set[str]()
         self.low_feedback = self.seq = 0
         self._about: set[int] = set()
@@ -139,9 +141,7 @@ class Made:
 
     def _admitted(self, admission: Admission) -> None:
         self.decided.update(name for name in admission.feedback if name in self._others)
-        if self._user in (admission.user, *admission.users) or is_made_of(
-            admission, self._interactions, self._feedback
-        ):
+        if is_of_user(admission, self._user, self._until) or is_made_of(admission, self._interactions, self._feedback):
             self.ordinals.add(admission.ordinal)
             self._about.add(admission.ordinal)
             self._open.add(admission.ordinal)
@@ -166,6 +166,11 @@ def is_made_of(admission: Admission, interactions: Container[str], feedback: Con
     if any((bare_id(name) or name) in interactions for name in names):
         return True
     return not admission.interactions and any(name in feedback for name in admission.feedback)
+
+
+def is_of_user(admission: Admission, user: str, until: float) -> bool:
+    """True if an admission is of a conversation of ``user`` (a pseudonym), and from before ``until`` (Unix seconds)."""
+    return admission.time <= until and user in (admission.user, *admission.users)
 
 
 async def erase_groups(bus: Bus, job: str, ordinals: Container[int]) -> int:

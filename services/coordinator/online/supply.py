@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from penstock.services.coordinator.feedback.ids import purge_feedback
-from penstock.services.coordinator.feedback.made import erase_groups, is_made_of
+from penstock.services.coordinator.feedback.made import erase_groups, is_made_of, is_of_user
 from penstock.services.coordinator.feedback.privacy import Consents, objection
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.decision_feed import (
@@ -42,6 +42,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.events import (
+    Admission,
     Admitted,
     BatchTrained,
     Checkpointed,
@@ -102,6 +103,8 @@ class LiveSupply:
         self._publisher = DecisionPublisher(bus, job, epoch=epoch, funnel=self._funnel, retry=lambda: self.retry)
         self._copies = RestoredCopies(bus, job, archive)
         self._state = LedgerState()
+        self._deleted: dict[str, float] = {}
+        """Users (HMAC) whose data was deleted, and until when: what they say later is not part of it."""
         self._unerased: set[int] = set()
         """Ordinals whose groups are deleted once no trainer can ask for them."""
         self._unpublished: list[FeedbackStatus] = []
@@ -233,12 +236,22 @@ class LiveSupply:
 
     async def _erase(self, erasure: Erasure) -> None:
         """Drop what was admitted while its user was deleted: its groups, and the draws without one."""
+        self._deleted[erasure.user] = max(erasure.time, self._deleted.get(erasure.user, 0.0))
         interactions, feedback = ({bare_id(id) or id for id in ids} for ids in (erasure.interactions, erasure.feedback))
         admissions = self._state.admissions.values()
-        ordinals = {one.ordinal for one in admissions if is_made_of(one, interactions, feedback)}
+        self._mark_erased(
+            one for one in admissions if is_made_of(one, interactions, feedback) or self._is_of_deleted_user(one)
+        )
+        await self._erase_released()
+
+    def _is_of_deleted_user(self, admission: Admission) -> bool:
+        users = {admission.user, *admission.users} & self._deleted.keys()
+        return any(is_of_user(admission, user, self._deleted[user]) for user in users)
+
+    def _mark_erased(self, admissions: Iterable[Admission]) -> None:
+        ordinals = {one.ordinal for one in admissions}
         self.source.erased |= ordinals
         self._unerased |= ordinals
-        await self._erase_released()
 
     async def _erase_released(self) -> None:
         """Delete the groups of deleted users that no trainer can ask for any more."""
@@ -295,6 +308,7 @@ class LiveSupply:
         for event in events:
             match event:
                 case Admitted():
+                    self._mark_erased(one for one in event.admissions if self._is_of_deleted_user(one))
                     self._funnel.on_admissions(event.admissions, self.matching.end_times(event.admissions))
                     self.matching.on_admitted(event.admissions)
                 case Promoted() | PromotionRefused():

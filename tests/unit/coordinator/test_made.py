@@ -28,11 +28,11 @@ BASE: dict[str, Any] = {"writer_epoch": 1, "time": 0.0}
 OPEN: dict[str, Any] = {"min_version": 0, "deadline": 9.0}
 
 
-def admitted(*ordinals: int) -> Admitted:
+def admitted(*ordinals: int, time: float = 0.0) -> Admitted:
     """One answer of the user for each draw; those from 100 on another one posted with its content."""
     admissions = [
         Admission(
-            o, {f"i{o}": o} if o < 100 else {}, {f"f{o}": o}, 1.0, 0, "k", "u" if o < 100 else "", "feedback", 0.0
+            o, {f"i{o}": o} if o < 100 else {}, {f"f{o}": o}, 1.0, 0, "k", "u" if o < 100 else "", "feedback", time
         )
         for o in ordinals
     ]
@@ -59,7 +59,7 @@ def forked(from_batch: int, *, redraw: bool = True) -> LineageForked:
 
 
 def made_after(*events: Event | Sequence[Event]) -> Made:
-    made = Made("u", set(), set(), ["f100", "f101"])
+    made = Made("u", set(), set(), ["f100", "f101"], until=5.0)
     for event in events:
         for one in [event] if isinstance(event, Event) else event:
             made.take(one)
@@ -103,6 +103,12 @@ def test_a_trainer_that_makes_the_served_version_again_needs_what_came_before() 
     assert (made.held, made.needed) == ({2, 3}, {"f100", "f101"})
     made.take(Promoted(**BASE, number=3, version=3, digest="w", reason="r"))
     assert made.held == set()
+
+
+def test_what_the_user_says_after_the_deletion_is_not_part_of_it() -> None:
+    """Otherwise one who talks on holds their deletion up for ever, and what they said since goes with it."""
+    made = made_after(*THREE, admitted(4, time=5.0), admitted(5, time=5.1))
+    assert (made.ordinals, made.held) == ({1, 2, 3, 4}, {4})
 
 
 def test_what_the_log_does_not_hold_any_more_nobody_repeats() -> None:
