@@ -19,7 +19,7 @@ from penstock.shared.protocol.interaction import sender_number, senders_of
 from penstock.shared.protocol.parts import PART
 from penstock.shared.transport.bus import Bus, Message
 
-__all__ = ["EntryShares", "FeedbackShares"]
+__all__ = ["KEY_SHARE", "EntryShares", "FeedbackShares"]
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from penstock.services.coordinator.api.guard import BODY_BYTES_PER_S, MAX_HEADERS
 from penstock.services.coordinator.api.ratelimit import subscriber
 from penstock.services.coordinator.api.replies import HttpProblem, problem_body
 from penstock.shared.config.service import ServiceSettings
@@ -30,11 +31,8 @@ from penstock.shared.runtime import metrics
 
 __all__ = ["server_of"]
 
-MAX_HEADERS = 256
 MAX_PIPELINED = 16
 """Requests of one connection that wait for the one before."""
-BODY_BYTES_PER_S = 16 << 10
-"""A body may take this much longer than its deadline: its bytes so far by this rate."""
 WRITE_S, WRITE_BYTES = 60.0, 16 << 10
 """A client that takes less than this of its answer within this time is dropped, while more waits for it."""
 FLUSH_S = 5.0

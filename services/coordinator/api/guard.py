@@ -17,7 +17,17 @@ from penstock.services.coordinator.api.turns import Turns
 from penstock.shared.errors import PenstockError
 from penstock.shared.runtime import metrics
 
-__all__ = ["MAX_BODY_BYTES", "MAX_FILE_BYTES", "MAX_LARGE_BYTES", "OPEN_PATHS", "Guard", "Measured", "body_limit"]
+__all__ = [
+    "BODY_BYTES_PER_S",
+    "MAX_BODY_BYTES",
+    "MAX_FILE_BYTES",
+    "MAX_HEADERS",
+    "MAX_LARGE_BYTES",
+    "OPEN_PATHS",
+    "Guard",
+    "Measured",
+    "body_limit",
+]
 
 MAX_BODY_BYTES = 1 << 20
 """Longest request body; enforced while it is read, whatever Content-Length says."""
@@ -27,6 +37,9 @@ MAX_OPEN_BYTES = 16 << 10
 """Longest body of a request without a key, which no such route reads."""
 MAX_FILE_BYTES = 64 << 20
 """Longest body of an uploaded data set. Larger ones are put where the services see them and named in a job file."""
+MAX_HEADERS = 256
+BODY_BYTES_PER_S = 16 << 10
+"""A body may take this much longer than its deadline: its bytes so far by this rate."""
 LIVE_PATHS = frozenset({"/feedback", "/v1/feedback", "/v1/feedback/batch"})
 LIVE_ENDS = ("/chat/completions", "/v1/completions")
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v1/version", "/openapi.json"})

@@ -14,11 +14,14 @@ __all__ = [
     "CheckpointList",
     "CheckpointRow",
     "Columns",
+    "ConnectionLimits",
+    "DocumentLimits",
     "DryRun",
     "EventList",
     "FeedbackLimits",
     "Health",
     "JobList",
+    "KeyLimits",
     "Limits",
     "LogLines",
     "ReplayRequest",
@@ -170,6 +173,50 @@ class FeedbackLimits(BaseModel):
     token_max_s: float
 
 
+class ConnectionLimits(BaseModel):
+    """Limits of connections, before anybody asks for a key."""
+
+    max_connections: int = Field(
+        description="Of all clients, fewer where files lack; 503 `too_many_connections` beyond"
+    )
+    max_per_address: int = Field(description="Of one client address, IPv6: of a /64; 503 `too_many_connections` beyond")
+    max_head_bytes: int = Field(description="Of the request line with all headers; 431 beyond")
+    max_headers: int = Field(description="Lines of headers; 431 beyond")
+    head_s: float = Field(description="Longest that a connection says nothing, or takes for its headers; 408 beyond")
+    body_s: float = Field(description="Longest for a body, and a second more for each `body_bytes_per_s`; 408 beyond")
+    body_bytes_per_s: int
+
+
+class KeyLimits(BaseModel):
+    """Limits of one key, of the episodes and tokens that it made together with it."""
+
+    max_requests_at_once: int = Field(
+        description="Event streams and long polls included; 429 `too_many_at_once` beyond"
+    )
+    max_large_bodies: int = Field(description="Bodies above `max_body_bytes` that are read at once; others wait")
+    max_large_bodies_of_all: int = Field(description="The same of all keys")
+    large_body_wait_s: float = Field(description="Longest such wait; 429 `too_many_large_bodies` then")
+    max_requests_of_model: int = Field(
+        description="Of all keys to one model of a coordinator; a key has as many as are free then: 429 `capacity`"
+    )
+    tenant_share: float = Field(
+        description="Of a key in opened episodes (507 `episode_quota`), of a job in feedback that is stored (429 "
+        "`job_backlog_full`): of what the others leave"
+    )
+    key_share: float = Field(description="Of a key in the feedback of one job, of what the job's other keys leave")
+
+
+class DocumentLimits(BaseModel):
+    """Limits of what a body holds; 422 `too_complex` beyond."""
+
+    max_values: int = Field(description="Of JSON; a posted interaction may have as many as its tokens need")
+    max_yaml_values: int
+    max_depth: int
+    max_schema_bytes: int = Field(description="Of all schemas of a request together")
+    max_tools: int = Field(description="Of a request whose answer is to have a form")
+    max_choices: int = Field(description="Answers of one request: prompts times `n`")
+
+
 class Limits(BaseModel):
     """Limits of the API, and guarantees of this deployment."""
 
@@ -185,6 +232,13 @@ class Limits(BaseModel):
     rate_limit: str
     live_rate_limit: str = Field(description="Of models and feedback, counted apart")
     user_rate_limit: str | None = Field(description="Of live requests and feedback of a key for one end user")
+    token_rate_limit: str | None = Field(description="Tokens of prompts and answers of one key")
     address_rate_limit: str | None = Field(description="Of one client address; IPv6: of a /64")
+    connections: ConnectionLimits
+    per_key: KeyLimits
+    documents: DocumentLimits
+    max_files: int = Field(description="Uploaded data sets of all keys")
+    files_bytes: int = Field(description="Of all uploaded data sets together")
+    max_webhooks: int
     idempotency_keep_s: int
     authentication: bool

@@ -10,7 +10,11 @@ from penstock.shared.protocol.episode import EpisodeRecord
 from penstock.shared.protocol.inference import Chunk, InferenceRequest
 from penstock.shared.protocol.interaction import Interaction
 
-__all__ = ["Answer", "Ask", "EpisodeBook", "Served", "Serving"]
+__all__ = ["MAX_IN_FLIGHT", "Answer", "Ask", "EpisodeBook", "Served", "Serving"]
+
+MAX_IN_FLIGHT = 2048
+"""Requests of one model in this process; more are told to come back, and those of one key when it has as many as there
+is room left: one key alone gets half of it, two a third each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,9 @@ from starlette.responses import Response
 
 from penstock import __version__
 from penstock.services.coordinator.api.access import BackendDep
+from penstock.services.coordinator.api.completion_bodies import MAX_CHOICES
+from penstock.services.coordinator.api.completion_form import MAX_SCHEMA_BYTES, MAX_TOOLS
+from penstock.services.coordinator.api.documents import MAX_DEPTH, MAX_VALUES, MAX_YAML_VALUES
 from penstock.services.coordinator.api.feedback_models import (
     MAX_COMMENT,
     MAX_ITEMS,
@@ -14,13 +17,32 @@ from penstock.services.coordinator.api.feedback_models import (
     MAX_TOKENS,
 )
 from penstock.services.coordinator.api.feedback_tokens import DEFAULT_S, LONGEST_S, SHORTEST_S
-from penstock.services.coordinator.api.guard import MAX_BODY_BYTES, MAX_FILE_BYTES, MAX_LARGE_BYTES
+from penstock.services.coordinator.api.guard import (
+    BODY_BYTES_PER_S,
+    MAX_BODY_BYTES,
+    MAX_FILE_BYTES,
+    MAX_HEADERS,
+    MAX_LARGE_BYTES,
+)
 from penstock.services.coordinator.api.idempotency import KEEP_S
 from penstock.services.coordinator.api.jobs import MAX_PAGE, MAX_WAIT_S
+from penstock.services.coordinator.api.occupancy import WAIT_S
 from penstock.services.coordinator.api.replies import Json
-from penstock.services.coordinator.api.schemas import FeedbackLimits, Health, Limits, Version
+from penstock.services.coordinator.api.schemas import (
+    ConnectionLimits,
+    DocumentLimits,
+    FeedbackLimits,
+    Health,
+    KeyLimits,
+    Limits,
+    Version,
+)
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.api.serving import MAX_IN_FLIGHT
 from penstock.services.coordinator.api.tags import MAX_TAG_KEY, MAX_TAG_VALUE, MAX_TAGS
+from penstock.services.coordinator.api.webhooks_desk import MAX_WEBHOOKS
+from penstock.services.coordinator.shares import KEY_SHARE
+from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol.codec import SCHEMA
 from penstock.shared.protocol.interaction import MAX_TURNS
 from penstock.shared.runtime import metrics
@@ -48,10 +70,20 @@ FEEDBACK = FeedbackLimits(
     token_max_s=LONGEST_S,
 )
 
+DOCUMENTS = DocumentLimits(
+    max_values=MAX_VALUES,
+    max_yaml_values=MAX_YAML_VALUES,
+    max_depth=MAX_DEPTH,
+    max_schema_bytes=MAX_SCHEMA_BYTES,
+    max_tools=MAX_TOOLS,
+    max_choices=MAX_CHOICES,
+)
+
 
 @router.get("/v1/limits", response_model=Limits)
 async def limits(backend: BackendDep) -> Response:
     """Limits of the API and guarantees of the deployment (``durability`` says what an accepted job survives)."""
+    settings = backend.settings
     own = Limits(
         max_body_bytes=MAX_BODY_BYTES,
         max_large_body_bytes=MAX_LARGE_BYTES,
@@ -60,14 +92,45 @@ async def limits(backend: BackendDep) -> Response:
         feedback=FEEDBACK,
         max_page=MAX_PAGE,
         max_wait_s=MAX_WAIT_S,
-        rate_limit=backend.settings.rate_limit,
-        live_rate_limit=backend.settings.live_rate_limit,
-        user_rate_limit=backend.settings.user_rate_limit or None,
-        address_rate_limit=backend.settings.address_rate_limit or None,
+        rate_limit=settings.rate_limit,
+        live_rate_limit=settings.live_rate_limit,
+        user_rate_limit=settings.user_rate_limit or None,
+        token_rate_limit=settings.token_rate_limit or None,
+        address_rate_limit=settings.address_rate_limit or None,
+        connections=_connections(settings),
+        per_key=_of_key(settings),
+        documents=DOCUMENTS,
+        max_files=settings.max_files,
+        files_bytes=settings.files_bytes,
+        max_webhooks=MAX_WEBHOOKS,
         idempotency_keep_s=KEEP_S,
         authentication=backend.ring.required,
     )
     return Json({**await backend.control.limits(), **own.model_dump()})
+
+
+def _connections(settings: ServiceSettings) -> ConnectionLimits:
+    return ConnectionLimits(
+        max_connections=settings.http_connections,
+        max_per_address=settings.http_connections_per_address,
+        max_head_bytes=settings.http_head_bytes,
+        max_headers=MAX_HEADERS,
+        head_s=settings.http_head_s,
+        body_s=settings.http_body_s,
+        body_bytes_per_s=BODY_BYTES_PER_S,
+    )
+
+
+def _of_key(settings: ServiceSettings) -> KeyLimits:
+    return KeyLimits(
+        max_requests_at_once=settings.key_concurrency,
+        max_large_bodies=settings.key_large_bodies,
+        max_large_bodies_of_all=settings.large_bodies,
+        large_body_wait_s=WAIT_S,
+        max_requests_of_model=MAX_IN_FLIGHT,
+        tenant_share=settings.tenant_share,
+        key_share=KEY_SHARE,
+    )
 
 
 @router.get("/v1/version", response_model=Version)

@@ -6,7 +6,10 @@ from typing import Any, Protocol
 
 from penstock.shared.protocol.webhooks import DeliveryState, StoredWebhook
 
-__all__ = ["Webhooks"]
+__all__ = ["MAX_WEBHOOKS", "Webhooks"]
+
+MAX_WEBHOOKS = 100
+"""Of a deployment."""
 
 
 class Webhooks(Protocol):

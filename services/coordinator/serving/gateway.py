@@ -12,7 +12,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from penstock.services.coordinator.api.replies import HttpProblem
-from penstock.services.coordinator.api.serving import Ask, Served
+from penstock.services.coordinator.api.serving import MAX_IN_FLIGHT, Ask, Served
 from penstock.services.coordinator.canary import is_in_canary
 from penstock.services.coordinator.feedback.privacy import objection
 from penstock.services.coordinator.payload import whole_of
@@ -43,9 +43,6 @@ REPLY_S = 10.0
 RETRY_S = 0.1
 MAX_RECOVERIES = 5
 """A request that was lost more often is what breaks its workers."""
-MAX_IN_FLIGHT = 2048
-"""Requests of one model in this process; more are told to come back, and those of one key when it has as many as there
-is room left: one key alone gets half of it, two a third each."""
 
 
 class Gateway:

@@ -11,6 +11,7 @@ from typing import Any
 import uuid6
 from pydantic import ValidationError
 
+from penstock.services.coordinator.api.webhooks_desk import MAX_WEBHOOKS
 from penstock.services.coordinator.webhooks.cloudevent import trial_event
 from penstock.services.coordinator.webhooks.posting import GoneError, open_http, post_event
 from penstock.services.coordinator.webhooks.signing import new_secret
@@ -21,11 +22,10 @@ from penstock.shared.protocol.webhooks import DeliveryState, StoredWebhook
 from penstock.shared.transport.address import check_url
 from penstock.shared.transport.bus import Bus, Entry
 
-__all__ = ["MAX_WEBHOOKS", "WebhookStore"]
+__all__ = ["WebhookStore"]
 
 logger = logging.getLogger(__name__)
 
-MAX_WEBHOOKS = 100
 CAS_TRIES = 10
 HOOKS, STATES = "hook", "state"
 

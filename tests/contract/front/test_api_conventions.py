@@ -366,6 +366,30 @@ async def test_limits_version_and_prometheus(connect: Any) -> None:
         assert "penstock_http_request_duration_seconds_bucket" in text
 
 
+async def test_what_a_client_can_run_into_is_shown(connect: Any) -> None:
+    """Each bound by its name; ``test_bounds`` shows that they hold."""
+    own = {
+        "http_connections": 100, "http_connections_per_address": 50, "http_head_bytes": 2048, "http_head_s": 3.0,
+        "http_body_s": 4.0, "key_concurrency": 7, "key_large_bodies": 2, "large_bodies": 5, "tenant_share": 0.5,
+        "max_files": 6, "files_bytes": 2 << 20,
+    }  # fmt: skip
+    async with connect(**own, token_rate_limit="9/hour") as client:
+        limits = (await client.get("/v1/limits")).json()
+        document = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    found = {**limits, **limits["connections"], **limits["per_key"]}
+    names = (
+        "max_connections", "max_per_address", "max_head_bytes", "head_s", "body_s", "max_requests_at_once",
+        "max_large_bodies", "max_large_bodies_of_all", "tenant_share", "max_files", "files_bytes",
+    )  # fmt: skip
+    assert [found[name] for name in names] == list(own.values())
+    assert limits["token_rate_limit"] == "9/hour"
+    for shown, schema in (
+        (limits, "Limits"), (limits["connections"], "ConnectionLimits"), (limits["per_key"], "KeyLimits"),
+        (limits["documents"], "DocumentLimits"), (limits["feedback"], "FeedbackLimits"),
+    ):  # fmt: skip
+        assert document[schema]["properties"].keys() <= shown.keys(), "the document names them, and nothing is missing"
+
+
 async def test_every_operation_documents_its_problems(connect: Any) -> None:
     async with connect() as client:
         document = (await client.get("/openapi.json")).json()
