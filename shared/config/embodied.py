@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from penstock.shared.config.algorithm import DynamicSampling
 from penstock.shared.config.base import StrictModel
@@ -24,6 +24,8 @@ __all__ = [
 
 
 AUTO_VIDEOS = 1
+RESERVED = ("id", "env_id", "disable_env_checker")
+"""Keyword arguments that a simulator's adapter gives itself."""
 
 
 class SimulatorConfig(StrictModel):
@@ -34,7 +36,7 @@ class SimulatorConfig(StrictModel):
     task: str = Field(min_length=1)
     """Task or environment id of that simulator, such as `reach-v3` or `HalfCheetah-v5`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment."""
+    """Keyword arguments of the environment, but for `id`, `env_id` and `disable_env_checker`."""
     horizon: int = Field(ge=1)
     """Steps after which an episode is cut off; the value of what would follow still counts."""
     action_chunk: int = Field(1, ge=1, le=64)
@@ -55,6 +57,15 @@ class SimulatorConfig(StrictModel):
     bytes_per_step: int = Field(2048, ge=64)
     """Upper bound of what one decision adds to a stored group: observations, actions, log-probs, rewards. The job is
     refused where the simulator's observations need more."""
+
+    @field_validator("options")
+    @classmethod
+    def _leaves_what_is_given(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if taken := [name for name in RESERVED if name in options]:
+            raise ValueError(
+                f"'{taken[0]}' is no option: `task` names the environment, and its simulator does the rest"
+            )
+        return options
 
     def reset_id(self, ordinal: int) -> int:
         """Reset id of the draw with this ordinal."""

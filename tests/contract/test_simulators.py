@@ -389,6 +389,7 @@ def test_a_process_that_cannot_come_back_says_why(fragile: EnvPool, monkeypatch:
         (OpenEnv(env_id="CartPole-v1", num_envs=0), "a session holds 1 to 4096"),
         (OpenEnv(env_id="CartPole-v1", num_envs=40_000), "a session holds 1 to 4096"),
         (OpenEnv(env_id="CartPole-v1", num_envs=1, options={"no_such": 1}), "cannot be made.*no_such"),
+        (OpenEnv(env_id="my_envs:Mine-v0", num_envs=1), r"my_envs.*: install what has 'my_envs' into .*/python[^`]*$"),
         (OpenEnv(env_id="FrozenLake-v1", num_envs=1), "only Box, or a Dict of Box, is supported"),
         (OpenEnv(env_id="CartPole-v1", num_envs=1, backend="warp"), "no simulator backend 'warp'"),
         (OpenEnv(env_id="x", num_envs=1, backend="isaac"), "no simulator backend 'isaac'.*Isaac Sim"),

@@ -53,6 +53,12 @@ def test_a_job_has_groups_draws_and_bytes() -> None:
     assert isinstance(parse_training(JOB), EmbodiedJob)
 
 
+@pytest.mark.parametrize("name", ["id", "env_id", "disable_env_checker"])
+def test_options_do_not_name_the_environment(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"options.*'{name}' is no option: `task` names the environment"):
+        job(environment={"options": {name: "other-v0"}})
+
+
 def test_what_all_trainings_share_is_no_job_of_its_own() -> None:
     with pytest.raises(TypeError, match=r"max_group_bytes.*services"):
         TrainingJob(**job().model_dump())

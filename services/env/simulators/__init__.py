@@ -6,6 +6,7 @@ interpreter of the child. Adding a backend: one file, one line in ``BACKENDS``; 
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -34,6 +35,11 @@ BACKENDS = {
     "gymnasium": FOLDER / "gymnasium_backend.py",
     "metaworld": FOLDER / "metaworld_backend.py",
 }
+PACKAGES = {
+    "gymnasium": frozenset({"gymnasium", "mujoco", "pygame", "numpy"}),
+    "metaworld": frozenset({"metaworld", "gymnasium", "mujoco", "numpy"}),
+}
+"""Modules that ``penstock sims install`` brings for a backend."""
 NOT_HERE = {
     "behavior": "BEHAVIOR-1K needs Isaac Sim, NVIDIA GPUs and its own data licence",
     "robotwin": "RoboTwin needs SAPIEN with a GPU renderer and its asset pack",
@@ -72,9 +78,18 @@ def open_simulator(request: OpenEnv, sims_dir: Path) -> Simulator:
     try:
         return ProcessSimulator(request, python=python, backend=BACKENDS[request.backend], limit_s=request.step_limit_s)
     except ConfigError as error:
-        missing = "ModuleNotFoundError" in str(error)
-        hint = f": run `penstock sims install {request.backend}`" if missing else ""
+        hint = _hint(str(error), request.backend, python)
         raise ConfigError(f"'{request.env_id}' of {request.backend}: {error}{hint}") from None
+
+
+def _hint(error: str, backend: str, python: str) -> str:
+    """Remedy of a module that is missing: the backend's own, or one that the user's task or its code needs."""
+    missing = re.search(r"ModuleNotFoundError: (?:No module named '|import of )([\w.]+)", error)
+    if missing is None:
+        return ""
+    if missing[1].partition(".")[0] in PACKAGES[backend]:
+        return f": run `penstock sims install {backend}`"
+    return f": install what has '{missing[1]}' into the interpreter of the simulator, {python}"
 
 
 def describe_simulator(request: OpenEnv, sims_dir: Path) -> EnvSpec:
