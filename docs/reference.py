@@ -27,6 +27,7 @@ from penstock.shared.config import JobConfig, ServiceSettings
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.serving_job import ServingJob
 
 __all__ = ["TABLES", "commands", "environment", "error_tree", "job_file", "render"]
 
@@ -65,6 +66,14 @@ def evaluation_job() -> str:
     list(_sections(JobConfig, "", seen))
     text = "\n\n".join(_section(path, model) for path, model in _sections(EvaluationJob, "", seen))
     return re.sub(r"^## (.*)$", r"## \1 of an evaluation job", text, flags=re.MULTILINE)
+
+
+def serving_job() -> str:
+    """The sections of a deployment that a training job does not have."""
+    seen: set[type] = set()
+    list(_sections(JobConfig, "", seen))
+    text = "\n\n".join(_section(path, model) for path, model in _sections(ServingJob, "", seen))
+    return re.sub(r"^## (.*)$", r"## \1 of a deployment", text, flags=re.MULTILINE)
 
 
 def online_job() -> str:
@@ -109,6 +118,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "commands": ("cli.md", commands),
     "job": ("job-file.md", job_file),
     "evaluation-job": ("job-file.md", evaluation_job),
+    "serving-job": ("job-file.md", serving_job),
     "online-job": ("job-file.md", online_job),
     "embodied-job": ("job-file.md", embodied_job),
     "errors": ("architecture.md", error_tree),

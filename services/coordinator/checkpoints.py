@@ -6,6 +6,7 @@ those files. The trainer writes it; readers here find only files that the manife
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
 import shutil
@@ -17,11 +18,13 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.shared.config.model import CHECKPOINT_NAMES
 from penstock.shared.config.service import checkpoint_path
 from penstock.shared.errors import ConfigError, Conflict, NotFound
 from penstock.shared.protocol.events import Checkpointed
 
 __all__ = [
+    "COMMIT",
     "Artifacts",
     "StoredCheckpoint",
     "StoredFile",
@@ -93,22 +96,34 @@ def checkpoint_row(state: LedgerState, data_dir: Path, number: int) -> dict[str,
 
 
 def choose_checkpoint(state: LedgerState, name: str) -> Checkpointed:
-    """Resolve the name of a checkpoint: a batch number, `initial`, `newest`, `final` or `best`.
+    """Resolve the name of a checkpoint: a batch number N or `step:N`, or one of CHECKPOINT_NAMES.
 
     Raises:
         ConfigError: not such a name.
-        NotFound: there is no such checkpoint.
+        NotFound: there is no such checkpoint; names what comes nearest.
     """
-    numbers = sorted(state.checkpoints)
-    if name.isascii() and name.isdigit() and len(name) <= MAX_DIGITS:
-        return _event(state, int(name))
-    if name not in ("initial", "newest", "final", "best"):
-        raise ConfigError(f"'{name[:100]}' is no checkpoint: give its number, or initial, newest, final or best")
-    if not numbers or (name == "final" and not state.finished) or (name == "best" and state.best is None):
-        raise NotFound(f"there is no {name} checkpoint yet")
-    if name == "best" and state.best is not None:
+    number = name.removeprefix("step:")
+    if number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS:
+        return _event(state, int(number))
+    if name not in CHECKPOINT_NAMES:
+        near = difflib.get_close_matches(name, CHECKPOINT_NAMES, 1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise ConfigError(
+            f"'{name[:100]}' is no checkpoint: give its number, or one of {', '.join(CHECKPOINT_NAMES)}{hint}"
+        )
+    if not state.checkpoints:
+        raise NotFound(f"there is no {name} checkpoint: the job has written none yet")
+    newest = max(state.checkpoints)
+    if name == "final" and not state.finished:
+        raise NotFound(f"there is no final checkpoint yet: the job goes on; the latest one is {newest}")
+    if name == "best":
+        if state.best is None:
+            raise NotFound(
+                f"there is no best checkpoint yet: the job follows no metric (checkpoint.keep_best), or measured none; "
+                f"the latest one is {newest}"
+            )
         return state.checkpoints[state.best.number]
-    return _event(state, 0 if name == "initial" else numbers[-1])
+    return _event(state, 0 if name == "initial" else newest)
 
 
 def find_file(state: LedgerState, data_dir: Path, number: int, name: str) -> tuple[Path, StoredFile]:
@@ -134,8 +149,10 @@ def _event(state: LedgerState, number: int) -> Checkpointed:
     try:
         return state.checkpoints[number]
     except KeyError:
-        known = ", ".join(str(n) for n in sorted(state.checkpoints)) or "none"
-        raise NotFound(f"no checkpoint {number}; there are: {known}") from None
+        known = sorted(state.checkpoints)
+        near = f"; the nearest is {min(known, key=lambda n: abs(n - number))}" if known else ""
+        listed = ", ".join(map(str, known)) or "none"
+        raise NotFound(f"no checkpoint {number}; there are: {listed}{near}") from None
 
 
 def delete_checkpoint(state: LedgerState, data_dir: Path, number: int) -> None:

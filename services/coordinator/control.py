@@ -27,6 +27,7 @@ from penstock.services.coordinator.checkpoints import (
     find_file,
 )
 from penstock.services.coordinator.dead_letters import DeadLetterQueue
+from penstock.services.coordinator.deployments import Deployments
 from penstock.services.coordinator.environments import describe_environment
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.desk import FineTuningDesk
@@ -37,6 +38,7 @@ from penstock.services.coordinator.leader_rpc import Leader, LeaderRpc
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.admission_audit import audit_admissions
+from penstock.services.coordinator.origins import Origins
 from penstock.services.coordinator.removal import delete_job
 from penstock.services.coordinator.replays import replay_rows
 from penstock.services.coordinator.samples import token_texts
@@ -44,7 +46,7 @@ from penstock.services.coordinator.scaling import Scaler
 from penstock.services.coordinator.steering import Steering
 from penstock.services.coordinator.storage_health import WriteProbe, ledger_waits, reserve_ledger
 from penstock.services.coordinator.store import JobStore
-from penstock.services.coordinator.submission import SubmissionIds, plan_job, resolve_model, tell
+from penstock.services.coordinator.submission import SubmissionIds, plan_job, tell
 from penstock.services.coordinator.webhooks.store import WebhookStore
 from penstock.services.coordinator.weight_routes import transports_of
 from penstock.shared.config.embodied_job import EmbodiedJob
@@ -91,6 +93,8 @@ class CoordinatorControl:
             settings.data_dir / "files", max_bytes=settings.files_bytes, max_files=settings.max_files
         )
         self.graders = GraderBench(bus, settings)
+        self.origins = Origins(store.index, self._state, settings.data_dir)
+        self.deployments = Deployments(store, self.origins, self.submit, settings)
         self.fine_tuning = FineTuningDesk(self, self.files, settings)
         self.scaling = Scaler(bus, store)
         self.webhooks = WebhookStore(bus, private=settings.webhook_private)
@@ -107,20 +111,22 @@ class CoordinatorControl:
         id = await self._submission_ids.job_id(key, json.dumps(raw, default=str).encode()) if key else ""
         if id and (known := await self.store.find(id)) is not None:
             return known
-        spec = await resolve_model(spec, self._state, self.settings.data_dir)
+        spec, origin = await self.origins.resolve(spec)
         try:
             plan = await self._plan(spec)
         except ConfigError:
             if id and (known := await self.store.find(id)) is not None:  # what it collides with is itself
                 return known
             raise
-        record = await self.store.create(spec, id, fine_tuning=fine_tuning)
+        record = await self.store.create(spec, id, fine_tuning=fine_tuning, origin=origin)
         await tell(self.bus, record.id, plan["warnings"])
         return record
 
     async def dry_run(self, spec: AnyJob) -> Row:
         """See ``Control.dry_run``."""
-        return await self._plan(await resolve_model(spec, self._state, self.settings.data_dir))
+        spec, origin = await self.origins.resolve(spec)
+        plan = await self._plan(spec)
+        return plan if origin is None else plan | {"origin": origin.model_dump(mode="json")}
 
     async def _plan(self, spec: AnyJob) -> Row:
         if isinstance(spec, AnyTraining):
@@ -335,7 +341,7 @@ class CoordinatorControl:
         record = await self.store.get(job)
         config = parse_job(record.spec)
         if not isinstance(config, AnyTraining):
-            raise Conflict(f"job '{job}' is an evaluation: it has no ledger to check")
+            raise Conflict(f"job '{job}' is of kind '{config.kind}': it has no ledger to check")
         snapshots = await read_snapshots(self.bus, job)  # before the ledger, which then has every entry that they cover
         try:
             messages = await read_ledger(self.bus, job, self.archive)
@@ -370,8 +376,9 @@ class CoordinatorControl:
         self, job: str, *, from_batch: int | None, to_batch: int | None, feedback: bool = False
     ) -> AsyncIterator[Row]:
         """See ``Control.replay``."""
-        if not trains((await self.store.get(job)).spec):
-            raise Conflict(f"job '{job}' is an evaluation: it trained nothing that could be repeated")
+        record = await self.store.get(job)
+        if not trains(record.spec):
+            raise Conflict(f"job '{job}' is of kind '{record.kind}': it trained nothing that could be repeated")
         wanted = replay_rows(
             self.bus, job, archive=self.archive, from_batch=from_batch, to_batch=to_batch, feedback=feedback
         )

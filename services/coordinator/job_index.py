@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.shared.config.kinds import trains
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.interaction import job_mark
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, Phase
@@ -30,6 +31,11 @@ DEFAULT_BYTE_BUDGET = 256 << 20
 """Of a job file without `limits.byte_budget`."""
 YIELD_EVERY = 64
 """Records taken up before other tasks have their turn."""
+
+
+class _Origin(msgspec.Struct, frozen=True):
+    job: str
+    number: int
 
 
 class _Spec(msgspec.Struct, frozen=True):
@@ -56,6 +62,7 @@ class _Stored(msgspec.Struct, frozen=True):
     status: _Status = _Status()
     operations: list[_Operation] = []
     fine_tuning: msgspec.Raw = msgspec.Raw()
+    origin: _Origin | None = None
 
 
 _decoder = msgspec.json.Decoder(_Stored)
@@ -77,6 +84,13 @@ class JobEntry(msgspec.Struct, frozen=True):
     mark: int
     revision: int
     value: bytes
+    origin: str = ""
+    """`job:ID@NUMBER` of the checkpoint that it began with; empty: with none."""
+
+    @property
+    def trains(self) -> bool:
+        """True if its kind has a trainer, a ledger and checkpoints."""
+        return trains({"kind": self.kind})
 
     @property
     def finished(self) -> bool:
@@ -105,10 +119,16 @@ def entry_of(key: str, value: bytes, revision: int) -> JobEntry:
         raise ProtocolError(f"job record '{key}' does not decode: {error}") from None
     return JobEntry(
         id=stored.id, name=stored.name, kind=stored.spec.kind, phase=stored.status.phase, labels=stored.spec.metadata,
-        byte_budget=int(stored.spec.limits.get("byte_budget", DEFAULT_BYTE_BUDGET)), mark=job_mark(stored.id),
+        byte_budget=_byte_budget(stored.spec), mark=job_mark(stored.id),
         scales=any(one.kind == "scale" and one.state == "pending" for one in stored.operations),
         fine_tuned=bytes(stored.fine_tuning) not in (b"", b"null"), revision=revision, value=value,
+        origin="" if stored.origin is None else f"job:{stored.origin.job}@{stored.origin.number}",
     )  # fmt: skip
+
+
+def _byte_budget(spec: _Spec) -> int:
+    """Bytes that the job may have in EXPERIENCE; a deployment stores no groups."""
+    return 0 if spec.kind == "serving" else int(spec.limits.get("byte_budget", DEFAULT_BYTE_BUDGET))
 
 
 class JobIndex:

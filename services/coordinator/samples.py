@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.shared.config.data import source_names
 from penstock.shared.config.kinds import AnyTraining, parse_job
+from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.episode_group import AnyGroup, EpisodeGroup
 from penstock.shared.protocol.trajectory import FINISH_REASONS, GroupHeader
@@ -25,7 +26,10 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 def check_env(spec: Mapping[str, Any], env: str) -> None:
     """Raise NotFound unless a source that this job draws its prompts from is called ``env``."""
     config = parse_job(spec)
-    names = config.train_sources if isinstance(config, AnyTraining) else source_names(config.data.eval)
+    if isinstance(config, AnyTraining):
+        names = config.train_sources
+    else:
+        names = [] if isinstance(config, ServingJob) else source_names(config.data.eval)
     if env not in names:
         known = f"they are called {', '.join(names)}" if names else "it has none, for live agents send its prompts"
         raise NotFound(f"env: no source of this job is called '{env}'; {known}")

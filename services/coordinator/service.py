@@ -30,6 +30,7 @@ from penstock.services.coordinator.restart import earliest_start
 from penstock.services.coordinator.retention import FULL_SHARE, GIVEN_UP, oldest_finished, without_interactions
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.serving import Gateway
+from penstock.services.coordinator.serving_runner import ServingRunner
 from penstock.services.coordinator.storage_health import describe_ledger, is_filling
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.webhooks.delivery import Courier
@@ -241,7 +242,8 @@ class CoordinatorService:
 
     def _leader(self, record: JobRecord, epoch: int) -> Leader:
         if not trains(record.spec):
-            return EvaluationRunner(self.bus, self.store, self.members, record, epoch=epoch)
+            runner = ServingRunner if record.kind == "serving" else EvaluationRunner
+            return runner(self.bus, self.store, self.members, record, epoch=epoch)
         config = parse_training(record.spec)
         supply: LiveSupply | None = None
         if isinstance(config, OnlineJob):

@@ -14,6 +14,7 @@ from penstock.services.coordinator.submission import check_budget
 from penstock.shared.config.amendable import changed_keys
 from penstock.shared.config.kinds import AnyJob, parse_job
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.errors import StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
@@ -52,7 +53,8 @@ class Steering:
 
         def checked(record: JobRecord) -> AnyJob:
             config = edit(record)
-            check_room(others, config.limits.byte_budget, experience_bytes=self._settings.experience_bytes)
+            if not isinstance(config, ServingJob):  # which stores no groups
+                check_room(others, config.limits.byte_budget, experience_bytes=self._settings.experience_bytes)
             return config
 
         record = await self._store.amend(job, checked)
@@ -66,8 +68,10 @@ class Steering:
         """Refuse a byte budget in which groups of the job no longer fit; the largest size of a group never changes."""
         if record.status.phase in TERMINAL_PHASES:
             return
-        config = edit(record)
-        if config.limits.byte_budget < parse_job(record.spec).limits.byte_budget:
+        config, known = edit(record), parse_job(record.spec)
+        if isinstance(config, ServingJob) or isinstance(known, ServingJob):
+            return
+        if config.limits.byte_budget < known.limits.byte_budget:
             parts = (await self._bus.stream_state(subjects.EXPERIENCE)).atomic
             await check_budget(config, stores_parts=parts)
 

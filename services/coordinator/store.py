@@ -8,11 +8,12 @@ from typing import Any
 
 from penstock.services.coordinator.job_index import JobEntry, JobIndex, decode_stored, entry_of
 from penstock.shared.config.kinds import AnyJob, AnyTraining, trains
+from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.errors import Conflict, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.ids import new_job_id
-from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, JobStatus, Operation
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, JobStatus, ModelOrigin, Operation
 from penstock.shared.protocol.trace import current_trace
 from penstock.shared.transport.bus import Bus, Entry
 
@@ -32,7 +33,10 @@ class JobStore:
         self._kv = bus.kv(subjects.JOBS)
         self._index = JobIndex(self._kv)
 
-    async def create(self, config: AnyJob, id: str = "", *, fine_tuning: dict[str, Any] | None = None) -> JobRecord:
+    async def create(
+        self, config: AnyJob, id: str = "", *, fine_tuning: dict[str, Any] | None = None,
+        origin: ModelOrigin | None = None,
+    ) -> JobRecord:  # fmt: skip
         """Store a new job durably; with an ``id`` that exists already, nothing, and return that one.
 
         Raises:
@@ -45,6 +49,7 @@ class JobStore:
             spec=config.model_dump(mode="json", exclude_unset=True),
             status=JobStatus(total_steps=_total_steps(config)),
             fine_tuning=fine_tuning,
+            origin=origin,
             trace=current_trace(),
         )
         try:
@@ -103,7 +108,7 @@ class JobStore:
             if record.status.phase in TERMINAL_PHASES:
                 raise Conflict(f"job '{job}' is {record.status.phase}; it cannot become {state}")
             if state == "paused" and not trains(record.spec):
-                raise Conflict(f"job '{job}' is an evaluation: it can be cancelled, not paused")
+                raise Conflict(f"job '{job}' is of kind '{record.kind}': it can be cancelled, not paused")
             if record.desired_state == "cancelled" and state != "cancelled":
                 raise Conflict(f"job '{job}' is being cancelled")
             wanted = {
@@ -139,7 +144,7 @@ class JobStore:
             if record.status.phase in TERMINAL_PHASES:
                 raise Conflict(f"job '{job}' is {record.status.phase}: nothing can be asked of it")
             if not trains(record.spec) and operation.kind != "scale":
-                raise Conflict(f"job '{job}' is an evaluation: it has no checkpoints")
+                raise Conflict(f"job '{job}' is of kind '{record.kind}': it has no checkpoints")
             pending = [one for one in record.operations if one.state == "pending"]
             if len(pending) >= MAX_OPERATIONS:
                 raise Conflict(f"{len(pending)} operations of job '{job}' are not done yet; wait for them")
@@ -182,6 +187,8 @@ class JobStore:
 
 
 def _total_steps(config: AnyJob) -> int | None:
+    if isinstance(config, ServingJob):
+        return None
     return config.train.max_updates if isinstance(config, AnyTraining) else config.evaluation.num_prompts
 
 

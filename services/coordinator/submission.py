@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -17,10 +16,8 @@ import msgspec
 
 from penstock.services.coordinator.api.auth import is_loopback
 from penstock.services.coordinator.api.replies import HttpProblem
-from penstock.services.coordinator.checkpoints import choose_checkpoint
 from penstock.services.coordinator.environments import check_camera
 from penstock.services.coordinator.job_index import JobEntry
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.retention import check_room
 from penstock.services.coordinator.trackers import check_trackers
@@ -30,13 +27,15 @@ from penstock.shared.config.environment import completion_tokens
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import ROW_BYTES, JobConfig
 from penstock.shared.config.kinds import AnyJob, AnyTraining, TextJob
+from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.needs import Need, needs
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.reward import RewardConfig
-from penstock.shared.config.service import ServiceSettings, checkpoint_path
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.config.training_job import MAX_GROUP_BYTES
 from penstock.shared.data.check import DataSummary, check_data
-from penstock.shared.errors import ConfigError, Conflict, DataError, NotFound, StreamFull, Unavailable
+from penstock.shared.errors import ConfigError, Conflict, DataError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
@@ -44,43 +43,15 @@ from penstock.shared.protocol.environment import EnvSpec
 from penstock.shared.protocol.ids import new_job_id
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["SubmissionIds", "check_budget", "check_groups", "check_packages", "plan_job", "resolve_model", "tell"]
+__all__ = ["SubmissionIds", "check_budget", "check_groups", "check_packages", "plan_job", "tell"]
 
-REFERENCE = re.compile(r"job:(job_[0-9a-f]{32})@(\w+)", re.ASCII)
-"""A checkpoint of another job as a model path."""
 SEALED_BYTES, REWARD_BYTES = 140, 9
 """Bytes of a group in the ledger and in the manifest of its batch, and of each of its rewards."""
 ENTRY_ROOM = 128 << 10
 """Kept in an entry of the ledger for what else is decided with a batch."""
 JOB_PREFIX = "job"
-
-
-async def resolve_model(spec: AnyJob, ledger: Callable[[str], Awaitable[LedgerState]], data_dir: Path) -> AnyJob:
-    """``spec`` with the directory of the checkpoint that ``model.path: job:ID@NUMBER`` names.
-
-    Args:
-        ledger: the folded ledger of a job; raises NotFound for an unknown one.
-
-    Raises:
-        ConfigError: no such reference, job or checkpoint.
-    """
-    if isinstance(spec, EmbodiedJob):
-        return spec
-    path = spec.model.path
-    if path is None or not path.startswith("job:"):
-        return spec
-    found = REFERENCE.fullmatch(path)
-    if found is None:
-        raise ConfigError(
-            f"model.path: '{path}' is no checkpoint; write job:ID@NUMBER with the full id of a job "
-            "(instead of a number also: initial, newest, final, best)"
-        )
-    try:
-        checkpoint = choose_checkpoint(await ledger(found[1]), found[2])
-    except (NotFound, ConfigError) as error:
-        raise ConfigError(f"model.path: '{path}': {error}") from None
-    directory = str(checkpoint_path(data_dir, checkpoint.path))
-    return spec.model_copy(update={"model": spec.model.model_copy(update={"path": directory})})
+SERVED = ("online_rl", "serving")
+"""Kinds of jobs that clients address by their names."""
 
 
 async def plan_job(
@@ -105,7 +76,11 @@ async def plan_job(
     """
     if isinstance(spec, EmbodiedJob):
         return await _plan_embodied(spec, running, settings, members, stores_parts=stores_parts, describe=describe)
-    _check_model(spec)
+    if isinstance(spec, ServingJob):
+        return _plan_serving(spec, running)
+    _check_model(
+        spec.model, max(completion_tokens(s, spec.environment) for s in (spec.sampling, spec.evaluation_sampling))
+    )
     check_room(running, spec.limits.byte_budget, experience_bytes=settings.experience_bytes)
     if isinstance(spec, OnlineJob):
         check_alias(spec, running)
@@ -149,6 +124,16 @@ async def _plan_embodied(
     }
 
 
+def _plan_serving(spec: ServingJob, running: Sequence[JobEntry]) -> dict[str, Any]:
+    _check_model(spec.model, spec.sampling.max_new_tokens)
+    check_alias(spec, running)
+    return {
+        "spec": spec.model_dump(mode="json"),
+        "serving": {"model": spec.name, "hold_s": spec.serving.hold_s, "idle_s": spec.serving.idle_s},
+        "warnings": [],
+    }
+
+
 async def tell(bus: Bus, job: str, warnings: Sequence[str]) -> None:
     """Put warnings among the events of a job, which is submitted by now whatever becomes of them."""
     for text in warnings:
@@ -159,11 +144,13 @@ async def tell(bus: Bus, job: str, warnings: Sequence[str]) -> None:
 
 async def check_budget(spec: AnyJob, *, stores_parts: bool) -> None:
     """``check_groups`` of a job whose rows were not measured yet. Raises ConfigError, also for data that is gone."""
+    if isinstance(spec, ServingJob):
+        return
     row_bytes = 0 if isinstance(spec, EmbodiedJob) else (await _open_data(spec)).row_bytes
     check_groups(spec, row_bytes, stores_parts=stores_parts)
 
 
-def check_groups(spec: AnyJob, row_bytes: int, *, stores_parts: bool) -> None:
+def check_groups(spec: TextJob | EmbodiedJob, row_bytes: int, *, stores_parts: bool) -> None:
     """Refuse a job whose groups, with their rows, are larger than what can be stored.
 
     Args:
@@ -271,16 +258,16 @@ def _check_entry(spec: AnyTraining) -> None:
         )
 
 
-def check_alias(spec: OnlineJob, running: Sequence[JobEntry]) -> None:
-    """Refuse an online job whose name clients already use for another one that runs.
+def check_alias(spec: OnlineJob | ServingJob, running: Sequence[JobEntry]) -> None:
+    """Refuse a job to be served whose name clients already use for another one that runs.
 
     Raises:
         ConfigError: names that job.
     """
     for job in running:
-        if job.kind == spec.kind and job.name == spec.name:
+        if job.kind in SERVED and job.name == spec.name:
             raise ConfigError(
-                f"name: '{spec.name}' is the model of job '{job.id}', which runs: clients address an online job "
+                f"name: '{spec.name}' is the model of job '{job.id}', which runs: clients address what is served "
                 "by its name; choose another one, or cancel that job"
             )
 
@@ -321,15 +308,19 @@ async def _open(config: DataConfig, reward: RewardConfig | None = None) -> DataS
         raise ConfigError(str(error)) from None
 
 
-def _check_model(spec: TextJob) -> None:
-    path = spec.model.path
+def _check_model(model: ModelConfig, longest: int) -> None:
+    """Look at the directory of a model. Raises ConfigError: it is none, or completions of ``longest`` tokens leave no
+    room for a prompt."""
+    path = model.path
     if path is not None and (path.startswith((".", "/", "~")) or Path(path).exists()):
         folder = Path(path).expanduser()
         if not folder.is_dir():
             raise ConfigError(f"model.path: '{path}' does not exist (as seen by the coordinator)")
+        if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
+            return  # an adapter: the model under it is described where that lies
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path: '{path}' holds no config.json; is it a Hugging Face model directory?")
-        _check_room(folder / "config.json", spec)
+        _check_room(folder / "config.json", longest)
 
 
 def _beginning(spec: TextJob) -> list[str]:
@@ -363,14 +354,13 @@ def _first_tokens(rules: Any) -> set[str]:
     return set().union(*inner, first, [rules["cls"][0]] if "cls" in rules else [])
 
 
-def _check_room(file: Path, spec: TextJob) -> None:
-    """True if a prompt fits beside a completion, for a model whose longest sequence is written in its file."""
+def _check_room(file: Path, longest: int) -> None:
+    """Look whether a prompt fits beside a completion, for a model whose longest sequence is written in its file."""
     try:
         config = msgspec.json.decode(file.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"model.path: {file} cannot be read: {error}") from None
     most = config.get("max_position_embeddings") if isinstance(config, dict) else None
-    longest = max(completion_tokens(s, spec.environment) for s in (spec.sampling, spec.evaluation_sampling))
     if isinstance(most, int) and longest >= most:
         raise ConfigError(
             f"max_new_tokens {longest} leaves no room for a prompt: the model takes {most} tokens ({file})"

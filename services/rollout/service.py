@@ -10,10 +10,12 @@ import torch
 
 from penstock.services.rollout.embodied.films import FilmMaker
 from penstock.services.rollout.embodied.session import EmbodiedSession
+from penstock.services.rollout.fixed import ServingSession
 from penstock.services.rollout.session import RolloutSession
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.kinds import AnyJob, TextJob
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.runtime.jobs import watch_jobs
 from penstock.shared.transport.bus import Bus
 
@@ -29,7 +31,7 @@ class RolloutService:
 
     def __init__(self, bus: Bus, settings: ServiceSettings) -> None:
         self.bus, self.settings = bus, settings
-        self.sessions: dict[str, RolloutSession | EmbodiedSession] = {}
+        self.sessions: dict[str, RolloutSession | EmbodiedSession | ServingSession] = {}
         self.ready = False
         self._films = FilmMaker(bus, settings)
 
@@ -40,7 +42,7 @@ class RolloutService:
             films = tasks.create_task(self._films.run())
             await watch_jobs(
                 self.bus, self._run_session, open_evaluation=self._run_session, open_embodied=self._run_embodied,
-                amend=self._amend,
+                open_serving=self._run_serving, amend=self._amend,
             )  # fmt: skip
             films.cancel()
 
@@ -50,7 +52,10 @@ class RolloutService:
     async def _run_embodied(self, job: str, config: EmbodiedJob) -> None:
         await self._keep(EmbodiedSession(self.bus, self.settings, job, config, self._films))
 
-    async def _keep(self, session: RolloutSession | EmbodiedSession) -> None:
+    async def _run_serving(self, job: str, config: ServingJob) -> None:
+        await self._keep(ServingSession(self.bus, self.settings, job, config))
+
+    async def _keep(self, session: RolloutSession | EmbodiedSession | ServingSession) -> None:
         torch.set_num_threads(session.config.placement.rollout_threads)
         self.sessions[session.job] = session
         try:
@@ -60,7 +65,7 @@ class RolloutService:
 
     def _amend(self, job: str, config: AnyJob) -> None:
         match self.sessions.get(job):
-            case RolloutSession() as session if not isinstance(config, EmbodiedJob):
+            case RolloutSession() as session if not isinstance(config, EmbodiedJob | ServingJob):
                 session.amend(config)
             case EmbodiedSession() as session if isinstance(config, EmbodiedJob):
                 session.amend(config)

@@ -18,7 +18,7 @@ from penstock.shared.config.model import ModelConfig
 from penstock.shared.errors import CheckpointError
 from penstock.shared.models.loading import build_model, build_tokenizer
 
-__all__ = ["export"]
+__all__ = ["export", "write_whole"]
 
 
 def export(checkpoint: Path, target: Path) -> None:
@@ -38,7 +38,17 @@ def export(checkpoint: Path, target: Path) -> None:
             "model.safetensors, its layers and its simulator in config.json; penstock.shared.models.episode_policy "
             "builds it"
         )
-    config = ModelConfig(path=str(checkpoint), dtype=job.model.dtype, trust_remote_code=job.model.trust_remote_code)
+    write_whole(checkpoint, target, job.model)
+
+
+def write_whole(source: Path, target: Path, trained: ModelConfig) -> None:
+    """Write the model in the directory ``source``, which a job with the section ``trained`` made, with its tokenizer to
+    ``target``; an adapter is added to the weights under it.
+
+    Raises:
+        ConfigError: it, or the model under its adapter, cannot be loaded.
+    """
+    config = ModelConfig(path=str(source), dtype=trained.dtype, trust_remote_code=trained.trust_remote_code)
     tokenizer = build_tokenizer(config)
     build_model(config, len(tokenizer), seed=0).save_pretrained(target)
     tokenizer.save_pretrained(target)

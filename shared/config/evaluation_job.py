@@ -42,7 +42,7 @@ class EvaluationData(StrictModel):
 
 
 class EvaluationJob(StrictModel):
-    """Measure one policy: a model directory, or a checkpoint of another job (`model.path: job:ID@NUMBER`)."""
+    """Measure one policy: a model directory, or a checkpoint of another job (`model.path: job:NAME@final`)."""
 
     kind: Literal["evaluation"]
     """Kind of job; `evaluation` samples and scores, and trains nothing."""

@@ -9,6 +9,7 @@ from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.config.training_job import TrainingJob
 from penstock.shared.errors import ConfigError
 
@@ -25,16 +26,18 @@ __all__ = [
 ]
 
 TextJob = JobConfig | EvaluationJob
-"""Jobs of a language model. An online job is a `JobConfig`, too: it is trained like any other."""
+"""Jobs that have a language model answer prompts of theirs. An online job is a `JobConfig`, too: it is trained like
+any other."""
 AnyTraining = JobConfig | EmbodiedJob
 """Jobs with a trainer, a ledger and checkpoints."""
-AnyJob = TextJob | EmbodiedJob
+AnyJob = TextJob | EmbodiedJob | ServingJob
 
 KINDS: dict[str, type[AnyJob]] = {
     "rl": JobConfig,
     "online_rl": OnlineJob,
     "embodied": EmbodiedJob,
     "evaluation": EvaluationJob,
+    "serving": ServingJob,
 }
 """Kinds of jobs that a file may describe."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from pydantic import Field, model_validator
@@ -9,8 +10,30 @@ from pydantic import Field, model_validator
 from penstock.shared.config.base import OptionalFileName, StrictModel
 from penstock.shared.config.experts import ExpertsConfig, MoEConfig
 from penstock.shared.config.lora import LoraConfig
+from penstock.shared.errors import ConfigError
 
-__all__ = ["ArchitectureConfig", "ModelConfig"]
+__all__ = ["CHECKPOINT_NAMES", "REFERENCE", "ArchitectureConfig", "ModelConfig", "parse_reference"]
+
+REFERENCE = "job:"
+"""How the path of a model begins that is a checkpoint of a job."""
+CHECKPOINT_NAMES = ("initial", "latest", "newest", "final", "best")
+"""Checkpoints of a job that have a name beside their number."""
+_REFERENCE = re.compile(r"job:([A-Za-z0-9][A-Za-z0-9._-]{0,62})@((?:step:)?[A-Za-z0-9_]{1,32})", re.ASCII)
+
+
+def parse_reference(text: str) -> tuple[str, str]:
+    """``(job, which)`` of ``job:JOB@WHICH``: an id or a name, and what ``choose_checkpoint`` takes.
+
+    Raises:
+        ConfigError: it looks otherwise.
+    """
+    found = _REFERENCE.fullmatch(text)
+    if found is None:
+        raise ConfigError(
+            f"'{text[:200]}' is no checkpoint; write job:NAME@final, with the name or the id of a job; instead of "
+            "final also best, latest, initial, or the number of updates (job:NAME@8 or job:NAME@step:8)"
+        )
+    return found[1], found[2]
 
 
 class ArchitectureConfig(StrictModel):
@@ -59,8 +82,9 @@ class ModelConfig(StrictModel):
     """Which policy is trained. Exactly one of ``path`` and ``config``."""
 
     path: OptionalFileName = None
-    """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), a hub id, or `job:ID@NUMBER`: a
-    checkpoint of another job (instead of a number also `initial`, `newest`, `final`, `best`)."""
+    """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), a hub id, or `job:NAME@final`: a
+    checkpoint of another job, by its name (the newest job of that name) or its id. Instead of `final` also `best`,
+    `latest`, `initial`, or a number of updates. What it came to stands in the job's `origin`."""
     config: ArchitectureConfig | None = None
     """Build a model with random weights from this architecture."""
     tokenizer: OptionalFileName = None

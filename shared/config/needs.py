@@ -11,6 +11,7 @@ from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob, TextJob
 from penstock.shared.config.rollout import ENGINE_PACKAGES
 from penstock.shared.config.scorers import MathScorer, RewardModelScorer
+from penstock.shared.config.serving_job import ServingJob
 
 __all__ = ["ANNOUNCED", "OPTIONAL", "Need", "needs"]
 
@@ -51,7 +52,7 @@ class Need:
 
 def needs(spec: AnyJob) -> list[Need]:
     """Packages that a job needs and a service may lack; weights and data sets may need more."""
-    if isinstance(spec, EmbodiedJob):
+    if isinstance(spec, EmbodiedJob | ServingJob):
         return []
     found = [*_of_rollouts(spec)]
     if isinstance(spec, JobConfig):

@@ -140,6 +140,11 @@ class ServiceSettings(BaseSettings):
     base_models: Path | None = None
     """Directory with a file `NAME.yaml` for each model that `/v1/fine_tuning/jobs` may name (coordinator): the start of
     a job file, in which requests put data, reward and hyper-parameters."""
+    deploy_most: int = Field(4, ge=0)
+    """Checkpoints that are served at once because a request named one (`model: job:NAME@final`); 0: none is, only what
+    somebody deploys with `penstock serve`."""
+    deploy_idle_s: float = Field(600.0, gt=0)
+    """Seconds after its last request after which such a checkpoint is served no more."""
     files_bytes: int = Field(16 << 30, ge=1 << 20)
     """Most bytes of uploaded data sets, all together (coordinator); more are refused."""
     max_files: int = Field(1000, ge=1)

@@ -26,7 +26,7 @@ __all__ = [
     "known_kind",
 ]
 
-KIND_NAMES = ("rl", "online_rl", "embodied", "evaluation")
+KIND_NAMES = ("rl", "online_rl", "embodied", "evaluation", "serving")
 """Kinds of jobs that a file may describe."""
 MAX_GROUP_BYTES = 64 << 20
 """Largest group: it is stored all or none, in parts of 1 MiB, and held in memory by who writes and who reads it."""

@@ -18,6 +18,7 @@ __all__ = [
     "JobProgress",
     "JobRecord",
     "JobStatus",
+    "ModelOrigin",
     "Operation",
     "OperationKind",
     "Phase",
@@ -88,6 +89,30 @@ class JobFailure(BaseModel):
     message: str
     service: Literal["coordinator", "rollout", "trainer"] | None = None
     """Which service could not go on; None where none is at fault."""
+
+
+class ModelOrigin(BaseModel):
+    """Checkpoint of another job that a job began with, as it was found when the job was submitted."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    """As the job file names it: `job:NAME@final`."""
+    job: str
+    """Id of the other job, and ``name`` its name."""
+    name: str
+    number: int
+    """Policy updates before the checkpoint."""
+    version: int
+    digest: str
+    """Digest of the weights, as the ledger has it."""
+    path: str
+    """Directory of the checkpoint on the coordinator's host."""
+
+    @property
+    def checkpoint(self) -> str:
+        """The checkpoint by id and number, which always mean the same one."""
+        return f"job:{self.job}@{self.number}"
 
 
 class JobLinks(BaseModel):
@@ -195,11 +220,18 @@ class JobRecord(BaseModel):
     """A cancelled job writes one more checkpoint, of what is trained by then."""
     operations: list[Operation] = Field(default_factory=list)
     """The newest ones, oldest first."""
+    origin: ModelOrigin | None = None
+    """Checkpoint that `model.path: job:NAME@WHICH` named."""
     fine_tuning: dict[str, Any] | None = None
     """Body of `POST /v1/fine_tuning/jobs`, where the job came from there."""
     trace: str = ""
     """Trace id of the request that submitted it: in everything that is sent and logged for the job."""
     status: JobStatus = JobStatus()
+
+    @property
+    def kind(self) -> str:
+        """Kind of the job."""
+        return str(self.spec.get("kind", "rl"))
 
     @computed_field  # type: ignore[prop-decorator]
     @property

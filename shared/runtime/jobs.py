@@ -16,6 +16,7 @@ from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob, parse_job
+from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
@@ -48,6 +49,7 @@ _decoder = msgspec.json.Decoder(_Stored)
 Open = Callable[[str, JobConfig], Awaitable[None]]
 OpenEvaluation = Callable[[str, EvaluationJob], Awaitable[None]]
 OpenEmbodied = Callable[[str, EmbodiedJob], Awaitable[None]]
+OpenServing = Callable[[str, ServingJob], Awaitable[None]]
 
 
 async def watch_jobs(
@@ -56,19 +58,20 @@ async def watch_jobs(
     *,
     open_evaluation: OpenEvaluation | None = None,
     open_embodied: OpenEmbodied | None = None,
+    open_serving: OpenServing | None = None,
     amend: Callable[[str, AnyJob], None] = lambda job, config: None,
     on_end: Callable[[str], None] = lambda job: None,
 ) -> None:
     """Run ``open_session(job, config)`` for each running job until the job ends; again if it breaks. Until cancelled.
 
-    Evaluation jobs go to ``open_evaluation``, embodied ones to ``open_embodied``; a service without one has no part in
-    them. ``amend(job, config)`` is
-    called when the job file changed; a session that is opened again gets the newest one.
+    Evaluation jobs go to ``open_evaluation``, embodied ones to ``open_embodied``, deployments to ``open_serving``; a
+    service without one has no part in them. ``amend(job, config)`` is called when the job file changed; a session that
+    is opened again gets the newest one.
 
     ``on_end(job)`` is called when a job is over and its session, if there was one, is closed; also for jobs that ended
     while this process was not there, so it must be safe to repeat.
     """
-    sessions = _Sessions(open_session, open_evaluation, open_embodied, amend)
+    sessions = _Sessions(open_session, open_evaluation, open_embodied, open_serving, amend)
     watch = bus.kv(subjects.JOBS).watch("")
     try:
         async for entry in watch:
@@ -118,10 +121,11 @@ class _Sessions:
         open_session: Open,
         open_evaluation: OpenEvaluation | None,
         open_embodied: OpenEmbodied | None,
+        open_serving: OpenServing | None,
         amend: Callable[[str, AnyJob], None],
     ) -> None:
         self._open_session, self._open_evaluation, self._open_embodied = open_session, open_evaluation, open_embodied
-        self._amend = amend
+        self._open_serving, self._amend = open_serving, amend
         self._configs: dict[str, AnyJob] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._releasing: asyncio.Task[None] | None = None
@@ -166,6 +170,8 @@ class _Sessions:
                 return None if self._open_evaluation is None else partial(self._open_evaluation, job, config)
             case EmbodiedJob():
                 return None if self._open_embodied is None else partial(self._open_embodied, job, config)
+            case ServingJob():
+                return None if self._open_serving is None else partial(self._open_serving, job, config)
 
 
 async def _keep_open(job: str, open_session: Callable[[], Awaitable[None]]) -> None:

@@ -26,8 +26,8 @@ SOURCES = "'file', 'gsm8k_calculator', 'addition', 'sorting', 'tasks'"
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("kind=onlin", "kind: found 'onlin'; must be 'rl', 'online_rl', 'embodied' or 'evaluation'"),
-        ("kind=[]", "kind: found []; must be 'rl', 'online_rl', 'embodied' or 'evaluation'"),
+        ("kind=onlin", "kind: found 'onlin'; must be 'rl', 'online_rl', 'embodied', 'evaluation' or 'serving'"),
+        ("kind=[]", "kind: found []; must be 'rl', 'online_rl', 'embodied', 'evaluation' or 'serving'"),
         ("algorithm={type: xyz}", "algorithm.type: found 'xyz'; there are: 'grpo', 'dr_grpo', 'dapo', 'rloo', "),
         ("algorithm=grpo", "algorithm: must be a mapping like {type: grpo}, found 'grpo'"),
         (

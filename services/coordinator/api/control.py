@@ -12,6 +12,7 @@ from penstock.services.coordinator.api.files_desk import Files
 from penstock.services.coordinator.api.fine_tuning_desk import FineTuning
 from penstock.services.coordinator.api.graders_desk import Graders
 from penstock.services.coordinator.api.scaling_desk import Scaling
+from penstock.services.coordinator.api.serving import Deployments
 from penstock.services.coordinator.api.webhooks_desk import Webhooks
 from penstock.services.coordinator.job_index import JobEntry
 from penstock.shared.config.kinds import AnyJob
@@ -113,6 +114,11 @@ class Control(Protocol):
     @property
     def graders(self) -> Graders:
         """Graders outside of jobs."""
+        ...
+
+    @property
+    def deployments(self) -> Deployments:
+        """Checkpoints of jobs as models."""
         ...
 
     @property

@@ -79,7 +79,7 @@ class FineTuningRequest(_Strict):
     """A new job."""
 
     model: str = Field(min_length=1, max_length=1024, description="A base model of the deployment, a model directory, "
-                       "or `job:ID@NUMBER`, a checkpoint of another job")  # fmt: skip
+                       "or `job:NAME@final`, a checkpoint of another job")  # fmt: skip
     training_file: str = Field(max_length=64, description="Id of an uploaded file")
     validation_file: str | None = Field(None, max_length=64)
     method: Method

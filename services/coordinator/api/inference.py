@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -21,17 +23,20 @@ from penstock.services.coordinator.api.own_episode import own_episode
 from penstock.services.coordinator.api.own_models import no_model
 from penstock.services.coordinator.api.replies import HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
-from penstock.services.coordinator.api.serving import Ask, Served, Serving
+from penstock.services.coordinator.api.serving import Ask, Servable, Served, Serving
 from penstock.services.coordinator.api.sse import CONTENT
 from penstock.services.coordinator.api.user_limits import check_user
-from penstock.shared.errors import NotFound, PenstockError, Unavailable
+from penstock.shared.config.model import REFERENCE
+from penstock.shared.errors import ConfigError, NotFound, PenstockError, Unavailable
 from penstock.shared.protocol.interaction import Interaction, marked_id
+from penstock.shared.protocol.jobs import ModelOrigin
 
 __all__ = ["DIRECT", "InteractionRow", "router", "served_of", "serving_of"]
 
 router = APIRouter(tags=["inference"])
 Reader = Annotated[Caller, require("models:read", reach="checked")]
-MAX_JOBS = 100_000
+APPEAR_S, APPEAR_LOOK_S = 10.0, 0.02
+"""A new deployment is known to the gateway of this process within this time."""
 DECISION_S = 2.0
 """Longest that the record of an interaction waits for what became of it."""
 _RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -48,7 +53,7 @@ Span = Annotated[list[int], Field(min_length=3, max_length=3)]
 
 
 class Model(BaseModel):
-    """A running job as a model."""
+    """A running job or deployment as a model, or a checkpoint that is served once somebody asks for it."""
 
     id: str
     object: str = "model"
@@ -59,6 +64,10 @@ class Model(BaseModel):
     policy_version: int
     promoted_at: int | None = None
     """Since when that version is served, of a job with a promotion gate."""
+    served: bool = True
+    """False: a rollout worker loads it when it is asked for."""
+    checkpoint: str | None = None
+    """Checkpoint that a deployment serves, as `job:ID@NUMBER`."""
 
 
 class ModelList(BaseModel):
@@ -134,9 +143,11 @@ class InteractionRow(BaseModel):
 
 @router.get("/v1/models", response_model=ModelList)
 async def list_models(caller: Reader, backend: BackendDep) -> Response:
-    """List the models: every job that trains, under its name."""
-    found = [served for served in serving_of(backend).models() if caller.may_use(served.name, served.job)]
-    return Json(ModelList(data=[_model(served) for served in found]))
+    """List the models: every job that trains and every deployment, under its name, and the final checkpoints of jobs
+    that ended (``served`` is false), which are deployed when somebody asks for one."""
+    found = [served for served in serving_of(backend).models() if _may_use(caller, served)]
+    waiting = await backend.control.deployments.servable(caller.models)
+    return Json(ModelList(data=[*map(_model, found), *map(_to_be_served, waiting)]))
 
 
 @router.get("/v1/models/{model}", response_model=Model)
@@ -144,8 +155,15 @@ async def get_model(
     model: Annotated[str, Path(max_length=256, description="Name or id of a job")], caller: Reader, backend: BackendDep
 ) -> Response:
     """Show a model."""
-    served = served_of(backend, model, caller)
-    return Json(_model(served))
+    if not model.startswith(REFERENCE):
+        return Json(_model(served_of(backend, model, caller)))
+    origin = await _checkpoint_of(backend, model, caller)
+    served = any(one.origin is not None and one.origin.checkpoint == origin.checkpoint for one in _all(backend))
+    made = (await backend.control.get(origin.job)).status.finished_at
+    return Json(Model(
+        id=model, created=int(made.timestamp()) if made is not None else 0, job=origin.job, online=False,
+        policy_version=origin.version, served=served, checkpoint=origin.checkpoint,
+    ))  # fmt: skip
 
 
 @router.get("/e/{episode_id}/v1/models", response_model=ModelList)
@@ -172,7 +190,11 @@ async def get_model_in_episode(
     responses=_RESPONSES,
 )
 async def chat(request: Request, caller: Writer, backend: BackendDep) -> Response:
-    """Answer a chat with the job's newest policy; recorded as an interaction. ``stream`` sends tokens as they come."""
+    """Answer a chat with the job's newest policy; recorded as an interaction. ``stream`` sends tokens as they come.
+
+    ``model`` may also be a checkpoint of a job, `job:NAME@final`: a rollout worker loads it if none has it yet, and the
+    request waits for that, at most 30 s; then it is answered 503 with `Retry-After`.
+    """
     return await _chat(request, caller, backend, "")
 
 
@@ -266,17 +288,18 @@ async def _answer(
     serving = serving_of(backend)
     draft = draft_of(body, await request.body(), request.headers, caller.id)
     retries = request.headers.get("x-stainless-retry-count", "")
-    served = served_of(backend, body.model, caller)
+    served = await _deployed(backend, body.model, caller)
+    named = episode_of(episode, request.headers, body)
     ask = Ask(
         served=served, draft=draft, num_prompts=num_prompts, user=body.named_user,
-        episode=own_episode(caller, episode_of(episode, request.headers, body), served.job),
+        episode=own_episode(caller, named, served.job),
         retries=int(retries) if retries.isdecimal() else None, only_opened=bool(caller.episode),
         any_owner=caller.may("admin"),
     )  # fmt: skip
     await check_user(backend.limiter, caller, ask.user, serving.pseudonym)
     await backend.limiter.check_tokens(caller.id)
     try:
-        answer = await serving.open(ask)
+        answer = await _opened(backend, ask, body.model, caller)
     except PenstockError as error:
         raise as_problem(error, draft.constraint) from None
     usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -298,13 +321,83 @@ def served_of(backend: Backend, model: str, caller: Caller) -> Served:
         served = serving_of(backend).find(model)
     except NotFound:
         raise no_model(model) from None
-    if not caller.may_use(served.name, served.job):
+    if not _may_use(caller, served):
         raise no_model(model)
     return served
+
+
+def _may_use(caller: Caller, served: Served) -> bool:
+    """True if a key reaches a model, or the job whose checkpoint it is."""
+    origin = served.origin
+    return caller.may_use(served.name, served.job) or (origin is not None and caller.may_use(origin.name, origin.job))
+
+
+def _all(backend: Backend) -> list[Served]:
+    return serving_of(backend).models()
+
+
+async def _checkpoint_of(backend: Backend, model: str, caller: Caller) -> ModelOrigin:
+    """The checkpoint that a reference names. Raises HttpProblem: 404 there is none, or the key does not reach it."""
+    try:
+        origin = await backend.control.deployments.find(model)
+    except (NotFound, ConfigError) as error:
+        if caller.models is not None:  # the reason would tell of jobs that the key does not reach
+            raise no_model(model) from None
+        raise HttpProblem(404, "model_not_found", str(error)) from None
+    if not caller.may_use(origin.name, origin.job):
+        raise no_model(model)
+    return origin
+
+
+async def _deployed(backend: Backend, model: str, caller: Caller) -> Served:
+    """As ``served_of``; a checkpoint that nothing serves is deployed first.
+
+    Raises:
+        HttpProblem: 503 it is being deployed still, or cannot be.
+    """
+    if not model.startswith(REFERENCE):
+        return served_of(backend, model, caller)
+    origin, serving = await _checkpoint_of(backend, model, caller), serving_of(backend)
+    job = await backend.control.deployments.deploy(origin)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(APPEAR_S):
+            while True:
+                with contextlib.suppress(NotFound):
+                    return serving.find(job)
+                await _check_alive(backend, job)
+                await asyncio.sleep(APPEAR_LOOK_S)
+    text = f"'{model[:80]}' is being deployed as job '{job}'; ask again in a moment"
+    raise HttpProblem(503, "deploying", text, headers={"Retry-After": "2"})
+
+
+async def _check_alive(backend: Backend, job: str) -> None:
+    """Raises HttpProblem: 503 the deployment failed; says why."""
+    status = (await backend.control.get(job)).status
+    if status.phase == "failed":
+        headers = {"Retry-After": "60", "x-should-retry": "false"}
+        raise HttpProblem(503, "deployment_failed", f"deployment '{job}' failed: {status.message}", headers=headers)
+
+
+async def _opened(backend: Backend, ask: Ask, model: str, caller: Caller) -> Any:
+    """The answer, once a worker writes it. A checkpoint whose deployment just ended for want of requests is deployed
+    again."""
+    try:
+        return await serving_of(backend).open(ask)
+    except NotFound:
+        if not model.startswith(REFERENCE):
+            raise
+        await _check_alive(backend, ask.served.job)
+        return await serving_of(backend).open(replace(ask, served=await _deployed(backend, model, caller)))
 
 
 def _model(served: Served) -> Model:
     return Model(
         id=served.name, created=served.created, job=served.job, online=served.online, policy_version=served.version,
-        promoted_at=served.promoted_at,
+        promoted_at=served.promoted_at, checkpoint=served.origin.checkpoint if served.origin is not None else None,
     )  # fmt: skip
+
+
+def _to_be_served(found: Servable) -> Model:
+    return Model(
+        id=found.id, created=found.ended, job=found.job, online=False, policy_version=found.version, served=False
+    )

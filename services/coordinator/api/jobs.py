@@ -26,16 +26,16 @@ from penstock.shared.config.base import named
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.environment import VerifiersConfig
 from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.model import REFERENCE, parse_reference
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import NotFound
+from penstock.shared.config.serving_job import ServingJob
+from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, Phase
 
 __all__ = ["MAX_PAGE", "MAX_WAIT_S", "check_code", "check_files", "router"]
 
 MAX_PAGE = 100
 MAX_WAIT_S = 300.0
-_ORIGIN = re.compile(r"job:(job_[0-9a-f]{32})@", re.ASCII)
-"""How the path of a model begins that is a checkpoint of a job."""
 CHARACTERS = "char"
 """A tokenizer without a file."""
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -83,7 +83,9 @@ async def list_jobs(
     order: Order = "desc",
     phase: Phase | None = None,
     name: Annotated[str | None, Query(max_length=63)] = None,
-    kind: Annotated[str | None, Query(max_length=32, description="rl, online_rl or evaluation")] = None,
+    kind: Annotated[
+        str | None, Query(max_length=32, description="rl, online_rl, embodied, evaluation or serving")
+    ] = None,
 ) -> Response:
     """List jobs by time of submission, newest first unless ``order=asc``; with a key for some models, those of these.
 
@@ -169,11 +171,22 @@ async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
     check_name(caller, spec.name)
     if isinstance(spec, EmbodiedJob):
         return
-    origin = _ORIGIN.match(spec.model.path or "")
-    if origin is not None:
-        with contextlib.suppress(NotFound):  # said in the terms of the job file where it is looked up
-            if not caller.may_use((await backend.control.get(origin[1])).name, origin[1]):
-                check_name(caller, spec.model.path or "")
+    await check_origin(backend, caller, spec.model.path or "")
+
+
+async def check_origin(backend: Backend, caller: Caller, path: str) -> None:
+    """Look whether a caller may begin with the checkpoint that ``path`` names, if it names one.
+
+    Raises:
+        HttpProblem: 403 the key is for other models than that of the checkpoint's job.
+    """
+    if caller.models is None or not path.startswith(REFERENCE):
+        return
+    with contextlib.suppress(ConfigError):  # said in the terms of the job file where it is looked up
+        job, _ = parse_reference(path)
+        for made_by in await backend.control.job_entries(frozenset({job})):
+            if not caller.may_use(made_by.name, made_by.id):
+                check_name(caller, path)
 
 
 def check_code(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
@@ -188,7 +201,7 @@ def check_code(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
             found.append(("environment.task", spec.environment.task))
     elif spec.model.trust_remote_code:
         found.append(("model.trust_remote_code", ""))
-    if isinstance(spec.environment, VerifiersConfig):
+    if not isinstance(spec, ServingJob) and isinstance(spec.environment, VerifiersConfig):
         found.append(("environment.env.taskset.id", spec.environment.env["taskset"]["id"]))
     if not found:
         return
@@ -239,7 +252,7 @@ def check_files(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None
     if not roots and caller.may("admin"):
         return
     for key, name in [*named(spec, "file"), *_files_in_options(spec)]:
-        if name.startswith("job:") or (key == "model.tokenizer" and name == CHARACTERS):
+        if name.startswith(REFERENCE) or (key == "model.tokenizer" and name == CHARACTERS):
             continue
         if _HUB.fullmatch(name) and not os.path.lexists(name):
             continue

@@ -9,8 +9,9 @@ from typing import Literal, Protocol, TypeVar
 from penstock.shared.protocol.episode import EpisodeRecord
 from penstock.shared.protocol.inference import Chunk, InferenceRequest
 from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.protocol.jobs import ModelOrigin
 
-__all__ = ["MAX_IN_FLIGHT", "Answer", "Ask", "EpisodeBook", "Served", "Serving"]
+__all__ = ["Answer", "Ask", "Deployments", "EpisodeBook", "MAX_IN_FLIGHT", "Servable", "Served", "Serving"]
 
 MAX_IN_FLIGHT = 2048
 """Requests of one model in this process; more are told to come back, and those of one key when it has as many as there
@@ -45,10 +46,46 @@ class Served:
     nobody named is credited answer by answer, whatever episode it is shown in."""
     promoted_at: int | None = None
     """Since when the version is served (Unix seconds), of a job with a promotion gate."""
+    trains: bool = True
+    """False: a deployment, whose policy never changes."""
+    origin: ModelOrigin | None = None
+    """Checkpoint that a deployment serves."""
 
     def at(self, version: int, canary: tuple[int, float] | None, promoted_at: int | None) -> Served:
         """The same at another version."""
         return replace(self, version=version, canary=canary, promoted_at=promoted_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Servable:
+    """A model that is served once somebody asks for it: the final checkpoint of a job. ``ended``: Unix seconds."""
+
+    id: str
+    name: str
+    job: str
+    ended: int
+    version: int
+
+
+class Deployments(Protocol):
+    """Checkpoints of jobs as models. Every method may raise Unavailable."""
+
+    async def find(self, reference: str) -> ModelOrigin:
+        """The checkpoint `job:NAME@WHICH`. Raises NotFound, or ConfigError where it cannot be read as one."""
+        ...
+
+    async def deploy(self, origin: ModelOrigin) -> str:
+        """Have it served, if it is not; the id of the deployment.
+
+        Raises:
+            ConfigError: it cannot be served here.
+            HttpProblem: 404 only people deploy here, 503 as many are served on request as may be.
+        """
+        ...
+
+    async def servable(self, models: frozenset[str] | None) -> list[Servable]:
+        """Models that ``deploy`` takes, oldest first; ``models``: only jobs of these names or ids."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

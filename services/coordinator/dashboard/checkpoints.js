@@ -1,7 +1,7 @@
 // Checkpoints of a job, and what can be done with one.
 
 import { change, download, get } from "./api.js";
-import { ask, bytes, clock, make, number, panel, patch, say, table } from "./dom.js";
+import { ask, bytes, clock, field, make, number, panel, patch, say, table } from "./dom.js";
 import { TERMINAL } from "./jobs.js";
 
 const EVERY_MS = 3000;
@@ -9,7 +9,7 @@ const EVERY_MS = 3000;
 export function showCheckpoints({ content, signal, loop, path }) {
   const list = make("div");
   content.replaceChildren(panel("Checkpoints", [
-    make("p", { class: "hint" }, "Newest first. Any of them can be the model of another job: ", make("code", {}, "model: {path: job:ID@final}"), "."), list]));
+    make("p", { class: "hint" }, "Newest first. Any of them can be the model of another job: ", make("code", {}, "model: {path: job:NAME@final}"), "."), list]));
   loop(EVERY_MS, async () => {
     const [job, { data }] = await Promise.all([get(path, signal), get(`${path}/checkpoints`, signal)]);
     patch(list, table("Checkpoints", columns(job, path), [...data].reverse(), "None yet.", (row) => String(row.number)));
@@ -42,6 +42,7 @@ function actions(job, path, row) {
   return make("div", { class: "actions" },
     make("button", { type: "button", disabled: !row.available, "aria-label": `Download checkpoint ${row.number}`,
       onclick: () => save(`${path}/checkpoints/${row.number}/archive`, `${job.name}-${row.number}.tar`) }, "download"),
+    make("button", { type: "button", disabled: !row.available || !row.format, "aria-label": `Serve checkpoint ${row.number}`, onclick: () => serve(job, row) }, "serve"),
     make("button", { type: "button", disabled: isOver || row.newest, "aria-label": `Roll back to checkpoint ${row.number}`, onclick: () => rollBack(job, path, row) }, "roll back"),
     make("button", { type: "button", class: "danger", disabled: !canDelete, "aria-label": `Delete checkpoint ${row.number}`, onclick: () => remove(job, path, row) }, "delete"));
 }
@@ -53,6 +54,16 @@ async function save(path, name) {
   } catch (problem) {
     if (problem.name !== "AbortError") say(`${name}: ${problem.message}`, "error");
   }
+}
+
+async function serve(job, row) {
+  const name = make("input", { name: "name", required: true, maxlength: 63, pattern: "[a-z0-9][a-z0-9._\\-]*", value: `${job.name.slice(0, 50)}-${row.number}` });
+  const values = await ask(`Serve checkpoint ${number(row.number)}?`, [
+    make("p", {}, "It answers at /v1/chat/completions until the deployment, a job of its own, is cancelled."),
+    field("Name of the model", name)], "Serve");
+  if (values === null) return;
+  const file = { kind: "serving", name: values.name, model: { path: `job:${job.id}@${row.number}` } };
+  await tell(`Serving '${values.name}'`, change("POST", "/v1/jobs", file));
 }
 
 async function rollBack(job, path, row) {

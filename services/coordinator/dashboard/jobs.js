@@ -17,7 +17,7 @@ const STATES = [
   ["", "all"], ["active", "not over"], ["running", "running"], ["pending", "pending"], ["paused", "paused"],
   ["succeeded", "succeeded"], ["failed", "failed"], ["cancelled", "cancelled"],
 ];
-const KINDS = [["", "all"], ["rl", "rl"], ["online_rl", "online_rl"], ["embodied", "embodied"], ["evaluation", "evaluation"]];
+const KINDS = [["", "all"], ["rl", "rl"], ["online_rl", "online_rl"], ["embodied", "embodied"], ["evaluation", "evaluation"], ["serving", "serving"]];
 
 const filters = { text: "", state: "", kind: "", label: "" };
 

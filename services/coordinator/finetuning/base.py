@@ -17,9 +17,8 @@ from penstock.shared.config.evaluation import EvaluationConfig
 from penstock.shared.config.optimizer import OptimizerConfig
 from penstock.shared.errors import ConfigError
 
-__all__ = ["BaseModelFile", "checkpoint_of", "open_base"]
+__all__ = ["BaseModelFile", "open_base"]
 
-REFERENCE = re.compile(r"job:(job_[0-9a-f]{32})@\w{1,32}", re.ASCII)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _ALGORITHM: TypeAdapter[AlgorithmConfig] = TypeAdapter(AlgorithmConfig)
 GROUPS = 8
@@ -95,12 +94,6 @@ class BaseModelFile:
         return BaseModelFile(self.name, {**self.sections, "model": {**kept, "path": path}})
 
 
-def checkpoint_of(model: str) -> str | None:
-    """The job that ``model`` names a checkpoint of."""
-    found = REFERENCE.fullmatch(model)
-    return found[1] if found else None
-
-
 def open_base(model: str, folder: Path | None) -> BaseModelFile:
     """The base model of a request: a name in ``folder``, or a model directory. Reads the disk.
 
@@ -116,7 +109,7 @@ def open_base(model: str, folder: Path | None) -> BaseModelFile:
         there = f"it has {', '.join(known)}" if known else "it has none (PENSTOCK_BASE_MODELS)"
         raise ConfigError(
             f"model: '{model[:200]}' is no base model of this deployment: {there}; a model directory as the services "
-            "see it and job:ID@NUMBER will do, too"
+            "see it and job:NAME@final will do, too"
         )
     return BaseModelFile("", {"model": {"path": model}})
 

@@ -15,13 +15,15 @@ from penstock.services.coordinator.api.fine_tuning_models import (
 )
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.services.coordinator.files import FileStore
-from penstock.services.coordinator.finetuning.base import BaseModelFile, checkpoint_of, open_base
+from penstock.services.coordinator.finetuning.base import BaseModelFile, open_base
 from penstock.services.coordinator.finetuning.job_file import DataFile, job_file
 from penstock.services.coordinator.finetuning.shown import shown_checkpoint, shown_event, shown_job
 from penstock.services.coordinator.graders import scorer_of
 from penstock.services.coordinator.job_index import JobEntry
+from penstock.services.coordinator.origins import Origins
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.model import REFERENCE, parse_reference
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol.jobs import JobRecord
@@ -34,6 +36,8 @@ ALL = 1_000_000
 
 class Jobs(Protocol):
     """Coordinator as fine-tuning uses it."""
+
+    origins: Origins
 
     async def submit(self, spec: AnyJob, raw: Row, *, key: str = "", fine_tuning: Row | None = None) -> JobRecord:
         """See ``api.control.Control.submit``."""
@@ -88,11 +92,12 @@ class FineTuningDesk:
 
     async def _base(self, model: str) -> BaseModelFile:
         """The start of the job file. A checkpoint of a fine-tuning job goes on with that job's base model."""
-        folder, job = self._settings.base_models, checkpoint_of(model)
-        if job is None:
+        folder = self._settings.base_models
+        if not model.startswith(REFERENCE):
             return await asyncio.to_thread(open_base, model, folder)
         try:
-            origin = (await self._jobs.get(job)).fine_tuning or {}
+            made_by = await self._jobs.origins.job(parse_reference(model)[0])
+            origin = (await self._jobs.get(made_by.id)).fine_tuning or {}
         except NotFound as error:
             raise ConfigError(str(error)) from None
         if name := origin.get("base"):

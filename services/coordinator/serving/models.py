@@ -1,4 +1,4 @@
-"""The jobs that can be addressed as models: those that train and are not over."""
+"""The jobs that can be addressed as models: those that train or are deployments, and are not over."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import parse_job
 from penstock.shared.config.online import OnlineConfig
 from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.errors import ConfigError, NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import JobRecord
@@ -56,7 +57,13 @@ class ModelTable:
         except ConfigError as error:
             logger.error("job record '%s' is unreadable: %s", record.id, error)
             return
-        if isinstance(config, JobConfig):
+        if isinstance(config, ServingJob):
+            self._served[record.id] = Served(
+                name=record.name, job=record.id, online=False, version=0, created=int(record.created_at.timestamp()),
+                hold_s=config.serving.hold_s, temperature=config.sampling.temperature, generation=record.generation,
+                trains=False, origin=record.origin,
+            )  # fmt: skip
+        elif isinstance(config, JobConfig):
             online = config.online if isinstance(config, OnlineJob) else None
             self._served[record.id] = Served(
                 name=record.name, job=record.id, online=online is not None, version=_served_version(record),
@@ -69,9 +76,9 @@ class ModelTable:
             )  # fmt: skip
 
     def rows(self) -> list[Served]:
-        """One model for each name: an online job rather than another, the newest of several."""
+        """One model for each name: an online job or a deployment rather than another, the newest of several."""
         best: dict[str, Served] = {}
-        for served in sorted(self._served.values(), key=lambda served: (served.online, served.job)):
+        for served in sorted(self._served.values(), key=lambda one: (one.online or not one.trains, one.job)):
             best[served.name] = served
         return sorted(best.values(), key=lambda served: served.name)
 

@@ -27,7 +27,7 @@ QUESTION = "good? y/n, Enter to say nothing: "
 
 
 def chat(
-    model: Annotated[str, typer.Argument(help="Name of a running job, or its id.")],
+    model: Annotated[str, typer.Argument(help="Name of a running job or deployment, or job:NAME@final.")],
     text: Annotated[str | None, typer.Argument(help="Say this and end; without it, a conversation.")] = None,
     *,
     system: Annotated[str | None, typer.Option(help="What the model is told before everything else.")] = None,

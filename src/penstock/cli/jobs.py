@@ -101,7 +101,9 @@ def ls(
     *,
     phase: Annotated[str | None, typer.Option(help="Only this phase.")] = None,
     name: Annotated[str | None, typer.Option(help="Only this name.")] = None,
-    kind: Annotated[str | None, typer.Option(help="Only this kind: rl, online_rl, evaluation.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="Only this kind: rl, online_rl, embodied, evaluation, serving.")
+    ] = None,
     labels: Annotated[
         list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="Only with this label.")
     ] = None,

@@ -14,7 +14,7 @@ __all__ = ["AsyncModels", "Models"]
 
 
 def _list() -> Call[list[Model]]:
-    """Every job that trains, under its name."""
+    """Every job that trains and every deployment, under its name, and what is deployed when somebody asks for it."""
     return Call("GET", "/v1/models", many(Model))
 
 

@@ -27,10 +27,12 @@ from penstock.services.coordinator.checkpoints import (
     delete_checkpoint,
     find_file,
 )
+from penstock.services.coordinator.deployments import Deployments
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.desk import FineTuningDesk
-from penstock.services.coordinator.job_index import JobEntry, entry_of
+from penstock.services.coordinator.job_index import JobEntry, JobIndex, entry_of
 from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.origins import Origins
 from penstock.services.coordinator.samples import check_env
 from penstock.shared.config.data import source_names
 from penstock.shared.config.job import JobConfig
@@ -39,6 +41,7 @@ from penstock.shared.errors import ConfigError, Conflict, NotFound, Unavailable
 from penstock.shared.protocol.ids import new_job_id
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, JobStatus, Operation
 from penstock.shared.protocol.keys import Scope, StoredKey, new_key
+from penstock.shared.transport.bus import Entry
 
 _spec = importlib.util.spec_from_file_location("front_desks", Path(__file__).with_name("desks.py"))
 assert _spec is not None
@@ -125,8 +128,10 @@ class Books:
             desks.WebhooksInMemory(),
             desks.ScalingInMemory(),
         )
-        self.fine_tuning = FineTuningDesk(self, self.files, settings())
         self.jobs: dict[str, JobRecord] = {}
+        self.origins = Origins(self.index, self._state, Path())
+        self.deployments = Deployments(self, self.origins, self.submit, settings())
+        self.fine_tuning = FineTuningDesk(self, self.files, settings())
         self.feed: dict[str, list[dict[str, Any]]] = {}
         self.warnings: list[str] = []
         self.submitted = 0
@@ -162,6 +167,17 @@ class Books:
 
     def close(self) -> None:
         self._directory.cleanup()
+
+    async def index(self) -> JobIndex:
+        """As of a ``JobStore``."""
+        index = JobIndex(None)
+        for id, record in sorted(self.jobs.items()):
+            index.take(Entry(id, record.stored(), record.revision, 0.0))
+        return index
+
+    async def _state(self, job: str) -> LedgerState:
+        self._known(job)
+        return self.ledger
 
     async def submit(
         self, spec: JobConfig, raw: dict[str, Any], *, key: str = "", fine_tuning: dict[str, Any] | None = None

@@ -16,7 +16,6 @@ from penstock.client import AsyncClient, Client
 from penstock.services.coordinator.api.open_file import byte_range, open_file, reply_of
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.checkpoints import checkpoint_row, choose_checkpoint
-from penstock.services.coordinator.submission import resolve_model
 from penstock.shared.config.job import JobConfig
 from penstock.shared.errors import CheckpointError, ConfigError, Conflict, NotFound
 from penstock.shared.protocol.events import BestCheckpoint, Checkpointed, Finished
@@ -284,25 +283,25 @@ def test_the_command_line_lists_and_gets(
 async def test_a_model_path_may_name_a_checkpoint(submitted: tuple[Client, str], books: Any, job: Any) -> None:
     _, name = submitted
 
-    async def ledger(wanted: str) -> Any:
-        if wanted != name:
-            raise NotFound(f"no job '{wanted}'")
-        return books.ledger
-
     async def resolved(path: str) -> str | None:
-        spec = JobConfig.parse({**job, "model": {"path": path}})
-        return (await resolve_model(spec, ledger, Path())).model.path
+        spec, origin = await books.origins.resolve(JobConfig.parse({**job, "model": {"path": path}}))
+        assert (origin is None) == (path == "/models/tiny")
+        assert origin is None or (origin.model, origin.path, origin.job) == (path, spec.model.path, name)
+        return str(spec.model.path)
 
     paths = {number: checkpoint.path for number, checkpoint in books.ledger.checkpoints.items()}
     assert await resolved(f"job:{name}@best") == paths[4]
-    assert await resolved(f"job:{name}@8") == paths[8]
+    assert await resolved(f"job:{job['name']}@4") == await resolved(f"job:{job['name']}@step:4") == paths[4]
     assert await resolved(f"job:{name}@initial") == paths[0]
-    assert await resolved(f"job:{name}@newest") == paths[9]
     assert await resolved("/models/tiny") == "/models/tiny"
-    unknown_names = ("7", "final", "worst", "9" * 5000)
-    for wrong in (*(f"job:{name}@{number}" for number in unknown_names), f"job:{name}", "job:job_0@1"):
-        with pytest.raises(ConfigError, match=r"model\.path: 'job:"):
-            await resolved(wrong)
+    wrong = {
+        f"job:{name}@7": "the nearest is 8", f"job:{name}@final": "the latest one is 9", f"job:{name}@worst": "one of",
+        f"job:{name}@{'9' * 5000}": "write job:NAME@final", f"job:{name}": "write job:NAME@final",
+        "job:job_0@1": "no job 'job_0'", f"job:{name}@8": "there are those of: 0, 4", f"job:{name}@latest": "of: 0, 4",
+    }  # fmt: skip
+    for path, hint in wrong.items():
+        with pytest.raises(ConfigError, match=f"model\\.path: 'job:.*{hint}"):
+            await resolved(path)
     unknown = "job_" + "0" * 32
     with pytest.raises(ConfigError, match="no job"):
         await resolved(f"job:{unknown}@0")

@@ -141,7 +141,10 @@ class EpisodeKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that trains, under its name. ``promoted_at``: since when that version is served, with a promotion gate."""
+    """A job that trains or a deployment, under its name; or a checkpoint that is deployed when it is asked for.
+
+    ``promoted_at``: since when that version is served, with a promotion gate; ``checkpoint``: what a deployment serves.
+    """
 
     id: str
     created: int
@@ -150,6 +153,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     online: bool
     policy_version: int
     promoted_at: int | None = None
+    served: bool = True
+    checkpoint: str | None = None
 
 
 class KeptCheckpoint(msgspec.Struct, frozen=True, kw_only=True):

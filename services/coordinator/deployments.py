@@ -1,0 +1,104 @@
+"""Checkpoints that are served because somebody asked for one: ``model: job:NAME@final`` of a chat."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.serving import Servable
+from penstock.services.coordinator.checkpoints import COMMIT
+from penstock.services.coordinator.job_index import JobEntry
+from penstock.services.coordinator.origins import Origins
+from penstock.services.coordinator.store import JobStore
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.config.serving_job import ServingJob
+from penstock.shared.errors import ProtocolError
+from penstock.shared.protocol.jobs import JobRecord, ModelOrigin
+
+__all__ = ["Deployments"]
+
+BY_REQUEST = {"deployed": "on request"}
+"""Label of a deployment that a chat began."""
+LISTED = 100
+"""Finished jobs, newest first, among which models to be served are looked for."""
+FULL_RETRY_S = 30
+
+
+class Deployments:
+    """Implements ``api.serving.Deployments``.
+
+    Args:
+        submit: ``CoordinatorControl.submit``.
+    """
+
+    def __init__(
+        self, store: JobStore, origins: Origins, submit: Callable[..., Awaitable[JobRecord]], settings: ServiceSettings
+    ) -> None:
+        self._store, self._origins, self._submit, self._settings = store, origins, submit, settings
+
+    async def find(self, reference: str) -> ModelOrigin:
+        """See ``Deployments.find``."""
+        return (await self._origins.find(reference))[0]
+
+    async def deploy(self, origin: ModelOrigin) -> str:
+        """See ``Deployments.deploy``."""
+        index = await self._store.index()
+        unfinished = index.unfinished()
+        running = [job.id for job in unfinished if _serves(job, origin)]
+        if running:
+            return running[-1]
+        self._check_room(unfinished)
+        name = f"{origin.name[:40]}-{origin.number}-{origin.job[-8:]}"
+        spec = {
+            "kind": "serving", "name": name, "model": {"path": origin.checkpoint}, "metadata": BY_REQUEST,
+            "serving": {"idle_s": self._settings.deploy_idle_s},
+        }  # fmt: skip
+        # Whoever asks for it at the same time, here or at another coordinator, counts the same deployments before it.
+        key = f"deploy\n{origin.checkpoint}\n{sum(_serves(job, origin) for job in index.all())}"
+        raw: dict[str, Any] = {"checkpoint": origin.checkpoint}
+        return (await self._submit(ServingJob.parse(spec), raw, key=key)).id
+
+    def _check_room(self, unfinished: Iterable[JobEntry]) -> None:
+        most = self._settings.deploy_most
+        running = [job.name for job in unfinished if BY_REQUEST.items() <= job.labels.items()]
+        if not most:
+            text = "this deployment serves checkpoints only by 'penstock serve' (PENSTOCK_DEPLOY_MOST is 0)"
+            raise HttpProblem(404, "model_not_found", text)
+        if len(running) >= most:
+            text = (
+                f"{len(running)} checkpoints are served on request already ({', '.join(running)}), which is as many as "
+                f"PENSTOCK_DEPLOY_MOST allows; one is given back {self._settings.deploy_idle_s:g} s after its last "
+                "request, or by 'penstock cancel'"
+            )
+            raise HttpProblem(503, "deployments_full", text, headers={"Retry-After": str(FULL_RETRY_S)})
+
+    async def servable(self, models: frozenset[str] | None) -> list[Servable]:
+        """See ``Deployments.servable``."""
+        if not self._settings.deploy_most:
+            return []
+        index = await self._store.index()
+        entries = index.all() if models is None else index.of_models(models)
+        finished = [job for job in entries if job.finished and job.kind in ("rl", "online_rl")][-LISTED:]
+        return await asyncio.to_thread(_with_final, finished)
+
+
+def _serves(job: JobEntry, origin: ModelOrigin) -> bool:
+    return job.kind == "serving" and job.origin == origin.checkpoint
+
+
+def _with_final(entries: Iterable[JobEntry]) -> list[Servable]:
+    """Those whose final checkpoint is on this host, oldest first."""
+    found = []
+    for entry in entries:
+        try:
+            record = entry.record()
+        except ProtocolError:  # of another release
+            continue
+        path, end = record.status.checkpoint, record.status.finished_at or record.created_at
+        if path is not None and (Path(path) / COMMIT).is_file():
+            version = record.status.policy_version
+            found.append(Servable(f"job:{entry.id}@final", entry.name, entry.id, int(end.timestamp()), version))
+    return found

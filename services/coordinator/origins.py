@@ -1,0 +1,100 @@
+"""Checkpoints of other jobs as models: what ``job:NAME@final`` in a job file means at the moment of its submission."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from penstock.services.coordinator.checkpoints import choose_checkpoint, read_stored
+from penstock.services.coordinator.job_index import JobEntry, JobIndex
+from penstock.services.coordinator.ledger import LedgerState
+from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.job import JobConfig
+from penstock.shared.config.kinds import AnyJob, parse_job
+from penstock.shared.config.model import REFERENCE, parse_reference
+from penstock.shared.config.service import checkpoint_path
+from penstock.shared.config.serving_job import ServingJob
+from penstock.shared.errors import ConfigError, NotFound
+from penstock.shared.protocol.jobs import ModelOrigin
+
+__all__ = ["Origins"]
+
+
+class Origins:
+    """Finds checkpoints by name.
+
+    Args:
+        index: all jobs as they are now.
+        ledger: the folded ledger of a job.
+        data_dir: where checkpoints lie.
+    """
+
+    def __init__(
+        self, index: Callable[[], Awaitable[JobIndex]], ledger: Callable[[str], Awaitable[LedgerState]], data_dir: Path
+    ) -> None:
+        self._index, self._ledger, self._data_dir = index, ledger, data_dir
+
+    async def resolve(self, spec: AnyJob) -> tuple[AnyJob, ModelOrigin | None]:
+        """``spec`` with the directory of the checkpoint that ``model.path`` names, and which one that is; a job file
+        without such a path as it is, and None. A deployment also takes over what it leaves open.
+
+        Raises:
+            ConfigError: no such job or checkpoint, or its files are gone; names what comes nearest.
+        """
+        path = None if isinstance(spec, EmbodiedJob) else spec.model.path
+        if isinstance(spec, EmbodiedJob) or path is None or not path.startswith(REFERENCE):
+            return spec, None
+        try:
+            origin, trained = await self.find(path)
+        except (NotFound, ConfigError) as error:
+            raise ConfigError(f"model.path: '{path[:200]}': {error}") from None
+        if isinstance(spec, ServingJob):
+            return spec.after(trained, origin.path), origin
+        return spec.model_copy(update={"model": spec.model.model_copy(update={"path": origin.path})}), origin
+
+    async def find(self, reference: str) -> tuple[ModelOrigin, JobConfig]:
+        """The checkpoint ``job:JOB@WHICH``, and the job that made it: by id, or the newest one of that name.
+
+        Raises:
+            ConfigError: the reference cannot be read, or is of a job that trains no language model.
+            NotFound: no such job or checkpoint, or its files are not on this host.
+        """
+        job, which = parse_reference(reference)
+        entry = await self.job(job)
+        config = parse_job(entry.record().spec)
+        if not isinstance(config, JobConfig):
+            raise ConfigError(f"job '{entry.id}' is of kind '{entry.kind}': it has no checkpoints of a language model")
+        state = await self._ledger(entry.id)
+        found = choose_checkpoint(state, which)
+        path = checkpoint_path(self._data_dir, found.path)
+        if await asyncio.to_thread(read_stored, path) is None:
+            there = await asyncio.to_thread(self._numbers, state)
+            raise NotFound(
+                f"the files of checkpoint {found.number} of job '{entry.id}' are not on the coordinator's host (any "
+                f"more); there are those of: {', '.join(map(str, there)) or 'none'}"
+            )
+        origin = ModelOrigin(
+            model=reference, job=entry.id, name=entry.name, number=found.number, version=found.version,
+            digest=found.digest, path=str(path),
+        )  # fmt: skip
+        return origin, config
+
+    async def job(self, job: str) -> JobEntry:
+        """A job by id, or the newest one of a name that can have checkpoints. Raises NotFound."""
+        index = await self._index()
+        if (known := index.get(job)) is not None:
+            return known
+        named = index.of_models(frozenset({job}))
+        trained = [entry for entry in named if entry.trains]
+        if trained or named:
+            return (trained or named)[-1]
+        names = sorted({entry.name for entry in index.all() if entry.trains})
+        near = difflib.get_close_matches(job, names, 1)
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise NotFound(f"no job '{job}'{hint}")
+
+    def _numbers(self, state: LedgerState) -> list[int]:
+        paths = {number: checkpoint_path(self._data_dir, event.path) for number, event in state.checkpoints.items()}
+        return [number for number, path in sorted(paths.items()) if read_stored(path) is not None]

@@ -1,0 +1,227 @@
+"""A trained model is used: named in other job files, deployed, and asked by the stock API of OpenAI."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import yaml
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from penstock.local.ports import free_ports
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
+
+pytestmark = [
+    pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # peft asks for it
+]  # fmt: skip
+
+KEY = "e2e-key"
+LORA = {"rank": 2, "alpha": 4}
+
+
+@pytest.fixture(scope="module")
+def trained(stack: Any) -> str:
+    """A finished job with checkpoints 0, 2 and 4."""
+    job: str = stack.submit("name=served-from", "train.max_updates=4", "checkpoint.every=2", "checkpoint.keep=3")
+    assert stack.finish(job).status.phase == "succeeded"
+    return job
+
+
+@pytest.fixture
+def http(stack: Any) -> Any:
+    with httpx.Client(base_url=stack.stack.url, headers={"authorization": f"Bearer {KEY}"}, timeout=90) as client:
+        yield client
+
+
+def chat(http: httpx.Client, model: str, **more: Any) -> httpx.Response:
+    body = {"model": model, "messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4, "temperature": 0}
+    return http.post("/v1/chat/completions", json={**body, **more})
+
+
+def say(http: httpx.Client, model: str) -> str:
+    reply = chat(http, model)
+    assert reply.status_code == 200, reply.text
+    text: str = reply.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def status_of(http: httpx.Client, model: str) -> int:
+    try:
+        return chat(http, model).status_code
+    except httpx.TransportError:  # the coordinator is starting
+        return 0
+
+
+def deployments(stack: Any) -> list[JobRecord]:
+    """Those that a request began and that go on."""
+    found = stack.client.list(kind="serving", metadata={"deployed": "on request"})
+    return [record for record in found if record.status.phase not in TERMINAL_PHASES]
+
+
+def end(stack: Any, job: str) -> None:
+    """Give a deployment's slots back."""
+    if stack.status(job).phase not in TERMINAL_PHASES:
+        stack.client.cancel(job)
+    stack.finish(job)
+
+
+def test_a_job_begins_with_a_checkpoint_by_name(stack: Any, trained: str) -> None:
+    model = {"path": "job:served-from@step:2"}
+    plan = stack.client.dry_run({**job_of(stack, trained), "model": model})
+    assert (plan["origin"]["job"], plan["origin"]["number"]) == (trained, 2)
+    record = stack.client.get(stack.submit("name=goes-on", "train.max_updates=1", model=model))
+    assert record.origin is not None
+    assert (record.origin.model, record.origin.job, record.origin.number) == ("job:served-from@step:2", trained, 2)
+    assert record.spec["model"]["path"] == record.origin.path
+    assert stack.finish(record.id).status.phase == "succeeded"
+    for wrong, nearest in {
+        "job:served-from@5": "no checkpoint 5; there are: 0, 2, 4; the nearest is 4",
+        "job:served-from@best": "no best checkpoint.*checkpoint.keep_best.*latest one is 4",
+        "job:served-from@finale": "did you mean 'final'",
+        "job:served-form@final": "did you mean 'served-from'",
+        "job:served-from": "write job:NAME@final",
+    }.items():
+        with pytest.raises(ConfigError, match=nearest):
+            stack.client.dry_run({**job_of(stack, trained), "model": {"path": wrong}})
+
+
+def job_of(stack: Any, job: str) -> dict[str, Any]:
+    spec: dict[str, Any] = stack.client.get(job).spec
+    return spec
+
+
+def test_a_deployment_answers_until_it_is_cancelled(stack: Any, trained: str, http: httpx.Client) -> None:
+    served = stack.cli("serve", "job:served-from@final", "--name", "adder")
+    assert served.exit_code == 0, served.output
+    record = next(r for r in stack.client.list(name="adder"))
+    assert (record.kind, record.status.phase, record.origin.number) == ("serving", "running", 4)
+    shown = next(row for row in http.get("/v1/models").json()["data"] if row["id"] == "adder")
+    assert (shown["served"], shown["checkpoint"]) == (True, f"job:{trained}@4")
+    before = say(http, "adder")
+    text = http.post("/v1/completions", json={"model": "adder", "prompt": "1+2=", "max_tokens": 4, "temperature": 0})
+    assert text.json()["choices"][0]["text"] == before
+    assert "adder" in stack.cli("ls", "--kind", "serving").output
+    stack.kill("rollout-0", "coordinator-0")
+    stack.until(lambda: status_of(http, "adder") == 200, "the deployment answers after its workers died", 90)
+    assert say(http, "adder") == before
+    with pytest.raises(ConfigError, match="'adder' is the model of job"):
+        stack.client.submit({"kind": "serving", "name": "adder", "model": {"path": "job:served-from@2"}})
+    end(stack, record.id)
+    stack.until(lambda: status_of(http, "adder") == 404, "the deployment answers no more")
+
+
+def test_a_checkpoint_is_deployed_by_asking_for_it(stack: Any, trained: str, http: httpx.Client) -> None:
+    model = f"job:{trained}@final"
+    listed = {row["id"]: row for row in http.get("/v1/models").json()["data"]}
+    assert listed[model]["served"] is False
+    with httpx.stream(
+        "POST", f"{stack.stack.url}/v1/chat/completions", timeout=90, headers={"authorization": f"Bearer {KEY}"},
+        json={"model": model, "messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4, "stream": True},
+    ) as reply:  # fmt: skip
+        assert reply.status_code == 200, reply.read()
+        assert "[DONE]" in "".join(reply.iter_text())
+    said = say(http, model)
+    assert say(http, "job:served-from@4") == said
+    deployed = deployments(stack)
+    assert [record.origin.checkpoint for record in deployed] == [f"job:{trained}@4"]
+    assert http.get(f"/v1/models/{model}").json()["served"] is True
+    assert say(http, deployed[0].name) == said
+    missing = chat(http, "job:served-from@7")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    end(stack, deployed[0].id)
+    assert say(http, model) == said, "another deployment takes its place"
+    end(stack, deployments(stack)[0].id)
+
+
+@pytest.fixture(scope="module")
+def adapted(stack: Any, trained: str) -> str:
+    """A finished job that trained an adapter of the final checkpoint of ``trained``."""
+    base = stack.client.checkpoints(trained)[-1]["path"]
+    job: str = stack.submit(
+        "name=adapted", "train.max_updates=2", "optimizer.learning_rate=0.05", model={"path": base, "lora": LORA}
+    )
+    assert stack.finish(job).status.phase == "succeeded"
+    return job
+
+
+@pytest.mark.usefixtures("adapted")
+def test_an_adapter_is_served_and_idleness_ends_it(stack: Any, http: httpx.Client) -> None:
+    served = stack.client.submit(
+        {"kind": "serving", "name": "adapted", "model": {"path": "job:adapted@final"}, "serving": {"idle_s": 1}}
+    )
+    assert say(http, "adapted") is not None
+    record = stack.finish(served.id)
+    assert (record.status.phase, "given back" in record.status.message) == ("succeeded", True), record.status.message
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([[4, 5, 6]])).logits
+
+
+def test_a_checkpoint_is_exported_as_a_hugging_face_folder(stack: Any, trained: str, tmp_path: Path) -> None:
+    done = stack.cli("export", "served-from@2", "--to", str(tmp_path / "model"))
+    assert done.exit_code == 0, done.output
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "README.md"} <= names
+    assert not names & {"optimizer.safetensors", "rng.safetensors", "manifest.json", "shards"}
+    row = next(row for row in stack.client.checkpoints(trained) if row["number"] == 2)
+    expected = logits(AutoModelForCausalLM.from_pretrained(row["path"]))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), expected)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "1+2="}], tokenize=False) == "1+2="
+    card = (tmp_path / "model" / "README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert (front["library_name"], "grpo" in front["tags"]) == ("transformers", True)
+    for fact in (row["digest"], trained, "| policy updates | 2 (policy version 2) |", "at first", "torch"):
+        assert fact in card
+    again = stack.cli("export", "served-from@2", "--to", str(tmp_path / "model"))
+    assert (again.exit_code, "is not empty" in again.output) == (1, True)
+
+
+def test_an_adapter_is_exported_alone_or_merged(stack: Any, adapted: str, tmp_path: Path) -> None:
+    alone, merged = tmp_path / "adapter", tmp_path / "merged"
+    for folder, *options in ((alone,), (merged, "--merge-lora")):
+        done = stack.cli("export", "adapted", "--to", str(folder), *options)
+        assert done.exit_code == 0, done.output
+    assert (alone / "adapter_model.safetensors").exists()
+    assert not (alone / "model.safetensors").exists()
+    assert not (merged / "adapter_config.json").exists()
+    by_peft = logits(AutoPeftModelForCausalLM.from_pretrained(alone))
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(merged)), by_peft, atol=1e-5, rtol=0)
+    base = json.loads((alone / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert not torch.allclose(logits(AutoModelForCausalLM.from_pretrained(base)), by_peft, atol=1e-4)
+    assert yaml.safe_load((alone / "README.md").read_text().split("---")[1])["library_name"] == "peft"
+    assert adapted in (merged / "README.md").read_text()
+
+
+def test_a_hub_that_is_not_there_is_named(stack: Any, trained: str, tmp_path: Path) -> None:
+    """The folder is whole when the hub fails: no network here, so that nothing is uploaded."""
+    script = "import sys; from penstock.cli.app import main; sys.argv[0] = 'penstock'; main()"
+    words = ["export", trained, "--to", str(tmp_path / "model"), "--push-to-hub", "somebody/adder"]
+    environment = {
+        **os.environ, "PENSTOCK_URL": stack.stack.url, "PENSTOCK_API_KEY": KEY, "HF_TOKEN": "hf_none",
+        "HF_ENDPOINT": f"http://127.0.0.1:{free_ports(1)[0]}", "HF_HOME": str(tmp_path / "hub"),
+    }  # fmt: skip
+    environment.pop("HF_HUB_OFFLINE", None)
+    ran = subprocess.run(
+        [sys.executable, "-c", script, *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 4, ran.stdout + ran.stderr
+    assert "is written, but the hub did not take it as 'somebody/adder'" in ran.stderr
+    assert (tmp_path / "model" / "README.md").exists()
