@@ -29,6 +29,7 @@ from penstock.services.coordinator.checkpoints import (
 from penstock.services.coordinator.dead_letters import DeadLetterQueue
 from penstock.services.coordinator.deployments import Deployments
 from penstock.services.coordinator.environments import describe_environment
+from penstock.services.coordinator.extension import check_extension, told_of_extension
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.desk import FineTuningDesk
 from penstock.services.coordinator.graders import GraderBench
@@ -51,7 +52,7 @@ from penstock.services.coordinator.webhooks.store import WebhookStore
 from penstock.services.coordinator.weight_routes import transports_of
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.job import group_bytes
-from penstock.shared.config.kinds import AnyJob, AnyTraining, parse_job, trains
+from penstock.shared.config.kinds import AnyJob, AnyTraining, parse_job, parse_training, trains
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ArchiveError, ConfigError, Conflict, NotFound, PenstockError
@@ -101,7 +102,8 @@ class CoordinatorControl:
         self.archive = ledger_archive(settings.data_dir)
         self._browser, self._artifacts = SampleBrowser(bus, self.archive), Artifacts(settings.data_dir / "checkpoints")
         self._videos = VideoBrowser(bus)
-        self._finished: OrderedDict[str, LedgerState] = OrderedDict()
+        self._finished: OrderedDict[tuple[str, int], LedgerState] = OrderedDict()
+        """By job and how often it was extended."""
         self._folding = asyncio.Lock()
 
     # -- jobs --------------------------------------------------------------------------------------------------------
@@ -146,9 +148,10 @@ class CoordinatorControl:
         if record.status.phase not in TERMINAL_PHASES:
             return await Journal(self.bus, job, archive=self.archive).load()
         async with self._folding:
-            state = self._finished.pop(job, None) or await Journal(self.bus, job, archive=self.archive).load()
-            if state.finished:
-                self._finished[job] = state
+            key = job, record.extensions
+            state = self._finished.pop(key, None) or await Journal(self.bus, job, archive=self.archive).load()
+            if state.finished and state.extensions == record.extensions:
+                self._finished[key] = state
             while len(self._finished) > KEPT_STATES:
                 self._finished.popitem(last=False)
         return state
@@ -187,7 +190,19 @@ class CoordinatorControl:
         """See ``Control.delete``."""
         folder = self.settings.data_dir / "checkpoints" if checkpoints else None
         await delete_job(self.bus, self.store, job, checkpoints=folder, archive=self.archive)
-        self._finished.pop(job, None)
+        for key in [key for key in self._finished if key[0] == job]:
+            del self._finished[key]
+
+    async def extend(self, job: str, max_updates: int, *, by: str) -> tuple[JobRecord, list[str]]:
+        """See ``Control.extend``."""
+        record = await self.store.get(job)
+        if record.status.phase not in TERMINAL_PHASES:
+            raise Conflict(f"job '{job}' is {record.status.phase}: amend train.max_updates instead")
+        state = await self._state(job)
+        await asyncio.to_thread(check_extension, record, state, max_updates, self.settings.data_dir)
+        await reserve_ledger(self.bus)
+        extended = await self._steering.extend(job, max_updates, by=by)
+        return extended, told_of_extension(parse_training(record.spec), state, max_updates)
 
     async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
         """See ``Control.begin_operation``."""
@@ -216,7 +231,8 @@ class CoordinatorControl:
         """See ``Control.follow_events``."""
         record = await self.store.get(job)
         last = await self.bus.last(subjects.EVENTS, subjects.events(job))
-        over = record.status.phase in TERMINAL_PHASES or (last is not None and is_last_event(last.data))
+        since = record.extended_at.timestamp() if record.extended_at is not None else 0.0
+        over = record.status.phase in TERMINAL_PHASES or (last is not None and is_last_event(last.data, since))
         if over:
             for item in await self.events(job, after=after, limit=1_000_000):
                 yield item
@@ -226,7 +242,7 @@ class CoordinatorControl:
         ) as messages:
             async for message in messages:
                 yield message.seq, msgspec.json.decode(message.data)
-                if is_last_event(message.data):
+                if is_last_event(message.data, since):
                     return
 
     async def keeps_event(self, seq: int) -> bool:
@@ -448,7 +464,7 @@ def _timeline(entries: Sequence[bytes], step: int | None, limit: int) -> list[Ro
     return timeline((event for data in entries for event in decode_events(data)), step=step, limit=limit)
 
 
-def is_last_event(data: bytes) -> bool:
-    """True if an event says that its job reached a terminal phase."""
+def is_last_event(data: bytes, since: float = 0.0) -> bool:
+    """True if an event says that its job reached a terminal phase, and did so after it was extended (Unix seconds)."""
     row = msgspec.json.decode(data)
-    return row["type"] == "phase" and str(row["message"]).split(":")[0] in TERMINAL_PHASES
+    return row["time"] >= since and row["type"] == "phase" and str(row["message"]).split(":")[0] in TERMINAL_PHASES

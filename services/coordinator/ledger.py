@@ -34,6 +34,7 @@ from penstock.shared.protocol.events import (
     Drawn,
     Dropped,
     Event,
+    Extended,
     Finished,
     JobStarted,
     Judged,
@@ -103,6 +104,7 @@ class LedgerState:
         heard: highest EXPERIENCE sequence of a group that was ever sealed; what is drawn now is stored above it.
         forked: the version that the newest fork began, and ``fork_reason`` why; ``fork_request``: the operation that
             asked for it, or ''.
+        extensions: how often the job went on after it had finished.
     """
 
     epoch: int = 0
@@ -154,6 +156,7 @@ class LedgerState:
     forked: int = -1
     fork_request: str = ""
     fork_reason: str = ""
+    extensions: int = 0
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
@@ -243,6 +246,11 @@ class LedgerState:
     def _finished(self, event: Finished) -> None:
         assert not self.open, "finished with open draws"
         self.finished = event.reason
+
+    def _extended(self, event: Extended) -> None:
+        assert self.finished, "only what has finished is extended"
+        assert event.number == self.extensions + 1, "extensions are counted without gaps"
+        self.finished, self.extensions = "", event.number
 
     def _drawn(self, event: Drawn) -> None:
         assert event.start == self.next_ordinal, "ordinals are allocated without gaps"
@@ -423,6 +431,7 @@ _HANDLERS: dict[type[Event], Callable[[LedgerState, Any], None]] = {
     LineageForked: LedgerState._forked,
     PhaseChanged: LedgerState._phase_changed,
     Finished: LedgerState._finished,
+    Extended: LedgerState._extended,
     Promoted: LedgerState._promoted,
     PromotionRefused: LedgerState._promotion_refused,
     CanaryBegun: LedgerState._canary_begun,

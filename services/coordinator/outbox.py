@@ -24,6 +24,7 @@ from penstock.shared.protocol.events import (
     Checkpointed,
     Dropped,
     Event,
+    Extended,
     LineageForked,
     Promoted,
     PromotionRefused,
@@ -212,6 +213,9 @@ def announce(outbox: Outbox, events: Iterable[Event]) -> None:
                 )
                 text = f"from update {event.update_index + 1} on: {shown}"
                 outbox.event("info", "settings", text, step=event.update_index + 1, settings=event.settings)
+            case Extended():
+                text = f"the job goes on, until {event.max_updates} updates are done"
+                outbox.event("info", "extended", text, max_updates=event.max_updates)
             case BatchTrained() if event.number == 1:
                 outbox.event("info", "step", "first policy update done")
             case _:

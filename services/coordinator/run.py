@@ -32,6 +32,7 @@ from penstock.shared.protocol.events import (
     Drawn,
     Dropped,
     Event,
+    Extended,
     JobStarted,
     LineageForked,
     PhaseChanged,
@@ -175,6 +176,14 @@ class JobRun:
                 update_index=state.update_index(number), settings=settings,
             )
         ]  # fmt: skip
+
+    def extend(self, extensions: int, now: float) -> list[Event]:
+        """Return the event that lets a finished run go on, or [] unless users asked for it more often than it did."""
+        most = self.config.train.max_updates
+        if not self.state.finished or extensions <= self.state.extensions or most is None:
+            return []
+        number = self.state.extensions + 1
+        return [Extended(writer_epoch=self.writer_epoch, time=now, number=number, max_updates=most)]
 
     # -- facts -------------------------------------------------------------------------------------------------------
 

@@ -241,6 +241,7 @@ class JobRunner:
 
     async def _decide_until_finished(self) -> None:
         rest_s = TICK_S
+        await self._commit(self.run.extend(self.record.extensions, bus_time()))
         while not self.run.state.finished:
             self.run.desired = self.desired_state.desired
             self.run.cancel_now, self.run.requested = self.desired_state.cancel_now, self.desired_state.wants_checkpoint

@@ -222,6 +222,9 @@ class CoordinatorService:
         await self.clean_up(job)
         await release_memory()
         self._tasks.pop(job, None)
+        entry = (await self.store.index()).get(job)
+        if entry is not None and not entry.finished:  # it was extended meanwhile
+            self._tasks.setdefault(job, asyncio.create_task(self._run_job(job, epoch)))
 
     async def _lead_job(self, job: str, epoch: int) -> None:
         """Lead a job as its record says now, until it is over."""

@@ -12,7 +12,7 @@ from penstock.services.coordinator.retention import check_room
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.submission import check_budget
 from penstock.shared.config.amendable import changed_keys
-from penstock.shared.config.kinds import AnyJob, parse_job
+from penstock.shared.config.kinds import AnyJob, parse_job, parse_training
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.errors import StreamFull, Unavailable
@@ -62,6 +62,20 @@ class Steering:
             keys = changed_keys(parse_job(before.spec), parse_job(record.spec))
             sections = {key.rpartition(".")[0] for key in keys}  # an empty value has a key of its own
             await self._tell(job, "amend", by, {"keys": [key for key in keys if key not in sections]})
+        return record
+
+    async def extend(self, job: str, max_updates: int, *, by: str) -> JobRecord:
+        """Let a job that has ended go on, to ``max_updates``. Raises Conflict: it goes on already."""
+        others = (await self._store.index()).unfinished()
+
+        def longer(record: JobRecord) -> AnyJob:
+            spec = {**record.spec, "train": {**record.spec.get("train", {}), "max_updates": max_updates}}
+            config = parse_training(spec)
+            check_room(others, config.limits.byte_budget, experience_bytes=self._settings.experience_bytes)
+            return config
+
+        record = await self._store.extend(job, longer)
+        await self._tell(job, "extend", by, {"max_updates": max_updates})
         return record
 
     async def _check_smaller_budget(self, record: JobRecord, edit: Callable[[JobRecord], AnyJob]) -> None:

@@ -137,6 +137,30 @@ class JobStore:
 
         return await self.change(job, change)
 
+    async def extend(self, job: str, edit: Callable[[JobRecord], AnyJob]) -> JobRecord:
+        """Let a job that has ended go on with the job file that ``edit`` makes of its record.
+
+        Raises:
+            Conflict: it goes on already.
+        """
+
+        def change(record: JobRecord) -> JobRecord:
+            if record.status.phase not in TERMINAL_PHASES:
+                raise Conflict(f"job '{job}' is {record.status.phase}: amend train.max_updates instead")
+            config = edit(record)
+            seen = {"phase": "pending", "message": "", "error": None, "finished_at": None, "expected_end": None}
+            status = record.status.model_copy(update={**seen, "total_steps": _total_steps(config)})
+            return _wanted(
+                record,
+                {
+                    "spec": config.model_dump(mode="json", exclude_unset=True), "status": status,
+                    "desired_state": "running", "force": False, "last_checkpoint": True,
+                    "extensions": record.extensions + 1, "extended_at": bus_datetime(),
+                },
+            )  # fmt: skip
+
+        return await self.change(job, change)
+
     async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
         """Ask for something. Raises Conflict when the job is terminal, or too much is asked for already."""
 

@@ -218,6 +218,10 @@ class JobRecord(BaseModel):
     """Cancel without training what is sealed and without a last checkpoint."""
     last_checkpoint: bool = True
     """A cancelled job writes one more checkpoint, of what is trained by then."""
+    extensions: int = 0
+    """How often it was asked to go on after it had ended."""
+    extended_at: datetime | None = None
+    """When that was asked last."""
     operations: list[Operation] = Field(default_factory=list)
     """The newest ones, oldest first."""
     origin: ModelOrigin | None = None

@@ -1,16 +1,16 @@
-"""Routes that change a job while it runs: its file, and operations on it."""
+"""Routes that change a job: its file while it runs, its length when it has ended, and operations on it."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Path, Query, Request
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
 from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.bodies import job_pointer, read_object
+from penstock.services.coordinator.api.bodies import body_schema, job_pointer, read_model, read_object
 from penstock.services.coordinator.api.operations import begin
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
@@ -181,6 +181,35 @@ def _check_match(if_match: str, record: JobRecord) -> None:
             f"the job was changed since (it is at generation {record.generation}): read it again",
             headers={"ETag": f'"{record.revision}"'},
         )
+
+
+class Extension(BaseModel):
+    """How long a job that has ended is to be."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_updates: int = Field(ge=1, lt=1 << 53, description="Policy updates in all, those that are done included")
+
+
+class ExtendedJob(JobRecord):
+    """The job as it is now."""
+
+    notes: list[str]
+    """Changes that its settings bring with the greater length: of the learning rate, for example."""
+
+
+@router.post(
+    "/extend",
+    status_code=202,
+    response_model=ExtendedJob,
+    openapi_extra=body_schema(Extension),
+    responses={409: {"description": "It has not ended, or cannot go on."}},
+)
+async def extend(request: Request, job: JobId, caller: Writer, backend: BackendDep) -> Response:
+    """Let a job that has ended go on: optimizer, place in the schedule, data order, numbering and ledger continue."""
+    wanted = await read_model(request, Extension)
+    record, notes = await backend.control.extend(job, wanted.max_updates, by=caller.id)
+    return Json(ExtendedJob(**record.model_dump(), notes=notes), 202, {"ETag": f'"{record.revision}"'})
 
 
 # -- operations ------------------------------------------------------------------------------------------------------

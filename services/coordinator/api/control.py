@@ -211,6 +211,14 @@ class Control(Protocol):
         """
         ...
 
+    async def extend(self, job: str, max_updates: int, *, by: str) -> tuple[JobRecord, list[str]]:
+        """Let a job that has ended go on until ``max_updates`` are done; and what changes by that, for people.
+
+        Raises:
+            Conflict: it has not ended, or cannot go on; says why.
+        """
+        ...
+
     async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
         """Have something done; the record's ``operations`` tell when it was. Raises Conflict: the job is terminal."""
         ...

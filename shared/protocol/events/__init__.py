@@ -31,6 +31,7 @@ from penstock.shared.protocol.events.training import (
     Checkpointed,
     Drawn,
     Dropped,
+    Extended,
     Finished,
     Hyperparameters,
     JobStarted,
@@ -55,6 +56,7 @@ __all__ = [
     "Drawn",
     "Dropped",
     "Event",
+    "Extended",
     "Finished",
     "Hyperparameters",
     "JobStarted",
@@ -75,7 +77,7 @@ __all__ = [
 AnyEvent = (
     JobStarted | SettingsChanged | Redrawn | Drawn | Admitted | Dropped | BatchSealed | BatchRefused | BatchTrained
     | Checkpointed | BestCheckpoint | LineageForked | PhaseChanged | Finished | Promoted | PromotionRefused
-    | Quarantined | CanaryBegun | CanaryJudged
+    | Quarantined | CanaryBegun | CanaryJudged | Extended
 )  # fmt: skip
 
 _decoder = msgspec.msgpack.Decoder(list[AnyEvent])

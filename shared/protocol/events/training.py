@@ -18,6 +18,7 @@ __all__ = [
     "Checkpointed",
     "Drawn",
     "Dropped",
+    "Extended",
     "Finished",
     "Hyperparameters",
     "JobStarted",
@@ -235,3 +236,13 @@ class Finished(Event, frozen=True, kw_only=True, tag=True):
 
     reason: str
     summary: dict[str, Any]
+
+
+class Extended(Event, frozen=True, kw_only=True, tag=True):
+    """A job that had finished goes on for the ``number``-th time, until ``max_updates`` are done.
+
+    Optimizer, position in schedules, data order and numbering go on where they were; what was dropped stays dropped.
+    """
+
+    number: int
+    max_updates: int

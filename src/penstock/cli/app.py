@@ -55,6 +55,8 @@ for _command in (
     doctor.doctor,
     jobs.submit,
     jobs.amend,
+    jobs.extend,
+    jobs.clone,
     jobs.ls,
     jobs.get,
     describe.describe,

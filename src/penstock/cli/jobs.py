@@ -22,6 +22,8 @@ from penstock.shared.protocol.scaling import POOLS
 __all__ = [
     "amend",
     "cancel",
+    "clone",
+    "extend",
     "get",
     "load_job",
     "ls",
@@ -95,6 +97,57 @@ def amend(
     followed = changed["status"]["observed_generation"] >= changed["generation"]
     when = f" from update {step} on" if step is not None else "" if followed else " once its leader takes it up"
     typer.echo(f"{record.id} changed{when}")
+
+
+def extend(
+    job: Job,
+    max_updates: Annotated[
+        int, typer.Option("--max-updates", min=1, help="Updates in all, those that are done included.")
+    ],
+    *,
+    follow_it: Annotated[bool, typer.Option("--follow", "-f", help="Watch to the end; exit with its result.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Let a job that has ended go on, with its optimizer, data order, numbering and ledger."""
+    with Client() as client:
+        record = client.find(job)
+        extended = client.extend(record.id, max_updates)
+        for text in extended["notes"]:
+            note(f"note: {text}")
+        record = client.get(record.id)
+    if follow_it:
+        raise typer.Exit(follow(record, as_json=as_json))
+    if as_json:
+        show_json(extended)
+    else:
+        typer.echo(f"{record.id} goes on from update {record.status.step} to {max_updates}")
+
+
+def clone(
+    job: Job,
+    *,
+    overrides: Overrides = None,
+    name: Annotated[str | None, typer.Option("--name", help="Of the copy; default: the same.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate and show the plan.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Submit a copy of a job, with changes."""
+    with Client() as client:
+        record = client.find(job)
+        spec = dict(record.spec) | ({"name": name} if name is not None else {})
+        if record.origin is not None:
+            spec["model"] = {**spec["model"], "path": record.origin.checkpoint}
+        copy = parse_job(with_overrides(spec, overrides or []), where=f"the copy of {record.id}")
+        if dry_run:
+            show_json(client.dry_run(copy))
+            return
+        made = client.submit(copy)
+        _tell_warnings(client, made)
+    if as_json:
+        show_json(made)
+    else:
+        typer.echo(made.id)
+        note(f"submitted '{made.name}', a copy of {record.id}; watch it with: penstock top {made.id}")
 
 
 def ls(

@@ -161,6 +161,16 @@ class AsyncClient:
         """
         return await self._send(calls.amend(job, patch, revision, wait_s))
 
+    async def extend(self, job: str, max_updates: int) -> Row:
+        """Let a job that has ended go on until ``max_updates`` are done in all; ``notes`` says what that changes.
+
+        Optimizer, place in the schedule, data order, numbering and ledger go on where they were.
+
+        Raises:
+            Conflict: it has not ended, or cannot go on; says why.
+        """
+        return await self._send(calls.extend(job, max_updates))
+
     # -- views -------------------------------------------------------------------------------------------------------
 
     async def events(self, job: str, *, after: int = 0, follow: bool = True) -> AsyncIterator[Row]:

@@ -131,6 +131,11 @@ def amend(job: str, patch: Mapping[str, Any], revision: int | None, wait_s: floa
     return Call("PATCH", f"/v1/jobs/{job}", dict, {"wait": wait_s}, body, wait_s + 10, extra_headers=etag)
 
 
+def extend(job: str, max_updates: int) -> Call[Row]:
+    """Let a job that has ended go on."""
+    return post(f"/v1/jobs/{job}/extend", {"max_updates": max_updates})
+
+
 def checkpoint_now(job: str) -> Call[Row]:
     """Ask for a checkpoint."""
     return post(f"/v1/jobs/{job}/checkpoints")

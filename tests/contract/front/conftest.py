@@ -234,6 +234,16 @@ class Books:
         self.jobs[job] = record.model_copy(update={**changes, "revision": record.revision + 1})
         return self.jobs[job]
 
+    async def extend(self, job: str, max_updates: int, *, by: str) -> tuple[JobRecord, list[str]]:
+        record = self._known(job)
+        if record.status.phase not in TERMINAL_PHASES:
+            raise Conflict(f"job '{job}' is {record.status.phase}")
+        spec = {**record.spec, "train": {**record.spec["train"], "max_updates": max_updates}}
+        status = record.status.model_copy(update={"phase": "pending"})
+        changes = {"spec": spec, "status": status, "extensions": record.extensions + 1}
+        self.jobs[job] = record.model_copy(update={**changes, "revision": record.revision + 1})
+        return self.jobs[job], ["optimizer.schedule: it rises again"]
+
     async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
         record = self._known(job)
         if record.status.phase in TERMINAL_PHASES:

@@ -92,6 +92,7 @@ ARGUMENTS: dict[str, Any] = {
     "metric": "m", "value": True, "items": [{}], "id": "7", "chosen": "a", "rejected": "b", "inference": "a",
     "corrected": "b", "model": "policy", "sha256": "a" * 64, "name": "n", "scopes": ["admin"], "url": "http://x.test",
     "grader": {}, "sample": "text", "version": 1, "checkpoint": 1, "item": "7", "user": "eve", "train": True,
+    "max_updates": 5,
 }  # fmt: skip
 """Arguments of the methods, by the names of their parameters."""
 WAYS: dict[str, list[dict[str, Any]]] = {

@@ -56,6 +56,7 @@ class Front:
             "DELETE /v1/jobs/{job_id}/checkpoints/{number}": lambda: {"number": self.older_checkpoint()},
             "DELETE /v1/jobs/{job_id}/dead-letters/{letter}": lambda: {"letter": self.letter()},
             "POST /v1/jobs/{job_id}/dead-letters/{letter}/replay": lambda: {"letter": self.letter()},
+            "POST /v1/jobs/{job_id}/extend": lambda: {"job_id": self.succeeded()},
             "POST /v1/jobs/{job_id}/cancel": lambda: {"job_id": self.new("/v1/jobs", self._job())},
             "GET /v1/jobs/{job_id}/operations/{operation}": lambda: {"operation": self.operation()},
             "GET /v1/jobs/{job_id}/videos/{name}": lambda: {"name": self.video()},
@@ -115,6 +116,7 @@ class Front:
             "/v1/graders/validate": {"grader": GRADER},
             "/v1/jobs": self._job(),
             "/v1/jobs/{job_id}": {"train": {"max_updates": 999}},
+            "/v1/jobs/{job_id}/extend": {"max_updates": 3},
             "/v1/jobs/{job_id}/promote": {"version": 0},
             "/v1/jobs/{job_id}/replay": {},
             "/v1/jobs/{job_id}/rollback": {"checkpoint": 0},
@@ -182,6 +184,12 @@ class Front:
         job = self.new("/v1/jobs", self._job())
         self.end(job)
         self.get(f"/v1/jobs/{job}?wait=60")
+        return job
+
+    def succeeded(self) -> str:
+        """A new job that has trained its two updates."""
+        job = self.new("/v1/jobs", self._job())
+        self.stack.finish(job)
         return job
 
     def end(self, job: str) -> None:

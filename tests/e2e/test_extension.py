@@ -1,0 +1,59 @@
+"""A job that has ended goes on: the same books, the same weights as of a job that was longer from its start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.shared.errors import Conflict
+from penstock.shared.protocol.events import BatchTrained, Extended, Finished
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+ON_POLICY = ["train.max_lag=0", "checkpoint.every=2", "seed=11"]
+
+
+def digests(stack: Any, job: str) -> list[str]:
+    return [event.digest for event in stack.ledger(job) if isinstance(event, BatchTrained)]
+
+
+def test_an_extended_job_is_the_job_that_was_longer_from_the_start(stack: Any) -> None:
+    whole, job = (stack.submit("name=long", f"train.max_updates={updates}", *ON_POLICY) for updates in (5, 3))
+    assert stack.finish(whole).status.phase == stack.finish(job).status.phase == "succeeded"
+    with pytest.raises(Conflict, match="max_updates must be more"):
+        stack.client.extend(job, 3)
+    told = stack.cli("extend", job, "--max-updates", "5", "--follow", "--json")
+    assert told.exit_code == 0, told.output
+    record = stack.client.get(job)
+    assert (record.status.phase, record.status.step, record.status.total_steps) == ("succeeded", 5, 5)
+    assert (record.extensions, record.spec["train"]["max_updates"]) == (1, 5)
+    assert digests(stack, job) == digests(stack, whole)
+    ends = [type(event) for event in stack.ledger(job) if isinstance(event, Finished | Extended)]
+    assert ends == [Finished, Extended, Finished]
+    stack.check_books(job)
+    stack.check_replay(job, 5)
+    assert stack.client.checkpoints(job)[-1]["final"] is True
+    phases = [row["message"] for row in stack.client.events(job) if row["type"] in ("phase", "extended")]
+    assert phases.count("succeeded") == 2, "who follows the events sees both ends"
+
+
+def test_what_cannot_go_on_says_why(stack: Any) -> None:
+    job = stack.submit(
+        "name=stops", "train.max_updates=4", "optimizer.schedule=cosine",
+        early_stop={"metric": "reward/mean", "window": 1, "goal": 0.0},
+    )  # fmt: skip
+    record = stack.finish(job)
+    assert record.status.step < 4
+    with pytest.raises(Conflict, match=r"would end at once: .*job:stops@latest"):
+        stack.client.extend(job, 9)
+    copied = stack.cli("clone", job, "--name", "copied", "--set", "early_stop=null", "--set", "train.max_updates=2")
+    assert copied.exit_code == 0, copied.output
+    copy = stack.client.find("copied")
+    assert (copy.spec["early_stop"], copy.spec["optimizer"]) == (None, record.spec["optimizer"])
+    with pytest.raises(Conflict, match=r"amend train\.max_updates"):
+        stack.client.extend(copy.id, 3)
+    assert stack.finish(copy.id).status.step == 2
+    extended = stack.client.extend(copy.id, 3)
+    assert "'cosine' had decayed over the run" in extended["notes"][0]
+    assert stack.finish(copy.id).status.step == 3
