@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.services.coordinator.decided import DecidedBlock, block_of_admissions, block_of_decision, with_block
 from penstock.services.coordinator.draws import OpenDraw, TrainedBatch
 from penstock.shared.algorithms.agreement import Paired, add_pairs
 from penstock.shared.algorithms.baseline import track
@@ -31,6 +32,7 @@ from penstock.shared.protocol.events import (
     CanaryBegun,
     CanaryJudged,
     Checkpointed,
+    Decided,
     Drawn,
     Dropped,
     Event,
@@ -91,6 +93,7 @@ class LedgerState:
             checkpoint trained.
         consumed, used: interactions and feedback that were admitted, id -> sequence in their streams, from
             ``read_from`` (interactions, feedback) on; below these sequences everything is decided.
+        decided: live items that ended without training, and closed episodes, the oldest first; see ``decided``.
         values: tracked rewards by kind of prompt, after the newest trained batch.
         distrusted: keys that posted log-probs which are not the policy's.
         quarantined: feedback that was held back, id -> sequence, from ``read_from`` on; released or not.
@@ -141,6 +144,7 @@ class LedgerState:
     consumed: dict[str, int] = field(default_factory=dict)
     used: dict[str, int] = field(default_factory=dict)
     read_from: tuple[int, int] = (1, 1)
+    decided: tuple[DecidedBlock, ...] = ()
     values: dict[str, tuple[float, float]] = field(default_factory=dict)
     distrusted: frozenset[str] = frozenset()
     quarantined: dict[str, int] = field(default_factory=dict)
@@ -282,9 +286,15 @@ class LedgerState:
             used |= admission.feedback
         self.agreements = add_pairs(self.agreements, (pair for one in event.admissions for pair in one.compared))
         self.read_from = (event.low_interactions, event.low_feedback)
+        passed = [name for name, seq in used.items() if seq < event.low_feedback]
+        block = block_of_admissions(event.admissions, passed)
+        self.decided = with_block(self.decided, block, self.read_from)
         self.consumed = {name: seq for name, seq in consumed.items() if seq >= event.low_interactions}
         self.used = {name: seq for name, seq in used.items() if seq >= event.low_feedback}
         self.quarantined = {name: seq for name, seq in self.quarantined.items() if seq >= event.low_feedback}
+
+    def _decided(self, event: Decided) -> None:
+        self.decided = with_block(self.decided, block_of_decision(event), self.read_from)
 
     def _quarantined(self, event: Quarantined) -> None:
         self.quarantined = self.quarantined | event.items
@@ -437,6 +447,7 @@ _HANDLERS: dict[type[Event], Callable[[LedgerState, Any], None]] = {
     CanaryBegun: LedgerState._canary_begun,
     CanaryJudged: LedgerState._canary_judged,
     Quarantined: LedgerState._quarantined,
+    Decided: LedgerState._decided,
 }
 
 

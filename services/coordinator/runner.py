@@ -45,7 +45,7 @@ from penstock.shared.errors import ConfigError, Conflict, DataError, NotFound, P
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import BatchSealed, BatchTrained, Event, LineageForked, decode_events
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Event, Finished, LineageForked, decode_events
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import Condition, JobFailure, JobRecord
 from penstock.shared.protocol.messages import Ack, EvalResult, Report, Ticket
@@ -314,10 +314,16 @@ class JobRunner:
             await self.supply.flush()
             for one in await self.publisher.copy_unreadable(self.supply.unreadable()):
                 self.outbox.event("warning", "dead_letter", f"message {one.seq} of {one.stream}: {one.reason}")
-        if not events:
-            return
+            ends = any(isinstance(event, Finished) for event in events)
+            for decided in self.supply.decided(self.run.state, ends=ends):
+                await self._append([decided])
+        if events:
+            await self._append(events)
+
+    async def _append(self, events: list[Event]) -> None:
+        """Append one entry, take it into the core, and do what follows."""
         self._decided = True
-        await self.journal.append(events)
+        seq = await self.journal.append(events)
         self.measures.on_events(events, self.run.candidates)
         effects = self.run.commit(events)
         if any(isinstance(event, LineageForked) for event in events):
@@ -328,7 +334,7 @@ class JobRunner:
             self.outbox.later(upkeep, keep=False)
         announce(self.outbox, events)
         if self.supply is not None:
-            await self.supply.committed(self.run, events)
+            await self.supply.committed(self.run.state, events, seq)
         await self._carry_out(effects)
 
     async def _carry_out(self, effects: Effects) -> None:

@@ -19,7 +19,7 @@ from penstock.shared.protocol.codec import pack, unpack
 
 __all__ = ["FOLD", "Snapshot", "decode_snapshot", "digest_of", "encode_snapshot"]
 
-FOLD = 4
+FOLD = 5
 """Number of the fold. Raise it with any change after which the same events give another state."""
 
 

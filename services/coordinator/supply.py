@@ -58,8 +58,16 @@ class Supply(Protocol):
         """Publish the groups of these draws. Safe to repeat."""
         ...
 
+    def decided(self, state: LedgerState, *, ends: bool) -> Sequence[Event]:
+        """Return the decisions on live items that facts brought, each small enough for an entry of the ledger.
+
+        The runner records them before the next decision, which may depend on them. If that one ``ends`` the job,
+        everything undecided is refused.
+        """
+        ...
+
     async def flush(self) -> None:
-        """Make durable what facts brought, because the next decision may depend on it."""
+        """Publish what facts brought and no decision records."""
         ...
 
     def unreadable(self) -> list[Unreadable]:
@@ -73,8 +81,8 @@ class Supply(Protocol):
         """
         ...
 
-    async def committed(self, run: JobRun, events: Sequence[Event]) -> None:
-        """Note that a decision stands in the ledger and in ``run``."""
+    async def committed(self, state: LedgerState, events: Sequence[Event], seq: int) -> None:
+        """Note that a decision stands in the ledger, as entry ``seq``, and in ``state``."""
         ...
 
     async def close(self) -> None:

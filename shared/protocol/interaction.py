@@ -23,6 +23,7 @@ __all__ = [
     "RESTORED_HEADER",
     "SENDERS_HEADER",
     "TOO_LATE",
+    "UNDECIDED",
     "USER_TAG",
     "Erasure",
     "FateBatch",
@@ -251,8 +252,15 @@ class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
 StatusName = Literal["received", "matched", "admitted", "quarantined", "rejected", "expired", "retracted", "trained"]
 
 
+UNDECIDED = frozenset({"received", "matched", "quarantined"})
+"""Statuses that others follow."""
+
+
 class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Status of one item of feedback; the newest one of an id counts. Appended to DECISIONS, never changed."""
+    """Status of one item of feedback; the newest one of an id counts. Appended to DECISIONS, never changed.
+
+    Final ones follow from the ledger.
+    """
 
     feedback: str
     status: StatusName
@@ -287,14 +295,11 @@ class InteractionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 class FateBatch(msgspec.Struct, frozen=True, kw_only=True):
     """One message of DECISIONS: the statuses of items and interactions that one decision gave, in order.
 
-    The name of the class is the kind of the message on the bus. ``over``: closed posted episodes, each by the xxh3-128
-    of its key and name, with an item that was refused together with it ('': some of it is trained). A later turn of it
-    is `episode_over`.
+    The name of the class is the kind of the message on the bus.
     """
 
     items: list[FeedbackStatus]
     interactions: list[InteractionStatus] = []
-    over: list[tuple[str, str]] = []
 
 
 def named_tags(tags: Mapping[str, str], pseudonym: Callable[[str], str]) -> dict[str, str]:

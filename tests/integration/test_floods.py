@@ -31,6 +31,7 @@ from penstock.shared.protocol.interaction import (
     new_marked_id,
 )
 from penstock.shared.transport.bus import Bus
+from tests.live_leader import Recorder
 
 DEADLINE_S = 40
 STREAM_BYTES = 4 << 20
@@ -183,7 +184,7 @@ def metric(name: str, about: str = "") -> Feedback:
 
 async def post(bus: Bus, subject: str, data: bytes) -> None:
     """Publish as soon as there is room."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(DEADLINE_S):
         while True:
             with suppress(StreamFull):
                 await bus.publish(subject, data)
@@ -205,11 +206,15 @@ async def test_a_key_that_fills_the_stream_leaves_room_for_others(
         await serve(bus, about, alone=False)
     if waits != "nothing":
         await post_feedback(bus, turn("first", "other", 2) if waits == "turn" else metric("first", about))
-    await supply.recover(LedgerState())
+    recorder = Recorder(bus, supply)
+    await recorder.lead()
 
     async def lead() -> None:
         while True:
             await (await facts.get())()
+            while not facts.empty():  # as the runner: all that is here, then a decision
+                await facts.get_nowait()()
+            await recorder.record()
 
     leading = asyncio.create_task(lead())
     try:
@@ -220,12 +225,12 @@ async def test_a_key_that_fills_the_stream_leaves_room_for_others(
             await post(bus, subjects.feedback(JOB), pack(FeedbackBatch(items=[metric("late")]), job=JOB))
             gone = Erasure(user="u", interactions=[], feedback=["f0"], time=time.time())
             await post(bus, subjects.erasures(JOB), pack(gone, job=JOB))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(DEADLINE_S):
                 while not len(supply.matching.unmatched):
                     await asyncio.sleep(0.02)
     finally:
         leading.cancel()
-    await supply.flush()
+    await recorder.record()
     told = await statuses(bus)
     assert told["f0"].reason == "too_many_waiting"
     if waits != "nothing":

@@ -1,4 +1,4 @@
-"""Decisions that the next leader of an online job recovers, on a real bus."""
+"""The ledger has every decision on live items: a new leader folds it, and completes the feed from it. On a real bus."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.journal import Journal
+from penstock.services.coordinator.ledger import fold
 from penstock.services.coordinator.online import decision_feed
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.errors import StreamFull
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import Drawn, encode_events
 from penstock.shared.protocol.interaction import FateBatch, Feedback, FeedbackBatch, FeedbackStatus
 from penstock.shared.transport.bus import Bus
+from tests.live_leader import Recorder, decided_events, record_decided
 
 JOB = "job_x"
 CONFIG = OnlineJob.parse(
@@ -38,29 +42,33 @@ async def post_feedback(bus: Bus, *items: Feedback) -> None:
     await bus.publish(subjects.feedback(JOB), pack(FeedbackBatch(items=list(items)), job=JOB))
 
 
-async def publish_decision(bus: Bus, fate: FeedbackStatus, *, epoch: int) -> None:
-    await bus.publish(subjects.decisions(JOB), pack(FateBatch(items=[fate]), job=JOB, epoch=epoch))
+async def leader(bus: Bus, epoch: int) -> tuple[LiveSupply, Recorder]:
+    supply = LiveSupply(bus, JOB, CONFIG, epoch=epoch)
+    recorder = Recorder(bus, supply)
+    await recorder.lead()
+    return supply, recorder
 
 
-async def leader(bus: Bus, epoch: int) -> LiveSupply:
-    found = LiveSupply(bus, JOB, CONFIG, epoch=epoch)
-    await found.recover(LedgerState())
-    return found
+async def feed(bus: Bus) -> list[tuple[str, str]]:
+    """Return the statuses in DECISIONS, in order."""
+    messages = await bus.read(subjects.DECISIONS, subjects.decisions(JOB))
+    batches = [unpack(one.data, FateBatch)[0] for one in messages if decision_feed.ENTRY_HEADER in one.headers]
+    return [(fate.feedback, fate.status) for batch in batches for fate in batch.items]
 
 
-async def test_items_rejected_for_space_stay_rejected(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new leader reads DECISIONS back to the oldest message that it reads again, however many came after it."""
-    monkeypatch.setattr(decision_feed, "MIN_MESSAGES", 2)
+def rejected(name: str) -> FeedbackStatus:
+    return FeedbackStatus(feedback=name, status="rejected", reason="feedback_full", time=1.0)
+
+
+async def test_items_rejected_for_space_stay_rejected(bus: Bus) -> None:
+    """The feed is gone, and a new leader knows the decision all the same."""
     await post_feedback(bus, posted("a", time.time()), posted("b", time.time()))
-    first = await leader(bus, 1)
+    first, recorder = await leader(bus, 1)
     assert list(first.matching.examples.ready) == ["a", "b"]
-    first._unpublished += first.matching.reject(["a"], "feedback_full", time.time())
-    await first.flush()
-    for number in range(20):
-        await publish_decision(
-            bus, FeedbackStatus(feedback=f"x{number}", status="rejected", reason="stale", time=time.time()), epoch=1
-        )
-    second = await leader(bus, 2)
+    first._note(first.matching.reject(["a"], "feedback_full", time.time()))
+    await recorder.record()
+    await bus.purge(subjects.DECISIONS, subjects.decisions(JOB))
+    second, _ = await leader(bus, 2)
     assert list(second.matching.examples.ready) == ["b"]
     await post_feedback(bus, posted("a", time.time()))
     *_, message = await bus.read(subjects.FEEDBACK, subjects.feedback(JOB))
@@ -68,21 +76,81 @@ async def test_items_rejected_for_space_stay_rejected(bus: Bus, monkeypatch: pyt
     assert list(second.matching.examples.ready) == ["b"], "nor when it is read once more"
 
 
-async def test_decisions_of_a_deposed_leader_do_not_count(bus: Bus) -> None:
-    now = time.time()
-    await post_feedback(bus, *(posted(name, now) for name in "abc"))
-    await publish_decision(
-        bus, FeedbackStatus(feedback="a", status="rejected", reason="feedback_full", time=now), epoch=1
-    )
-    await publish_decision(
-        bus, FeedbackStatus(feedback="b", status="rejected", reason="feedback_full", time=now), epoch=2
-    )
-    await publish_decision(
-        bus, FeedbackStatus(feedback="c", status="rejected", reason="feedback_full", time=now), epoch=1
-    )
-    third = await leader(bus, 3)
-    assert list(third.matching.examples.ready) == ["c"]
-    await third.flush()
-    batches = [unpack(one.data, FateBatch) for one in await bus.read(subjects.DECISIONS, subjects.decisions(JOB))]
-    newest = {fate.feedback: fate.status for batch, _ in batches for fate in batch.items}
-    assert newest == {"a": "rejected", "b": "rejected", "c": "matched"}
+async def test_a_decision_that_no_entry_has_was_not_made(bus: Bus) -> None:
+    """A leader that died first told nobody; another one decides by what it finds."""
+    await post_feedback(bus, posted("a", time.time()))
+    first, _ = await leader(bus, 1)
+    first._note(first.matching.reject(["a"], "feedback_full", time.time()))
+    await first.flush()
+    assert ("a", "rejected") not in await feed(bus)
+    second, _ = await leader(bus, 2)
+    assert list(second.matching.examples.ready) == ["a"]
+
+
+@pytest.mark.parametrize("with_snapshot", [False, True])
+@pytest.mark.parametrize("left", ["nothing", "the first half", "half an entry"])
+async def test_a_new_leader_completes_the_feed(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, left: str, with_snapshot: bool
+) -> None:
+    """An earlier one died between an entry and its statuses, or within them; or the feed was lost."""
+    monkeypatch.setattr(decision_feed, "MAX_STATUSES", 2)
+    await leader(bus, 1)
+    journal, names = Journal(bus, JOB), [f"f{number}" for number in range(12)]
+    state = await journal.load()
+    for start in range(0, 12, 3):
+        events = decided_events(map(rejected, names[start : start + 3]))
+        seq = await journal.append(events)
+        fold(events, state)
+        if start == 3 and with_snapshot:
+            monkeypatch.setattr("penstock.services.coordinator.journal.SNAPSHOT_ENTRIES", 1)
+            write = journal.snapshot(state)
+            assert write is not None
+            await write()
+        some = {"nothing": 0, "the first half": 3, "half an entry": 2 if start == 3 else 3}[left]
+        if start <= 3 and some:
+            published = pack(FateBatch(items=[rejected(name) for name in names[start : start + some]]), job=JOB)
+            headers = {decision_feed.ENTRY_HEADER: str(seq)}
+            await bus.publish(subjects.decisions(JOB), published, headers=headers)
+    await leader(bus, 2)
+    found = [name for name, _ in await feed(bus)]
+    assert list(dict.fromkeys(found)) == names, "in the order of the ledger, without a gap"
+    assert len(found) <= len(names) + 3, "no more than one entry twice"
+
+
+async def test_a_full_feed_loses_nothing(bus: Bus) -> None:
+    await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=1 << 20)
+    await post_feedback(bus, *(posted(name, time.time()) for name in "abc"))
+    supply, recorder = await leader(bus, 1)
+    await recorder.record()
+    other = subjects.decisions("job_y")
+    with pytest.raises(StreamFull):
+        while True:
+            await bus.publish(other, b"x" * 100_000)
+    with pytest.raises(StreamFull):
+        while True:
+            await bus.publish(other, b"x" * 100)
+    for name in "ab":
+        supply._note(supply.matching.reject([name], "feedback_full", time.time()))
+        await recorder.record()
+    assert supply._feed.is_behind
+    assert ("a", "rejected") not in await feed(bus)
+    await supply._free_stream_space()
+    assert supply._feed.is_behind, "there is no room yet"
+    await bus.purge(subjects.DECISIONS, other)
+    await supply._free_stream_space()
+    assert not supply._feed.is_behind
+    supply._note(supply.matching.reject(["c"], "feedback_full", time.time()))
+    await recorder.record()
+    assert [name for name, status in await feed(bus) if status == "rejected"][-3:] == ["a", "b", "c"]
+
+
+async def test_a_ledger_without_live_decisions_goes_on(bus: Bus) -> None:
+    """Earlier versions recorded only admissions, and their feeds name no entry: nothing of it is repeated."""
+    drawn = Drawn(writer_epoch=1, time=0.0, start=0, stop=1, min_version=0, deadline=9.0)
+    await leader(bus, 1)
+    await bus.publish(subjects.ledger(JOB), encode_events([drawn]))
+    before = pack(FateBatch(items=[rejected("old")]), job=JOB, epoch=1)
+    await bus.publish(subjects.decisions(JOB), before)
+    await record_decided(bus, JOB, rejected("new"))
+    await leader(bus, 2)
+    assert await feed(bus) == [("new", "rejected")]

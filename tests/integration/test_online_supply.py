@@ -53,6 +53,7 @@ from penstock.shared.protocol.messages import Ack, Report
 from penstock.shared.protocol.parts import PARTS
 from penstock.shared.protocol.trajectory import decode_group
 from penstock.shared.transport.bus import Bus, Outgoing
+from tests.live_leader import Recorder
 
 DEADLINE_S = 40
 CONFIG = OnlineJob.parse(
@@ -353,11 +354,14 @@ async def test_decided_feedback_is_purged_without_a_checkpoint(
     about = await serve(bus, "job_x")
     await post_feedback(bus, "job_x", ("far", about, 999.0))
     await post_feedback(bus, "job_x", ("open", new_marked_id("job_x"), 1.0))
-    await supply.recover(LedgerState())
+    recorder = Recorder(bus, supply)
+    await recorder.lead()
     await supply._free_stream_space()
+    assert len(await bus.read(subjects.FEEDBACK, subjects.feedback("job_x"))) == 2, "the ledger has no decision yet"
+    await recorder.record()
     (left,) = await bus.read(subjects.FEEDBACK, subjects.feedback("job_x"))
     assert [item.id for item in unpack(left.data, FeedbackBatch)[0].items] == ["open"]
-    assert (await statuses(bus, "job_x"))["far"].status == "rejected", "published before it was purged"
+    assert (await statuses(bus, "job_x"))["far"].status == "rejected", "recorded before it was purged"
     assert len(await bus.read(subjects.INTERACTIONS, subjects.interactions("job_x"))) == 1, "undecided"
 
 
@@ -466,12 +470,13 @@ async def test_held_items_are_rejected_for_space(bus: Bus, monkeypatch: pytest.M
     await post_feedback(bus, job, (odd, new_marked_id(job), 1.0))
     await post_feedback(bus, job, (new_marked_id(job), new_marked_id(job), 0.01))
     supply = LiveSupply(bus, job, config, epoch=1)
-    await supply.recover(LedgerState(read_from=(1, 13)))
+    recorder = Recorder(bus, supply)
+    await recorder.lead(read_from=(1, 13))
     await supply._free_stream_space()
     assert (supply.quarantine.num_held, supply.quarantine.lowest_seq) == (1, 13), "there is space"
     monkeypatch.setattr(supply_module, "MAX_USED", -1)
     await supply._free_stream_space()
-    await supply.flush()
+    await recorder.record()
     assert supply.quarantine.num_held == 0
     told = (await statuses(bus, job))[odd]
     assert (told.status, told.reason) == ("rejected", "quarantine_full")
@@ -484,9 +489,9 @@ async def test_objections_are_read_before_the_first_decision(bus: Bus, consent: 
     config = CONFIG.model_copy(update={"online": CONFIG.online.model_copy(update={"consent": consent})})
     about = await serve(bus, "job_x")
     await post_feedback(bus, "job_x", ("f", about, 1.0))
-    supply = LiveSupply(bus, "job_x", config, epoch=1)
-    await supply.recover(LedgerState())
-    await supply.flush()
+    recorder = Recorder(bus, LiveSupply(bus, "job_x", config, epoch=1))
+    await recorder.lead()
+    await recorder.record()
     assert (await statuses(bus, "job_x"))["f"].reason == reason
 
 

@@ -18,12 +18,16 @@ from penstock.shared.protocol.events import (
     CanaryBegun,
     CanaryJudged,
     Checkpointed,
+    Decided,
     Drawn,
     Dropped,
+    EndedFeedback,
+    EndedInteractions,
     Event,
     JobStarted,
     Judged,
     LineageForked,
+    PackedIds,
     PhaseChanged,
     Promoted,
     PromotionRefused,
@@ -35,6 +39,8 @@ from penstock.shared.protocol.events import (
 from penstock.shared.protocol.ids import Draw
 
 JOB = "job_history"
+
+UUID = "0192f0c1-0000-7000-8000-000000000001"
 
 
 def histories() -> st.SearchStrategy[list[Event]]:
@@ -64,7 +70,7 @@ def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: C901, PL
     kinds += ["refused"] if state.sealed else []
     kinds += ["checkpointed"] if state.last_trained or state.checkpoint is None else []
     kinds += ["forked"] if state.batches else []
-    kinds += ["promoted", "promotion_refused", "quarantined"]
+    kinds += ["promoted", "promotion_refused", "quarantined", "decided"]
     kinds += ["canary_judged"] * 2 if state.canary is not None else [] if state.sealed else ["canary_begun"]
     match draw(st.sampled_from(kinds)):
         case "canary_begun":
@@ -85,6 +91,12 @@ def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: C901, PL
             )
         case "quarantined":
             return Quarantined(**base, items={draw(st.text(max_size=3)): draw(st.integers(1, 9))})
+        case "decided":
+            names = PackedIds.of(draw(st.lists(st.sampled_from([UUID, "a", "b"]), unique=True)))
+            ended = EndedFeedback(names, "rejected", "stale", draw(st.integers(0, 1)))
+            marks = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+            refused = [EndedInteractions(names, "no_tokens")]
+            return Decided(**base, feedback=[ended], interactions=refused, episodes=b"e" * 16, read_to=marks)
         case "started":
             return JobStarted(**base, config_digest=draw(st.text(max_size=3)))
         case "settings":

@@ -12,12 +12,12 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, rule
 
+from penstock.services.coordinator.decided import block_of_decision, episode_digest
 from penstock.services.coordinator.online.admission_audit import replay_posted_admissions
 from penstock.services.coordinator.online.examples import InteractionRecord
 from penstock.services.coordinator.online.groups import example_group, group_of
-from penstock.services.coordinator.online.off_policy import episode_digest
 from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.events import Admitted, BatchSealed, Event
+from penstock.shared.protocol.events import Admitted, BatchSealed, Decided, Event
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Feedback
 from penstock.shared.protocol.messages import Report
@@ -115,7 +115,7 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
         for _ in range(count):
             for item in self.world.feedback.get(self.cursor[1], []):
                 self.find_records(item)
-                self.world.fates += self.matching.on_feedback(self.cursor[1], item, self.now)
+                self.note(self.matching.on_feedback(self.cursor[1], item, self.now))
             self.cursor[1] += self.cursor[1] in self.world.feedback
         self.sweep(everything=False)
 
@@ -129,10 +129,16 @@ class OffPolicyMachine(machine.OnlineMachine):  # type: ignore[misc, name-define
 
     def append(self, events: list[Event], *, crash: bool = False) -> None:
         """Check that a posted episode is decided once, whichever leader decides."""
-        self.world.over += self.matching.examples.closed.drain()
+        self.record()
+        closed = {
+            digest
+            for event in (event for entry in self.world.entries for event in entry)
+            if isinstance(event, Decided)
+            for digest in block_of_decision(event).closed
+        }
         admitted = [one for event in events if isinstance(event, Admitted) for one in event.admissions]
         posted = {episode_digest(one.origin[0]) for one in admitted if one.origin and not one.interactions}
-        assert posted.isdisjoint(mark for mark, _ in self.world.over)
+        assert posted.isdisjoint(closed)
         super().append(events, crash=crash)
 
     @invariant()

@@ -1,5 +1,5 @@
 """Live interactions, feedback, admission and ledger as one state machine against a world that misbehaves. The world
-keeps what the real one keeps durably (both streams, the ledger, stored groups, fates) and loses the leader's memory.
+keeps what the real one keeps durably (both streams, the ledger, stored groups) and loses the leader's memory.
 Feedback comes early, late, twice, revised and retracted; leaders crash between any two steps.
 """
 
@@ -18,7 +18,11 @@ from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
-from penstock.services.coordinator.online.statuses import RecoveredDecisions, feedback_statuses, interaction_statuses
+from penstock.services.coordinator.online.statuses import (
+    UnrecordedDecisions,
+    feedback_statuses,
+    interaction_statuses,
+)
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Event, Finished
@@ -59,10 +63,9 @@ class World:
     feedback: dict[int, list[Feedback]] = field(default_factory=dict)
     stored: dict[int, GroupHeader] = field(default_factory=dict)
     fates: list[FeedbackStatus] = field(default_factory=list)
+    """Statuses that followed from entries, the last ones after the end of the job."""
     decided: dict[str, InteractionStatus] = field(default_factory=dict)
     """Statuses of interactions, by the rule of ``InteractionStatus``."""
-    over: list[tuple[str, str]] = field(default_factory=list)
-    """Closed posted episodes, as in ``FateBatch.over``."""
     rejected_for_space: set[str] = field(default_factory=set)
     """Interactions and feedback rejected for lack of room."""
     num_groups: int = 0
@@ -95,20 +98,25 @@ class OnlineMachine(RuleBasedStateMachine):
     def lead(self) -> None:
         """Start a leader that knows only durable state."""
         state = fold((event for entry in self.world.entries for event in entry), LedgerState())
-        self.matching = Matching(self.config)
+        self.matching, self.unrecorded = Matching(self.config), UnrecordedDecisions()
         self.source = LiveSource(self.config, self.matching)
         self.run = self.core(state)
         for seq, header in sorted(self.world.stored.items()):
             self.run.on_group(seq, header)
-        self.matching.restore(
-            state, RecoveredDecisions.of(self.world.fates, self.world.decided.values(), self.world.over)
-        )
-        last = self.world.entries[-1] if self.world.entries else []
-        self.world.fates += feedback_statuses(last, state)
-        self.world.take(interaction_statuses(last, state))
+        self.matching.restore(state)
+        self.rebuild()
         self.cursor = list(state.read_from)
         self.decide()
         self.publish([draw for draw in state.in_flight if draw not in self.run.candidates])
+
+    def rebuild(self) -> None:
+        """Derive the statuses once more, from the ledger alone."""
+        self.world.fates, self.world.decided = [], {}
+        state = LedgerState()
+        for entry in self.world.entries:
+            fold(entry, state)
+            self.world.fates += feedback_statuses(entry, state)
+            self.world.take(interaction_statuses(entry, state))
 
     def core(self, state: LedgerState) -> JobRun:
         return JobRun(self.config, state, num_ordinals=None, writer_epoch=self.epoch, source=self.source)
@@ -117,26 +125,40 @@ class OnlineMachine(RuleBasedStateMachine):
         """Return the metrics of the next update."""
         return {}
 
+    def note(self, statuses: list[FeedbackStatus]) -> None:
+        self.unrecorded.add(statuses)
+
     def decide(self) -> None:
         self.append(self.run.decide(self.now))
 
+    def record(self) -> None:
+        """Append what facts decided, before the next decision moves the marks past it."""
+        self.unrecorded.add_interactions(self.matching.refused_interactions.drain())
+        self.unrecorded.close_episodes(self.matching.examples.closed.drain())
+        if self.run.state.started:
+            read_to = self.cursor[0], self.cursor[1]
+            for event in self.unrecorded.drain(epoch=self.epoch, now=self.now, read_to=read_to):
+                self.commit([event])
+
     def append(self, events: list[Event], *, crash: bool = False) -> None:
+        if any(isinstance(event, Finished) for event in events):
+            self.note(self.matching.on_job_end(self.now))
+        self.record()
         if not events:
             return
-        self.world.take(self.matching.refused_interactions.drain())  # published before a decision moves the mark
-        self.world.over += self.matching.examples.closed.drain()
-        self.world.entries.append(events)
         if crash:
+            self.world.entries.append(events)
             return
+        self.commit(events)
+
+    def commit(self, events: list[Event]) -> None:
+        self.world.entries.append(events)
         effects = self.run.commit(events)
         self.world.fates += feedback_statuses(events, self.run.state)
         self.world.take(interaction_statuses(events, self.run.state))
         for event in events:
             if isinstance(event, Admitted):
                 self.matching.on_admitted(event.admissions)
-            if isinstance(event, Finished):
-                self.world.fates += self.matching.on_job_end(self.now)
-                self.world.take(self.matching.refused_interactions.drain())
         self.publish(effects.tickets)
         for seq in effects.delete:
             self.world.stored.pop(seq, None)
@@ -234,7 +256,7 @@ class OnlineMachine(RuleBasedStateMachine):
     def read_interactions(self, count: int) -> None:
         for _ in range(count):
             if (record := self.world.interactions.get(self.cursor[0])) is not None:
-                self.world.fates += self.matching.on_interaction(self.cursor[0], record)
+                self.note(self.matching.on_interaction(self.cursor[0], record))
                 self.cursor[0] += 1
         self.sweep(everything=False)
 
@@ -242,15 +264,14 @@ class OnlineMachine(RuleBasedStateMachine):
     def read_feedback(self, count: int) -> None:
         for _ in range(count):
             for item in self.world.feedback.get(self.cursor[1], []):
-                self.world.fates += self.matching.on_feedback(self.cursor[1], item, self.now)
+                self.note(self.matching.on_feedback(self.cursor[1], item, self.now))
             self.cursor[1] += self.cursor[1] in self.world.feedback
         self.sweep(everything=False)
 
     def sweep(self, *, everything: bool) -> None:
         state = self.run.state
-        self.world.fates += self.matching.sweep(
-            version=state.start_version(state.next_number), newest=state.version, now=self.now, everything=everything
-        )
+        version = state.start_version(state.next_number)
+        self.note(self.matching.sweep(version=version, newest=state.version, now=self.now, everything=everything))
 
     @rule(seconds=st.sampled_from([1.0, 16.0, 45.0]))
     def time_passes(self, seconds: float) -> None:
@@ -262,7 +283,8 @@ class OnlineMachine(RuleBasedStateMachine):
     def stream_is_full(self, share: float) -> None:
         """Reject what waits in the older part of the stream."""
         names = self.matching.undecided_feedback(int(share * self.cursor[1]))
-        self.world.fates += self.matching.reject(names, "feedback_full", self.now)
+        self.note(self.matching.reject(names, "feedback_full", self.now))
+        self.record()
         self.world.rejected_for_space.update(names)
 
     @rule(count=st.integers(1, 3))
@@ -272,8 +294,8 @@ class OnlineMachine(RuleBasedStateMachine):
             self.world.rejected_for_space.update(turn.interaction.id for turn in self.matching.episodes[name].turns)
             fates = self.matching._refuse(name, "too_many_waiting", self.now)
             self.world.rejected_for_space.update(one.feedback for one in fates)
-            self.world.fates += fates
-        self.world.take(self.matching.refused_interactions.drain())
+            self.note(fates)
+        self.record()
 
     @rule()
     def decide_now(self) -> None:
@@ -371,6 +393,7 @@ class OnlineMachine(RuleBasedStateMachine):
         while self.cursor[1] in self.world.feedback:
             self.read_feedback(4)
         self.append(self.run.finish(self.now, {}))
+        self.rebuild()
         newest = {one.feedback: one for one in self.world.fates}
         ordinals = {name: one.ordinal for one in self.admissions() for name in one.feedback}
         lineage = audit_ledger(self.world.entries, self.config).trained

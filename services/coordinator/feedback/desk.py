@@ -16,7 +16,7 @@ import uuid6
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.feedback_models import Metric, PostedInteraction, PostedPreference
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
-from penstock.services.coordinator.feedback.erasure import UNDECIDED, Eraser, Report
+from penstock.services.coordinator.feedback.erasure import Eraser, Report
 from penstock.services.coordinator.feedback.held import HeldFeedback
 from penstock.services.coordinator.feedback.index import FeedbackIndex
 from penstock.services.coordinator.feedback.ingest import Ingest, Stored
@@ -36,7 +36,7 @@ from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import Conflict, NotFound, PenstockError, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
-from penstock.shared.protocol.interaction import Feedback, Interaction, bare_id, marked_id, time_of_id
+from penstock.shared.protocol.interaction import UNDECIDED, Feedback, Interaction, bare_id, marked_id, time_of_id
 from penstock.shared.runtime.ledger import ledger_archive
 from penstock.shared.transport.bus import Bus, Message
 

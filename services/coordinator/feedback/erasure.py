@@ -17,8 +17,8 @@ import msgspec
 
 from penstock.services.coordinator.feedback.ids import keep_ids
 from penstock.services.coordinator.feedback.made import Made, erase_groups
-from penstock.services.coordinator.feedback.pieces import data_of, erase_letter, erase_message
-from penstock.services.coordinator.feedback.search import Found, Place, Search, decoded
+from penstock.services.coordinator.feedback.pieces import erase_letter, erase_message
+from penstock.services.coordinator.feedback.search import Found, Place, Search
 from penstock.shared.errors import Conflict, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
@@ -29,7 +29,6 @@ from penstock.shared.protocol.interaction import (
     RESTORED_HEADER,
     SENDERS_HEADER,
     Erasure,
-    FateBatch,
     Feedback,
     FeedbackBatch,
     bare_id,
@@ -42,7 +41,7 @@ from penstock.shared.runtime.tasks import together
 from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
 from penstock.shared.transport.kv import Entry
 
-__all__ = ["UNDECIDED", "Eraser", "Report", "target_of"]
+__all__ = ["Eraser", "Report", "target_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +49,6 @@ PREFIX = "erasure"
 Forgotten = Callable[[int], Awaitable[None]]
 NAMED = 10_000
 """Ids of each kind in one message."""
-UNDECIDED = frozenset({"received", "matched", "quarantined"})
-"""Fates that others follow. What has its last one is not stored anew."""
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -186,8 +183,6 @@ class Eraser:
         report.episodes += await self._end_episodes(report.user, found)
         until = bus_time()
         announced = {job: await self._announce(report.user, job, mine, until) for job, mine in found.items()}
-        # What was told is read before the ledger: what is admitted in between is known to be needed.
-        told = {job: await self._told(job, mine) for job, mine in found.items()}
         # What a leader admits after this search it drops itself: it reads what was announced.
         all_made = await self._made(report.user, found, until)
         for job, made in all_made.items():
@@ -197,12 +192,11 @@ class Eraser:
                 )
         for job, made in all_made.items():
             mine = found.get(job, Found())
-            versions, decided = told.get(job, (set[int](), set[str]()))
             for letter in mine.letters:
                 await erase_letter(self._bus, letter)
             for place, rest in mine.mixed:
                 is_below = isinstance(place, Message) and place.seq < made.low_feedback
-                over = {target_of(item) for item in rest} if is_below else decided | made.decided
+                over = {target_of(item) for item in rest} if is_below else made.decided
                 needed = made.needed if isinstance(place, Message) else frozenset[str]()
                 left = [item for item in rest if item.id in needed or target_of(item) not in over]
                 if isinstance(place, Message):  # what was decided goes with the message, and is known for good
@@ -213,7 +207,7 @@ class Eraser:
                 await erase_message(self._bus, subjects.INTERACTIONS, message)
             report.interactions += len(mine.interactions)
             report.feedback += len(mine.feedback)
-            _add_versions(report, job, versions | made.versions)
+            _add_versions(report, job, made.versions)
             await self._save(report)
         # Each job for itself: one that nobody trains holds up the groups of no other.
         await together(self._erase_groups(report, job, made) for job, made in all_made.items() if made.ordinals)
@@ -277,24 +271,6 @@ class Eraser:
         except TimeoutError:
             draws = ", ".join(map(str, sorted(made.held)[:10]))
             logger.error("%s did not let go of draws %s within %g s: they are deleted", job, draws, self._released_s)
-
-    async def _told(self, job: str, mine: Found) -> tuple[set[int], set[str]]:
-        """Versions that were trained on it, and feedback of the job whose newest fate is a last one, as far as fates
-        are still there.
-        """
-        versions, newest = set[int](), dict[str, str]()
-        async for message in self._bus.scan(subjects.DECISIONS, subjects.decisions(job)):
-            batch = decoded(await data_of(self._bus, subjects.DECISIONS, message), FateBatch)
-            for fate in batch.items if batch is not None else ():
-                told = {bare_id(id) or id for id in fate.interactions}
-                about = fate.feedback in mine.feedback or not told.isdisjoint(mine.interactions)
-                if fate.status == "trained" and about:
-                    versions.add(fate.version)
-                newest[fate.feedback] = fate.status
-            for turn in batch.interactions if batch is not None else ():
-                if turn.status == "trained" and (bare_id(turn.interaction) or turn.interaction) in mine.interactions:
-                    versions.add(turn.version)
-        return versions, {name for name, status in newest.items() if status not in UNDECIDED}
 
     # -- deletion ----------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Container
 from typing import NamedTuple
 
 from penstock.services.coordinator.dead_letters import read_dead_letters
+from penstock.services.coordinator.decided import final_ids
 from penstock.services.coordinator.feedback.pieces import erase_letter, erase_message
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
@@ -19,6 +20,7 @@ from penstock.shared.protocol.events import (
     BatchSealed,
     BatchTrained,
     Checkpointed,
+    Decided,
     Dropped,
     Event,
     Finished,
@@ -44,7 +46,7 @@ class Made:
     Attributes:
         ordinals: draws whose groups hold what is theirs.
         versions: policy versions that were trained on it, rolled back or not.
-        decided: those of ``others`` that were admitted.
+        decided: those of ``others`` that were admitted, or ended without training.
         low_feedback: sequence in FEEDBACK below which everything is decided.
         seq: of the newest entry of the ledger that was read.
     """
@@ -93,10 +95,8 @@ class Made:
     def take(self, event: Event) -> None:
         """The next event of the ledger."""
         match event:
-            case Admitted():
-                self.low_feedback = event.low_feedback
-                for admission in event.admissions:
-                    self._admitted(admission)
+            case Admitted() | Decided():
+                self._take_decisions(event)
             case BatchSealed():
                 known = self.ordinals | self._about | self._bodies.keys()
                 found = frozenset(group.draw.ordinal for group in event.groups) & known
@@ -117,6 +117,14 @@ class Made:
                 self._trained.clear()
             case _:
                 pass
+
+    def _take_decisions(self, event: Admitted | Decided) -> None:
+        if isinstance(event, Decided):
+            self.decided.update(name for name in final_ids(event.feedback) if name in self._others)
+            return
+        self.low_feedback = event.low_feedback
+        for admission in event.admissions:
+            self._admitted(admission)
 
     def _take_trained(self, event: BatchTrained) -> None:
         batch = self._sealed.pop(event.number, None)

@@ -2,7 +2,8 @@
 
 The folder owns everything between the streams INTERACTIONS and FEEDBACK and the ledger's admissions: undecided episodes
 and feedback, rewards and credit, quarantine, shares of keys and users, canary samples, and the groups of admitted
-draws. The ledger owns what is admitted; DECISIONS publishes the status of every item and interaction.
+draws. The ledger owns every decision: admissions, and what ends without training. DECISIONS is a feed that follows
+from it.
 
 Callers: ``service`` gives each leader of an online job a ``LiveSupply``, which the runner drives through the protocol
 ``coordinator.supply.Supply``; ``audit`` and ``control`` check and replay admissions. Imports: ``shared``, the

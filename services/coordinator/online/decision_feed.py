@@ -1,134 +1,171 @@
-"""Publishes decisions to DECISIONS, and reads back those that a new leader cannot derive."""
+"""Publishes decisions to DECISIONS: a feed that follows from the ledger, and is rebuilt from it where it lacks some.
+
+Each message names the entry of the ledger up to which the feed is complete. A leader goes on from there, so a feed that
+was full, lost or left behind by a crash catches up, and each entry appears at least once, in the order of the ledger.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 import xxhash
 
-from penstock.services.coordinator.feedback.leaders import Leaders
-from penstock.services.coordinator.feedback.pieces import data_of
+from penstock.services.coordinator.journal import read_snapshots
+from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.online.funnel import Funnel
-from penstock.services.coordinator.online.statuses import RecoveredDecisions
+from penstock.services.coordinator.online.statuses import feedback_statuses, interaction_statuses
 from penstock.services.coordinator.retry import Retry
-from penstock.shared.errors import ProtocolError, StreamFull
+from penstock.services.coordinator.snapshot import digest_of
+from penstock.shared.errors import ArchiveError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.events import Event, decode_events
 from penstock.shared.protocol.interaction import FateBatch, FeedbackStatus, InteractionStatus
-from penstock.shared.transport.bus import Bus, Message, Outgoing
+from penstock.shared.runtime.ledger import LedgerArchive, LedgerEntry, scan_ledger
+from penstock.shared.transport.bus import Bus, Outgoing
 
-__all__ = ["DecisionPublisher", "oldest_undecided_time", "recover_decisions"]
+__all__ = ["ENTRY_HEADER", "DecisionFeed"]
 
 logger = logging.getLogger(__name__)
+ENTRY_HEADER = "Penstock-Entry"
+"""Header of a message: the entry of LEDGER up to which the feed is complete, this message's own included."""
 MAX_STATUSES = 1000
 """Statuses in one message."""
-MIN_MESSAGES = 5_000
-"""Number of newest messages that a new leader reads at least."""
 
 
-class DecisionPublisher:
+class DecisionFeed:
     """Publishes the decisions of one job's leader.
 
     Args:
         retry: returns the wait to report while the bus is away.
+        archive: has the older entries of the ledger.
     """
 
-    def __init__(self, bus: Bus, job: str, *, epoch: int, funnel: Funnel, retry: Callable[[], Retry]) -> None:
-        self._bus, self._job, self._epoch, self._funnel, self._retry = bus, job, epoch, funnel, retry
-
-    async def publish(
+    def __init__(
         self,
-        statuses: Sequence[FeedbackStatus],
-        interactions: Sequence[InteractionStatus],
-        closed: Sequence[tuple[str, str]] = (),
+        bus: Bus,
+        job: str,
+        *,
+        epoch: int,
+        funnel: Funnel,
+        retry: Callable[[], Retry],
+        archive: LedgerArchive | None = None,
     ) -> None:
-        """Append statuses and closed posted episodes to DECISIONS before the leader decides anything else."""
+        self._bus, self._job, self._epoch, self._funnel, self._retry = bus, job, epoch, funnel, retry
+        self._archive = archive
+        self._position = 0
+        """The feed has every decision up to this entry of the ledger."""
+        self._is_behind = False
+
+    @property
+    def is_behind(self) -> bool:
+        """True if the feed was full and lacks decisions that the ledger has."""
+        return self._is_behind
+
+    async def resume(self, last_seq: int) -> None:
+        """Bring the feed up to entry ``last_seq`` of the ledger, after a takeover.
+
+        The newest entry that the feed names is published once more, because an earlier leader may have died within it.
+        """
+        newest = await self._bus.last(subjects.DECISIONS, subjects.decisions(self._job))
+        # Earlier versions named no entry, and lacked nothing but the decisions of the newest one.
+        unnamed = 0 if newest is None else last_seq
+        found = unnamed if newest is None else int(newest.headers.get(ENTRY_HEADER, unnamed))
+        self._position = max(0, min(found, last_seq) - 1)
+        self._is_behind = last_seq > self._position
+        await self.catch_up()
+
+    async def publish(self, seq: int, events: Sequence[Event], state: LedgerState) -> None:
+        """Publish what entry ``seq`` of the ledger decides, before the leader decides anything else.
+
+        Args:
+            state: the fold of the ledger up to that entry.
+        """
+        statuses, interactions = feedback_statuses(events, state), interaction_statuses(events, state)
         self._funnel.on_feedback_statuses(statuses)
         self._funnel.on_interaction_statuses(interactions)
-        for start in range(0, max(len(statuses), len(interactions), len(closed)), MAX_STATUSES):
-            window = slice(start, start + MAX_STATUSES)
-            batch = FateBatch(
-                items=list(statuses[window]), interactions=list(interactions[window]), over=list(closed[window])
-            )
-            data = pack(batch, job=self._job, epoch=self._epoch)
-            msg_id = f"fates:{self._job}:{xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(batch))}"
-            count = len(batch.items) + len(batch.interactions)
-            send = partial(self._send, Outgoing(subjects.decisions(self._job), data, {}, msg_id), count)
-            what = f"{count} statuses of live answers"
-            await self._retry().until_taken(what, subjects.decisions(self._job), send)
+        if self._is_behind:
+            return
+        try:
+            await self._publish_entry(seq, statuses, interactions)
+        except StreamFull as error:
+            self._is_behind = True
+            logger.error("%s: the feed of decisions waits, the ledger has them: %s", self._job, error)
 
-    async def _send(self, message: Outgoing, count: int) -> None:
+    async def notify(self, statuses: Sequence[FeedbackStatus], interactions: Sequence[InteractionStatus] = ()) -> None:
+        """Publish statuses that no entry records: others follow them, or the job is over. They may be lost."""
+        self._funnel.on_feedback_statuses(statuses)
+        self._funnel.on_interaction_statuses(interactions)
+        try:
+            await self._store(self._position, statuses, interactions)
+        except StreamFull as error:
+            logger.error("%s: %d passing statuses are lost: %s", self._job, len(statuses) + len(interactions), error)
+
+    async def catch_up(self) -> None:
+        """Publish from the ledger what the feed lacks; the next call tries again where that is not possible now."""
+        if not self._is_behind:
+            return
+        try:
+            async for state, entry in self._folded():
+                events = decode_events(entry.data)
+                fold(events, state)
+                if entry.seq > self._position:
+                    statuses, interactions = feedback_statuses(events, state), interaction_statuses(events, state)
+                    await self._publish_entry(entry.seq, statuses, interactions)
+                await asyncio.sleep(0)  # the lease is renewed meanwhile
+        except (Unavailable, ArchiveError) as error:
+            logger.error("%s: the feed of decisions still lacks some: %s", self._job, error)
+        else:
+            self._is_behind = False
+
+    async def _folded(self) -> AsyncIterator[tuple[LedgerState, LedgerEntry]]:
+        """Yield the entries to fold, and the state to fold them into: from a snapshot on that the feed has passed."""
+        subject = subjects.ledger(self._job)
+        for snapshot, state, _ in await read_snapshots(self._bus, self._job):
+            if snapshot.seq > self._position:
+                continue
+            tail = await self._bus.read(subjects.LEDGER, subject, start_seq=snapshot.seq)
+            if tail and tail[0].seq == snapshot.seq and digest_of(tail[0].data) == snapshot.entry:
+                for message in tail[1:]:
+                    yield state, LedgerEntry(message.seq, message.data)
+                return
+        state = LedgerState()
+        async for entry in scan_ledger(self._bus, self._job, self._archive):
+            yield state, entry
+
+    async def _publish_entry(
+        self, seq: int, statuses: Sequence[FeedbackStatus], interactions: Sequence[InteractionStatus]
+    ) -> None:
+        """Publish all that one entry decides. Raises StreamFull: not all of it."""
+        await self._store(seq, statuses, interactions)
+        self._position = seq
+
+    async def _store(
+        self, seq: int, statuses: Sequence[FeedbackStatus], interactions: Sequence[InteractionStatus]
+    ) -> None:
+        """Append statuses; waits while the bus is away. Raises StreamFull."""
+        subject = subjects.decisions(self._job)
+        for start in range(0, max(len(statuses), len(interactions)), MAX_STATUSES):
+            window = slice(start, start + MAX_STATUSES)
+            batch = FateBatch(items=list(statuses[window]), interactions=list(interactions[window]))
+            msg_id = f"fates:{self._job}:{seq}:{xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(batch))}"
+            data = pack(batch, job=self._job, epoch=self._epoch)
+            message = Outgoing(subject, data, {ENTRY_HEADER: str(seq)}, msg_id)
+            count = len(batch.items) + len(batch.interactions)
+            full = await self._retry().until_taken(
+                f"{count} statuses of live answers", subject, partial(self._append, message)
+            )
+            if full is not None:
+                raise full
+
+    async def _append(self, message: Outgoing) -> StreamFull | None:
+        """Append one message; return why the stream has no room for it, because nothing may wait for that."""
         try:
             await self._bus.publish_whole([message], deadline_s=5)
-        except StreamFull as error:  # clients miss these; of training, only late turns depend on them
-            logger.error("%s: %d statuses are lost: %s", self._job, count, error)
-
-
-class _Read(NamedTuple):
-    statuses: list[FeedbackStatus]
-    interactions: list[InteractionStatus]
-    closed: list[tuple[str, str]]
-
-
-async def recover_decisions(bus: Bus, job: str, *, since: float = math.inf) -> RecoveredDecisions:
-    """Read the decisions published since ``since`` (Unix seconds), and at least the newest ones. Raises Unavailable."""
-    read, leaders = _Read([], [], []), Leaders()
-    async for message in _messages(bus, subjects.decisions(job), since):
-        await asyncio.sleep(0)  # the lease is renewed meanwhile
-        with contextlib.suppress(ProtocolError):  # written by another version: late turns begin new episodes
-            batch, envelope = unpack(await data_of(bus, subjects.DECISIONS, message), FateBatch)
-            if leaders.is_gone(job, envelope.epoch):
-                continue
-            read.statuses.extend(batch.items)
-            read.interactions.extend(batch.interactions)
-            read.closed.extend(batch.over)
-    return await asyncio.to_thread(RecoveredDecisions.of, *read)
-
-
-async def oldest_undecided_time(bus: Bus, job: str, interactions: int, feedback: int) -> float:
-    """Return when the oldest message from these sequences on was stored, or infinity if there is none.
-
-    Raises:
-        Unavailable: the bus went away.
-    """
-    places = (
-        (subjects.INTERACTIONS, subjects.interactions(job), interactions),
-        (subjects.FEEDBACK, subjects.feedback(job), feedback),
-    )
-    since = math.inf
-    for stream, subject, start in places:
-        async with contextlib.aclosing(bus.scan(stream, subject, start_seq=start, headers_only=True)) as messages:
-            async for message in messages:
-                since = min(since, message.time)
-                break
-    return since
-
-
-async def _messages(bus: Bus, subject: str, since: float) -> AsyncIterator[Message]:
-    """Yield the newest messages, from ``since`` on or earlier."""
-    newest = await bus.last(subjects.DECISIONS, subject)
-    if newest is None:
-        return
-    first, size = (await bus.stream_state(subjects.DECISIONS)).first_seq, MIN_MESSAGES
-    start = max(first, newest.seq + 1 - size)
-    while start > first and since != math.inf and await _time_at(bus, subject, start) >= since:
-        size *= 2
-        start = max(first, start - size)
-    async with contextlib.aclosing(bus.scan(subjects.DECISIONS, subject, start_seq=start)) as messages:
-        async for message in messages:
-            yield message
-
-
-async def _time_at(bus: Bus, subject: str, seq: int) -> float:
-    """Return when the first message from a sequence on was stored."""
-    async with contextlib.aclosing(bus.scan(subjects.DECISIONS, subject, start_seq=seq, headers_only=True)) as messages:
-        async for message in messages:
-            return message.time
-    return math.inf
+        except StreamFull as error:
+            return error
+        return None

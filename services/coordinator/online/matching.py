@@ -1,8 +1,8 @@
 """Matches interactions with feedback, in whatever order they arrive, and settles their episodes.
 
-Pure: facts go in, statuses and trajectories come out. ``Matching`` holds what is undecided. The ledger holds what was
-admitted, and refusals and expiries follow again from the same facts. So a new leader that reads both streams from the
-ledger's low-water marks reaches the state of the leader before it.
+Pure: facts go in, statuses and trajectories come out. ``Matching`` holds what is undecided. The ledger holds every
+decision: admissions, refusals and expiries. So a new leader that folds it, and reads both streams from its low-water
+marks, reaches the state of the leader before it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from penstock.services.coordinator.online.posted_episode import EPISODE_OVER, TO
 from penstock.services.coordinator.online.served_episode import ServedEpisode
 from penstock.services.coordinator.online.statuses import (
     CONSUMED,
-    NOTHING_RECOVERED,
     FinalStatuses,
-    RecoveredDecisions,
     RefusedInteractions,
     feedback_status,
     same_reason,
@@ -102,10 +100,10 @@ class Matching:
         self._received_times = LazyHeap(self._is_expiring, lambda: len(self._undecided))
         """Times at which episodes change without a new fact, and at which items without a target were received."""
 
-    def restore(self, state: LedgerState, recovered: RecoveredDecisions = NOTHING_RECOVERED) -> None:
-        """Restore the admissions that the ledger still names, and the decisions recovered from DECISIONS."""
-        self.final.restore(state, recovered)
-        self.examples.restore(state, recovered.closed_episodes)
+    def restore(self, state: LedgerState) -> None:
+        """Restore the decisions that the ledger names."""
+        self.final.restore(state)
+        self.examples.restore(state)
 
     # -- queries -------------------------------------------------------------------------------------------------------
 
@@ -181,7 +179,6 @@ class Matching:
         """Add an item of feedback."""
         self._next = (self._next[0], max(self._next[1], seq))  # the message may hold more items
         if item.id in self.final:
-            self.examples.on_reread(seq, item)
             return self.final.status_of_late_revision(seq, item, now)
         if item.kind == "retraction":
             return self._retract(seq, item, now)

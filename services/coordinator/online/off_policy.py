@@ -13,8 +13,8 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 import msgspec
-import xxhash
 
+from penstock.services.coordinator.decided import episode_digest
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import DRAWN_OTHERWISE
 from penstock.services.coordinator.online.examples import (
@@ -44,7 +44,7 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.interaction import Feedback, Interaction
 
-__all__ = ["ClosedEpisodes", "OffPolicyExamples", "episode_digest"]
+__all__ = ["ClosedEpisodes", "OffPolicyExamples"]
 
 MAX_CLOSED = 100_000
 """Closed posted episodes that a leader remembers."""
@@ -57,44 +57,33 @@ ROUNDING_S = 1.0
 """Sweeps begin to check an episode this long before its time is up, because sums of times are not exact."""
 
 
-def episode_digest(episode: str) -> str:
-    """Digest the key of an episode, because DECISIONS must not hold names that clients chose."""
-    return xxhash.xxh3_128_hexdigest(episode.encode())
-
-
 class ClosedEpisodes:
-    """Decided posted episodes, so that a late turn is not taken for the first turn of a new episode.
-
-    The ledger drops admitted episodes in time, and never holds refused ones: a new leader restores both from DECISIONS.
-    """
+    """Decided posted episodes, so that a late turn is not taken for the first turn of a new episode."""
 
     def __init__(self) -> None:
-        self._digests: OrderedDict[str, None] = OrderedDict()
-        self._unpublished: list[tuple[str, str]] = []
+        self._digests: OrderedDict[bytes, None] = OrderedDict()
+        self._unrecorded: list[bytes] = []
 
     def __contains__(self, episode: str) -> bool:
         return episode_digest(episode) in self._digests
 
-    def add(self, episode: str, refused: Iterable[str] = ()) -> None:
-        """Close an episode; ``refused`` are its items if none of it is trained."""
+    def add(self, episode: str) -> None:
+        """Close an episode that comes to nothing; the ledger must record it."""
         digest = episode_digest(episode)
-        self._unpublished += [(digest, item) for item in refused] or [(digest, "")]
-        self._insert(digest)
+        self._unrecorded.append(digest)
+        self.restore([digest])
 
-    def restore(self, recovered: Iterable[tuple[str, str]]) -> None:
-        """Add the episodes that an earlier leader published."""
-        for digest, _ in recovered:
-            self._insert(digest)
+    def restore(self, digests: Iterable[bytes]) -> None:
+        """Add episodes that the ledger records."""
+        for digest in digests:
+            self._digests[digest] = None
+            if len(self._digests) > MAX_CLOSED:
+                self._digests.popitem(last=False)
 
-    def drain(self) -> list[tuple[str, str]]:
-        """Return the digests not published yet, each with an item refused with it or ''."""
-        found, self._unpublished = self._unpublished, []
+    def drain(self) -> list[bytes]:
+        """Return the digests that no entry of the ledger has yet."""
+        found, self._unrecorded = self._unrecorded, []
         return found
-
-    def _insert(self, digest: str) -> None:
-        self._digests[digest] = None
-        if len(self._digests) > MAX_CLOSED:
-            self._digests.popitem(last=False)
 
 
 class OffPolicyExamples:
@@ -147,8 +136,6 @@ class OffPolicyExamples:
         """Posted episode -> ids under which its trajectories are ready."""
         self.closed = ClosedEpisodes()
         """Decided posted episodes."""
-        self._consumed: dict[str, int] = {}
-        """Items admitted before this leader, and the sequences of the revisions that counted."""
 
     def accepts(self, item: Feedback) -> bool:
         """Return True if an item is an example of a kind that this job uses."""
@@ -246,23 +233,15 @@ class OffPolicyExamples:
         """Return the posted episode that an item is a turn of, or '' if it stands alone."""
         return posted_episode_key(item, self._job)
 
-    def restore(self, state: LedgerState, closed: Iterable[tuple[str, str]] = ()) -> None:
-        """Restore the admissions that the ledger still names; ``closed`` are the closed episodes from DECISIONS."""
-        self._consumed = dict(state.used)
-        self.closed.restore(closed)
-        for admission in state.admissions.values():
-            self.on_admitted(admission)
-        self.closed.drain()
-
-    def on_reread(self, seq: int, item: Feedback) -> None:
-        """Close the episode of an item that was decided before; an earlier revision of it belongs to no episode."""
-        if self._consumed.get(item.id) == seq and (episode := self.episode_key(item)):
-            self.closed.add(episode)
+    def restore(self, state: LedgerState) -> None:
+        """Restore the closed episodes that the ledger records."""
+        for block in state.decided:
+            self.closed.restore(block.closed)
 
     def on_admitted(self, admission: Admission) -> None:
         """Close the posted episode of an admission: a turn that arrives now is too late."""
         if admission.origin and not admission.interactions:
-            self.closed.add(admission.origin[0])
+            self.closed.restore([episode_digest(admission.origin[0])])
 
     def _remove_turn(self, name: str) -> None:
         """Remove an item from the turns of its episode."""
@@ -401,7 +380,7 @@ class OffPolicyExamples:
         else:
             found = episode.settle(self._job, policy)
         if isinstance(found, dict):
-            self.closed.add(key, found)
+            self.closed.add(key)
             return found
         examples = {part.turns[0].item.feedback.id: example_of_trajectory(key, part, policy) for part in found or []}
         for name, example in examples.items():

@@ -15,7 +15,7 @@ from penstock.services.coordinator.decision import Draft
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import out_of_range
 from penstock.services.coordinator.online.outliers import Outliers
-from penstock.services.coordinator.online.statuses import NOTHING_RECOVERED, RecoveredDecisions, feedback_status
+from penstock.services.coordinator.online.statuses import feedback_status, quarantine_rejections
 from penstock.services.coordinator.online.turns import MAX_SEQ, FeedbackItem
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.quarantine import QuarantineConfig
@@ -52,9 +52,9 @@ class Quarantine:
         self._released: set[str] = set()
         """Items released before they were read: a user's deletion copied them further on in the stream."""
 
-    def restore(self, state: LedgerState, recovered: RecoveredDecisions = NOTHING_RECOVERED) -> None:
-        """Restore the held items that the ledger records, and the rejections recovered from DECISIONS."""
-        self._rejected = OrderedDict(recovered.rejected_by_quarantine)
+    def restore(self, state: LedgerState) -> None:
+        """Restore the held and the rejected items that the ledger records."""
+        self._rejected = OrderedDict(quarantine_rejections(state))
         self._recorded, self._consumed = dict(state.quarantined), frozenset(state.used)
 
     @property

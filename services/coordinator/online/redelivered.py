@@ -3,19 +3,16 @@
 A user's deletion reads a message, removes that user's items, and stores the rest anew while the leader goes on
 deciding. A leader passes over a message that it cannot read, and its low-water mark moves on; once the message is
 readable, it is stored anew. In both cases a leader reads items again that may be decided below the mark. This module
-finds these in the ledger, in DECISIONS and among deletions, so that an item is admitted once, whichever copy a leader
-reads.
+finds these in the ledger and among deletions, so that an item is admitted once, whichever copy a leader reads.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.services.coordinator.feedback.erasure import UNDECIDED, target_of
-from penstock.services.coordinator.feedback.leaders import Leaders
-from penstock.services.coordinator.feedback.pieces import data_of
+from penstock.services.coordinator.decided import final_ids
+from penstock.services.coordinator.feedback.erasure import target_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.turns import DISCONNECTED, canonical_id
@@ -23,11 +20,10 @@ from penstock.services.coordinator.supply import LiveDeadLetter
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.events import Admitted, decode_events
+from penstock.shared.protocol.events import Admitted, Decided, decode_events
 from penstock.shared.protocol.interaction import (
     RESTORED_HEADER,
     Erasure,
-    FateBatch,
     Feedback,
     FeedbackBatch,
     Interaction,
@@ -67,30 +63,35 @@ def ids_in(items: Iterable[Feedback]) -> set[str]:
 
 
 async def decided_ids(bus: Bus, job: str, names: set[str], archive: LedgerArchive | None = None) -> DecidedIds:
-    """Find which of ``names`` the ledger admitted, DECISIONS closed, or a deletion named.
+    """Find which of ``names`` the ledger admitted or closed, or a deletion named.
 
     Raises:
         ProtocolError: the ledger or a deletion cannot be read.
         Unavailable: the bus went away.
     """
-    decided, deleted, newest, leaders = set[str](), set[str](), dict[str, str](), Leaders()
+    decided, deleted = set[str](), set[str]()
     async for entry in scan_ledger(bus, job, archive):
         for event in decode_events(entry.data):
-            for admission in event.admissions if isinstance(event, Admitted) else ():
-                decided.update(names.intersection(map(canonical_id, (*admission.interactions, *admission.feedback))))
-    async for message in bus.scan(subjects.DECISIONS, subjects.decisions(job)):
-        with contextlib.suppress(ProtocolError):  # written by another version, which a leader passes over, too
-            batch, envelope = unpack(await data_of(bus, subjects.DECISIONS, message), FateBatch)
-            if leaders.is_gone(job, envelope.epoch):
-                continue
-            newest |= {one.feedback: one.status for one in batch.items if one.feedback in names}
-            decided |= names & {
-                canonical_id(one.interaction) for one in batch.interactions if one.reason != DISCONNECTED
-            }
+            match event:
+                case Admitted():
+                    for one in event.admissions:
+                        refused = (name for name, reason in one.refused.items() if reason != DISCONNECTED)
+                        decided.update(names.intersection(map(canonical_id, (*one.interactions, *one.feedback))))
+                        decided.update(names.intersection(refused))
+                case Decided():
+                    retracted = (
+                        name for one in event.feedback if one.status == "retracted" for name in one.ids.unpack()
+                    )
+                    refused = (
+                        name for one in event.interactions if one.reason != DISCONNECTED for name in one.ids.unpack()
+                    )
+                    decided.update(names.intersection((*final_ids(event.feedback), *retracted, *refused)))
+                case _:
+                    pass
     async for message in bus.scan(subjects.FEEDBACK, subjects.erasures(job)):
         erasure = unpack(message.data, Erasure)[0]
         deleted |= names.intersection(map(canonical_id, (*erasure.interactions, *erasure.feedback)))
-    return DecidedIds(decided | {name for name, status in newest.items() if status not in UNDECIDED}, deleted)
+    return DecidedIds(decided, deleted)
 
 
 class RestoredCopies:
@@ -160,7 +161,7 @@ async def requeue_dead_letter(
 
     Args:
         archive: has the older entries of the ledger.
-        matching, quarantine: hold what is undecided; DECISIONS names the rest.
+        matching, quarantine: hold what is undecided; the ledger names the rest.
 
     Raises:
         ProtocolError: this version cannot decode it either.

@@ -1,46 +1,63 @@
-"""Tracks the status of feedback and interactions: derives it from ledger events, and remembers final ones.
-
-Pure. A new leader restores final statuses from the ledger, and from DECISIONS those that no fact explains.
-"""
+"""Tracks the status of feedback and interactions: derives it from ledger events, and remembers final ones. Pure."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from penstock.services.coordinator.decided import (
+    ADMITTED,
+    QUARANTINE_PREFIX,
+    RETRACTED_BY,
+    RETRACTS,
+    final_ids,
+    is_quarantine_rejection,
+    reasons_of,
+)
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.turns import DISCONNECTED, MAX_SEQ, Turn, canonical_id
-from penstock.shared.protocol.events import Admission, Admitted, BatchTrained, Dropped, Event, LineageForked
+from penstock.shared.protocol.events import (
+    Admission,
+    Admitted,
+    BatchTrained,
+    Decided,
+    Dropped,
+    EndedFeedback,
+    EndedInteractions,
+    Event,
+    LineageForked,
+    PackedIds,
+)
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import TOO_LATE, Feedback, FeedbackStatus, InteractionStatus, StatusName
+from penstock.shared.protocol.interaction import (
+    TOO_LATE,
+    Feedback,
+    FeedbackStatus,
+    InteractionStatus,
+    StatusName,
+    bare_id,
+)
 
 __all__ = [
     "ADMITTED",
     "CONSUMED",
-    "NOTHING_RECOVERED",
     "DecidedNames",
     "FinalStatuses",
-    "RecoveredDecisions",
     "RefusedInteractions",
+    "UnrecordedDecisions",
     "feedback_status",
     "feedback_statuses",
     "interaction_statuses",
+    "quarantine_rejections",
     "refused_statuses",
     "same_reason",
 ]
 
-ADMITTED = "admitted"
-QUARANTINE_PREFIX = "quarantine_"
-"""Prefix of the reasons for which the quarantine rejects an item."""
-RETRACTED_PREFIX = "by "
-"""Prefix of the reason of a retracted item; the id of its retraction follows."""
-MAX_RECOVERED = 500_000
-"""Items, and interactions, that a new leader recovers: the newest ones."""
-UNCOUNTED = frozenset({"rejected", "expired"})
-"""Final statuses of items that do not count. A retraction is read again: the item it retracts may still arrive."""
-COUNTED = frozenset({ADMITTED, "trained"})
+MAX_IDS = 5_000
+"""Items in one entry: fewer than 100 bytes each, and an entry holds 1 MiB."""
+FINAL = frozenset({"rejected", "expired", "retracted"})
+"""Statuses that the ledger records."""
 MAX_DECIDED = 100_000
 """Decided interactions and episodes, beyond those that the ledger names, that a leader remembers."""
 CONSUMED = "late_after_training"
@@ -57,9 +74,16 @@ def feedback_status(
     )  # fmt: skip
 
 
-def feedback_statuses(events: Iterable[Event], state: LedgerState) -> list[FeedbackStatus]:
+def feedback_statuses(events: Sequence[Event], state: LedgerState) -> list[FeedbackStatus]:
     """Derive statuses of feedback from committed events; ``state`` is the ledger after them."""
-    return [
+    ended = [
+        feedback_status(name, _status_name(one.status), reason, one.time or event.time, revision=one.revision)
+        for event in events
+        if isinstance(event, Decided)
+        for one in event.feedback
+        for name, reason in reasons_of(one)
+    ]
+    return ended + [
         feedback_status(
             name, end.status, end.reason or _admission_rule(admission), end.time,
             [*admission.interactions, *admission.context],
@@ -70,10 +94,17 @@ def feedback_statuses(events: Iterable[Event], state: LedgerState) -> list[Feedb
     ]  # fmt: skip
 
 
-def interaction_statuses(events: Iterable[Event], state: LedgerState) -> list[InteractionStatus]:
+def interaction_statuses(events: Sequence[Event], state: LedgerState) -> list[InteractionStatus]:
     """Derive statuses of interactions from committed events; ``state`` is the ledger after them."""
     admissions = (one for event in events if isinstance(event, Admitted) for one in event.admissions)
     refused = [status for one in admissions for status in refused_statuses(one.refused, one.time)]
+    refused += [
+        status
+        for event in events
+        if isinstance(event, Decided)
+        for one in event.interactions
+        for status in refused_statuses(dict.fromkeys(one.ids.unpack(), one.reason), event.time)
+    ]
     return refused + [
         InteractionStatus(
             interaction=name, status=end.status, reason=end.reason or _admission_rule(admission),
@@ -159,74 +190,104 @@ def same_reason(turns: Iterable[Turn], reason: str) -> dict[str, str]:
     return {canonical_id(turn.interaction.id): reason for turn in turns}
 
 
-@dataclass(frozen=True, slots=True)
-class RecoveredDecisions:
-    """Decisions of earlier leaders that no fact explains, because a stream or a buffer was full.
+def _status_name(status: str) -> StatusName:
+    assert status in FINAL, status
+    return status  # type: ignore[return-value]
 
-    Attributes:
-        closed_episodes: decided posted episodes, see ``FateBatch.over``.
-        feedback: final statuses of items: rejected, expired, retracted or admitted.
-        interactions: reasons of interactions that are never trained.
-        rejected_by_quarantine: items that the quarantine rejected, and when; senders may have revised them since.
-    """
 
-    closed_episodes: Sequence[tuple[str, str]] = ()
-    feedback: Mapping[str, str] = field(default_factory=dict)
-    interactions: Mapping[str, str] = field(default_factory=dict)
-    rejected_by_quarantine: Mapping[str, float] = field(default_factory=dict)
+def quarantine_rejections(state: LedgerState) -> dict[str, float]:
+    """Return the items that the quarantine rejected, and when; senders may have revised them since."""
+    found = [one for block in state.decided for one in block.feedback if is_quarantine_rejection(one)]
+    return {name: one.time for one in sorted(found, key=lambda one: one.time) for name in one.ids.unpack()}
 
-    @classmethod
-    def of(
-        cls,
-        statuses: Iterable[FeedbackStatus],
-        interactions: Iterable[InteractionStatus] = (),
-        closed_episodes: Iterable[tuple[str, str]] = (),
-    ) -> RecoveredDecisions:
-        """Fold published statuses in their order. The ledger names admitted items only for a while."""
-        newest, late = dict[str, FeedbackStatus](), set[str]()
+
+class UnrecordedDecisions:
+    """Final statuses that facts brought and that no entry of the ledger has yet."""
+
+    def __init__(self) -> None:
+        self._feedback: dict[str, FeedbackStatus] = {}
+        """The newest one of each item."""
+        self._late: list[FeedbackStatus] = []
+        """Statuses of late revisions."""
+        self._interactions: dict[str, InteractionStatus] = {}
+        """The first one of each interaction."""
+        self._episodes: list[bytes] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._feedback or self._late or self._interactions or self._episodes)
+
+    def __contains__(self, item: str) -> bool:
+        """Return True if an item of feedback has a final status here."""
+        return item in self._feedback
+
+    def add(self, statuses: Iterable[FeedbackStatus]) -> dict[str, FeedbackStatus | None]:
+        """Add the final ones; return the newest others, None for items that have become final."""
+        others: dict[str, FeedbackStatus | None] = {}
         for status in statuses:
-            if status.revision:  # the status concerns a late revision alone
-                late.add(status.feedback)
+            if status.revision:
+                self._late.append(status)
+            elif status.status in FINAL:
+                self._feedback[status.feedback], others[status.feedback] = status, None
             else:
-                newest[status.feedback] = status
-        ends = dict.fromkeys((name for name in late if name not in newest), ADMITTED)
-        for status in newest.values():
-            ends |= _final_statuses(status)
-        first: dict[str, str] = {}
-        for one in interactions:
-            # Another worker may complete the answer of a disconnected client.
-            if one.status == "rejected" and one.ordinal < 0 and one.reason != DISCONNECTED:
-                first.setdefault(one.interaction, one.reason)
-        return cls(
-            closed_episodes=list(closed_episodes),
-            feedback=_newest(ends.items()),
-            interactions=_newest(first.items()),
-            rejected_by_quarantine={
-                name: status.time for name, status in newest.items() if _is_quarantine_rejection(status)
-            },
-        )
+                others[status.feedback] = status
+        return others
+
+    def add_interactions(self, statuses: Iterable[InteractionStatus]) -> None:
+        """Add refused interactions."""
+        for status in statuses:
+            self._interactions.setdefault(status.interaction, status)
+
+    def close_episodes(self, digests: Iterable[bytes]) -> None:
+        """Add closed posted episodes, by ``episode_digest``."""
+        self._episodes += digests
+
+    def drain_statuses(self) -> tuple[list[FeedbackStatus], list[InteractionStatus]]:
+        """Return all statuses, and clear them."""
+        found = [*self._feedback.values(), *self._late], list(self._interactions.values())
+        self._feedback, self._late, self._interactions, self._episodes = {}, [], {}, []
+        return found
+
+    def drain(self, *, epoch: int, now: float, read_to: tuple[int, int]) -> list[Decided]:
+        """Return the events that record all of these, each small enough for an entry, and clear them."""
+        episodes = self._episodes
+        feedback, interactions = self.drain_statuses()
+        size = max(len(feedback), len(interactions), len(episodes))
+        parts = (slice(start, start + MAX_IDS) for start in range(0, size, MAX_IDS))
+        return [
+            Decided(
+                writer_epoch=epoch, time=now, feedback=_packed_feedback(feedback[part]),
+                interactions=_packed_interactions(interactions[part]), episodes=b"".join(episodes[part]),
+                read_to=read_to,
+            )
+            for part in parts
+        ]  # fmt: skip
 
 
-def _is_quarantine_rejection(status: FeedbackStatus) -> bool:
-    return status.status in UNCOUNTED and status.ordinal < 0 and status.reason.startswith(QUARANTINE_PREFIX)
+def _packed_feedback(statuses: Iterable[FeedbackStatus]) -> list[EndedFeedback]:
+    found: dict[tuple[str, str, int, float], tuple[list[str], list[str]]] = {}
+    for one in statuses:
+        reason, other = _split_reason(one)
+        time = one.time if reason.startswith(QUARANTINE_PREFIX) else 0.0
+        ids, others = found.setdefault((one.status, reason, one.revision, time), ([], []))
+        ids.append(one.feedback)
+        others += [other] if other else []
+    return [EndedFeedback(PackedIds.of(ids), *key, PackedIds.of(others)) for key, (ids, others) in found.items()]
 
 
-def _final_statuses(status: FeedbackStatus) -> dict[str, str]:
-    """Return the final statuses that the newest status of an item implies."""
-    if status.ordinal >= 0 or status.status in COUNTED:
-        return {status.feedback: ADMITTED}
-    if status.status in UNCOUNTED and not _is_quarantine_rejection(status):
-        return {status.feedback: status.status}
-    if status.status == "retracted" and status.reason.startswith(RETRACTED_PREFIX):  # the retraction has met its item
-        return {status.feedback: status.status, status.reason.removeprefix(RETRACTED_PREFIX): status.status}
-    return {}
+def _split_reason(status: FeedbackStatus) -> tuple[str, str]:
+    """Split the reason of a retraction into its kind and the id of the other item; packed ids keep only UUIDs in the
+    order of their items."""
+    kind, _, other = status.reason.partition(" ")
+    is_retraction = status.status == "retracted" and kind in (RETRACTED_BY, RETRACTS)
+    is_packed = is_retraction and all(bare_id(name) == name for name in (status.feedback, other))
+    return (kind, other) if is_packed else (status.reason, "")
 
 
-def _newest(found: Iterable[tuple[str, str]]) -> dict[str, str]:
-    return dict(list(found)[-MAX_RECOVERED:])
-
-
-NOTHING_RECOVERED = RecoveredDecisions()
+def _packed_interactions(statuses: Iterable[InteractionStatus]) -> list[EndedInteractions]:
+    found: dict[str, list[str]] = {}
+    for one in statuses:
+        found.setdefault(one.reason, []).append(one.interaction)
+    return [EndedInteractions(PackedIds.of(names), reason) for reason, names in found.items()]
 
 
 class DecidedNames:
@@ -281,19 +342,20 @@ class FinalStatuses:
         self._feedback = DecidedNames()
         """By item: its final status, and the sequence of the newest message that counted."""
 
-    def restore(self, state: LedgerState, recovered: RecoveredDecisions) -> None:
-        """Add the admissions that the ledger still names, and the decisions recovered from DECISIONS."""
-        self.targets.pin_all(recovered.interactions)
-        self._feedback.pin_all({item: _final_status(how, MAX_SEQ) for item, how in recovered.feedback.items()})
+    def restore(self, state: LedgerState) -> None:
+        """Add what the ledger names."""
+        refused = [one for block in state.decided for one in block.interactions]
+        for one in reversed(refused):  # the first reason of an interaction counts
+            if one.reason != DISCONNECTED:  # another worker may complete the answer of a disconnected client
+                self.targets.pin(one.ids.unpack(), one.reason)
+        ends = final_ids(one for block in state.decided for one in block.feedback)
+        self._feedback.pin_all({item: _final_status(how, MAX_SEQ) for item, how in ends.items()})
         for admission in state.admissions.values():
             self.targets.update(admission.refused)
             self.targets.pin(admission.interactions, CONSUMED)
             self._pin_admitted(admission.feedback)
         self.targets.pin(state.consumed, CONSUMED)
         self._pin_admitted(state.used)
-        self._feedback.update(
-            {item: _final_status("rejected", MAX_SEQ) for _, item in recovered.closed_episodes if item}
-        )
 
     def _pin_admitted(self, admitted: Mapping[str, int]) -> None:
         for name, seq in admitted.items():

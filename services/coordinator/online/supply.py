@@ -14,11 +14,7 @@ from penstock.services.coordinator.feedback.ids import purge_feedback
 from penstock.services.coordinator.feedback.made import erase_groups, is_made_of, is_of_user
 from penstock.services.coordinator.feedback.privacy import Consents, objection
 from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.online.decision_feed import (
-    DecisionPublisher,
-    oldest_undecided_time,
-    recover_decisions,
-)
+from penstock.services.coordinator.online.decision_feed import DecisionFeed
 from penstock.services.coordinator.online.funnel import Funnel
 from penstock.services.coordinator.online.group_maker import GroupMaker
 from penstock.services.coordinator.online.groups import empty_group, group_of
@@ -27,7 +23,7 @@ from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.redelivered import RestoredCopies, requeue_dead_letter
 from penstock.services.coordinator.online.source import LiveSource
-from penstock.services.coordinator.online.statuses import feedback_statuses, interaction_statuses
+from penstock.services.coordinator.online.statuses import UnrecordedDecisions
 from penstock.services.coordinator.online.turns import canonical_id
 from penstock.services.coordinator.payload import whole_of
 from penstock.services.coordinator.restart import earliest_start
@@ -46,12 +42,12 @@ from penstock.shared.protocol.events import (
     Admitted,
     BatchTrained,
     Checkpointed,
+    Decided,
     Dropped,
     Event,
     Finished,
     Promoted,
     PromotionRefused,
-    decode_events,
 )
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackBatch, FeedbackStatus, Interaction, bare_id
@@ -67,7 +63,7 @@ SWEEP_S = 0.5
 SETTLED_AT_ONCE = 500
 """Episodes and examples that a new leader settles before other tasks may run."""
 MAX_UNPUBLISHED = 10_000
-"""Statuses that a new leader collects before it publishes them."""
+"""Passing statuses that a new leader collects before it publishes them."""
 MAX_UNTAKEN = 64
 """Messages of a subject that may wait for the leader; its decisions and other facts wait behind them."""
 FULL_SHARE = 0.5
@@ -100,14 +96,18 @@ class LiveSupply:
         self.source = LiveSource(config, self.matching, self.quarantine)
         self._group_maker = GroupMaker(bus, job, config, epoch=epoch, publish=lambda group: self._publish([group]))
         self._funnel, self._reader = Funnel(config), InteractionReader(bus, job, lambda: self.retry)
-        self._publisher = DecisionPublisher(bus, job, epoch=epoch, funnel=self._funnel, retry=lambda: self.retry)
+        self._feed = DecisionFeed(bus, job, epoch=epoch, funnel=self._funnel, retry=lambda: self.retry, archive=archive)
         self._copies = RestoredCopies(bus, job, archive)
         self._state = LedgerState()
         self._deleted: dict[str, float] = {}
         """Users (HMAC) whose data was deleted, and until when: what they say later is not part of it."""
         self._unerased: set[int] = set()
         """Ordinals whose groups are deleted once no trainer can ask for them."""
-        self._unpublished: list[FeedbackStatus] = []
+        self._unrecorded = UnrecordedDecisions()
+        self._passing: dict[str, FeedbackStatus] = {}
+        """Statuses that others follow, by item; the ledger does not record them."""
+        self._wants_purge = False
+        """A purge waits until the ledger has all decisions."""
         self._unreadable: list[Unreadable] = []
         self._idle_since = bus_time()
         """When this leader last saw something to train."""
@@ -121,17 +121,13 @@ class LiveSupply:
     # -- recovery ------------------------------------------------------------------------------------------------------
 
     async def recover(self, state: LedgerState) -> None:
-        """Read both streams from the ledger's low-water marks, and publish the newest decision's statuses once more."""
+        """Restore what the ledger names, complete the feed of decisions, and read both streams from the ledger's
+        low-water marks."""
         self._state = state
-        recovered = await recover_decisions(
-            self.bus, self.job, since=await oldest_undecided_time(self.bus, self.job, *state.read_from)
-        )
-        self.matching.restore(state, recovered)
-        self.quarantine.restore(state, recovered)
+        await asyncio.to_thread(self.matching.restore, state)  # a state may name a million items
+        await asyncio.to_thread(self.quarantine.restore, state)
         last = await self.bus.last(subjects.LEDGER, subjects.ledger(self.job))
-        if last is not None:
-            events = decode_events(last.data)
-            await self._publisher.publish(feedback_statuses(events, state), interaction_statuses(events, state))
+        await self._feed.resume(0 if last is None else last.seq)
         await self._consents.read()
         starts = dict(zip((subjects.INTERACTIONS, subjects.FEEDBACK), state.read_from, strict=True))
         self.matching.examples.quota.max_bytes = (await self.bus.stream_state(subjects.FEEDBACK)).max_bytes
@@ -154,7 +150,7 @@ class LiveSupply:
         async with contextlib.aclosing(self.bus.scan(stream, subject, start_seq=self._next[subject])) as messages:
             async for message in messages:
                 await self._take_message(subject, message)
-                if len(self._unpublished) >= MAX_UNPUBLISHED:
+                if len(self._passing) >= MAX_UNPUBLISHED:
                     await self.flush()
                 await asyncio.sleep(0)  # the lease is renewed meanwhile
 
@@ -214,20 +210,20 @@ class LiveSupply:
             if subject == subjects.erasures(self.job):
                 erasure = unpack(message.data, Erasure)[0]
                 self.quarantine.on_erasure(erasure)
-                self._unpublished += self.matching.on_erasure(erasure, now)
+                self._note(self.matching.on_erasure(erasure, now))
                 await self._erase(erasure)
             elif stream == subjects.INTERACTIONS:
                 interaction = await whole_of(self.bus, stream, message, Interaction)
                 self._funnel.on_interaction()
                 self._reader.on_interaction(canonical_id(interaction.id))
-                self._unpublished += self.matching.on_interaction(message.seq, interaction)
+                self._note(self.matching.on_interaction(message.seq, interaction))
             else:
                 batch = await whole_of(self.bus, stream, message, FeedbackBatch)
                 items = await self._copies.undecided(message, batch.items, self.matching.has_feedback)
                 await self._find_records(items)
                 for item in items:
                     self._funnel.on_feedback(item)
-                    self._unpublished += self.quarantine.on_feedback(message.seq, item, now)
+                    self._note(self.quarantine.on_feedback(message.seq, item, now))
         except NotFound as error:  # its user was deleted, or it was purged
             logger.info("%s: message %d of %s is gone: %s", self.job, message.seq, stream, error)
         except ProtocolError as error:
@@ -271,7 +267,6 @@ class LiveSupply:
 
     async def requeue(self, dead_letter: LiveDeadLetter) -> int:
         """See ``Supply.requeue``."""
-        await self.flush()
         return await requeue_dead_letter(
             self.bus, self.job, dead_letter, self.matching, self.quarantine, archive=self._archive
         )
@@ -281,68 +276,104 @@ class LiveSupply:
         self.matching.examples.distrusted = state.distrusted
         self.matching.trials.discard_recorded(state)
         self.matching.examples.temperature = self._temperature(state.settings.get(TEMPERATURE))
-        self._unpublished += self.matching.sweep(
+        statuses = self.matching.sweep(
             version=state.start_version(state.next_number),
             newest=state.version,
             now=bus_time(),
             everything=everything,
             most=most,
         )
-        self._unpublished += self.quarantine.sweep(bus_time()) if everything else []
+        self._note(statuses + (self.quarantine.sweep(bus_time()) if everything else []))
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
-    async def flush(self) -> None:
-        """Publish the statuses that follow from facts, before a decision moves the low-water marks past them."""
-        statuses, self._unpublished = self._unpublished, []
-        await self._publisher.publish(
-            statuses, self.matching.refused_interactions.drain(), self.matching.examples.closed.drain()
-        )
+    def _note(self, statuses: Iterable[FeedbackStatus]) -> None:
+        """Take in what facts brought: final statuses for the ledger, others for the feed."""
+        for name, status in self._unrecorded.add(statuses).items():
+            self._passing.pop(name, None)  # the newest one comes last
+            if status is not None:
+                self._passing[name] = status
 
-    async def committed(self, run: JobRun, events: Sequence[Event]) -> None:
+    def decided(self, state: LedgerState, *, ends: bool) -> list[Decided]:
+        """See ``Supply.decided``."""
+        now = bus_time()
+        if ends:
+            self._note([*self.matching.on_job_end(now), *self.quarantine.on_job_end(now)])
+        self._unrecorded.add_interactions(self.matching.refused_interactions.drain())
+        self._unrecorded.close_episodes(self.matching.examples.closed.drain())
+        if not state.started or state.finished or not self._unrecorded:
+            return []
+        read_to = self._next[subjects.interactions(self.job)], self._next[subjects.feedback(self.job)]
+        return self._unrecorded.drain(epoch=self.epoch, now=now, read_to=read_to)
+
+    async def flush(self) -> None:
+        """Publish the passing statuses, except of items whose last decision no entry has yet."""
+        ready = [status for name, status in self._passing.items() if name not in self._unrecorded]
+        if ready:
+            for status in ready:
+                del self._passing[status.feedback]
+            await self._feed.notify(ready)
+
+    async def committed(self, state: LedgerState, events: Sequence[Event], seq: int) -> None:
         """Publish what a decision means for feedback, and forget what it decided."""
-        self._state = run.state
+        self._state = state
         if self._unerased and any(isinstance(event, Checkpointed | Dropped | Promoted) for event in events):
             await self._erase_released()
-        await self._publisher.publish(feedback_statuses(events, run.state), interaction_statuses(events, run.state))
+        await self._feed.publish(seq, events, state)
         for event in events:
             match event:
                 case Admitted():
                     self._mark_erased(one for one in event.admissions if self._is_of_deleted_user(one))
+                    for name in (name for one in event.admissions for name in one.feedback):
+                        self._passing.pop(name, None)
                     self._funnel.on_admissions(event.admissions, self.matching.end_times(event.admissions))
                     self.matching.on_admitted(event.admissions)
                 case Promoted() | PromotionRefused():
                     self._funnel.on_promotion_decision(event.figures)
                 case BatchTrained():
-                    self.source.on_trained(event.number, run.state)
+                    self.source.on_trained(event.number, state)
                     self._idle_since = event.time
                 case Finished():
                     await self._erase_released()
-                    self._unpublished += [
-                        *self.matching.on_job_end(event.time),
-                        *self.quarantine.on_job_end(event.time),
-                    ]
-                    await self.flush()
+                    await self._reject_undecided(event.time)
                 case _:
                     pass
+        if self._wants_purge and not self._unrecorded:
+            await self._purge_decided()
 
     async def close(self) -> None:
         """See ``Supply.close``."""
         for subject in self._next:
             await self._take_all(subject)
-        now = bus_time()
-        self._unpublished += [*self.matching.on_job_end(now), *self.quarantine.on_job_end(now)]
+        await self._reject_undecided(bus_time())
+
+    async def _reject_undecided(self, now: float) -> None:
+        """Reject what came after the last entry of the ledger: nobody reads it any more."""
+        self._note([*self.matching.on_job_end(now), *self.quarantine.on_job_end(now)])
+        self._unrecorded.add_interactions(self.matching.refused_interactions.drain())
         await self.flush()
+        await self._feed.notify(*self._unrecorded.drain_statuses())
 
     async def _free_stream_space(self) -> None:
-        """Purge messages that no reader needs, once a stream fills.
+        """Purge messages that no reader needs, and reject some items that keep others there, once a stream fills."""
+        await self._feed.catch_up()
+        if self._unrecorded:
+            self._wants_purge = True
+        else:
+            await self._purge_decided()
+        if not self.bus.held:
+            with contextlib.suppress(Unavailable):  # the next call tries again, and purges what is rejected now
+                self._note(self._relieve_feedback(await self.bus.stream_state(subjects.FEEDBACK), bus_time()))
 
-        From FEEDBACK these are the decided ones; from INTERACTIONS the decided ones that no batch needs which a trainer
-        may repeat or a fork may open. Statuses are published first, because a later leader cannot derive them.
+    async def _purge_decided(self) -> None:
+        """Purge decided messages from streams that are half full.
+
+        From FEEDBACK these are all; from INTERACTIONS those that no batch needs which a trainer may repeat or a fork
+        may open. The ledger must have all decisions, because a later leader cannot derive them.
         """
+        self._wants_purge = False
         if self.bus.held:
             return
-        await self.flush()
         state = self._state
         newest = -1 if state.checkpoint is None else earliest_start(state, state.checkpoint.number)
         later = {draw.ordinal for number, batch in state.batches.items() if number > newest for draw in batch.draws}
@@ -367,7 +398,6 @@ class LiveSupply:
                     await purge_feedback(self.bus, self.job, below_seq=low)
                 else:
                     await self.bus.purge(self._stream(subject), subject, below_seq=low)
-            self._unpublished += self._relieve_feedback(stream, bus_time())  # the next call purges them
         except Unavailable as error:  # the next call tries again
             logger.info("%s: no room is made among its interactions and feedback: %s", self.job, error)
 

@@ -14,6 +14,10 @@ from penstock.shared.protocol.events.base import Event
 from penstock.shared.protocol.events.online import (
     Admission,
     Admitted,
+    Decided,
+    EndedFeedback,
+    EndedInteractions,
+    PackedIds,
     Quarantined,
 )
 from penstock.shared.protocol.events.serving import (
@@ -53,8 +57,11 @@ __all__ = [
     "CanaryBegun",
     "CanaryJudged",
     "Checkpointed",
+    "Decided",
     "Drawn",
     "Dropped",
+    "EndedFeedback",
+    "EndedInteractions",
     "Event",
     "Extended",
     "Finished",
@@ -62,6 +69,7 @@ __all__ = [
     "JobStarted",
     "Judged",
     "LineageForked",
+    "PackedIds",
     "PhaseChanged",
     "Promoted",
     "PromotionRefused",
@@ -77,7 +85,7 @@ __all__ = [
 AnyEvent = (
     JobStarted | SettingsChanged | Redrawn | Drawn | Admitted | Dropped | BatchSealed | BatchRefused | BatchTrained
     | Checkpointed | BestCheckpoint | LineageForked | PhaseChanged | Finished | Promoted | PromotionRefused
-    | Quarantined | CanaryBegun | CanaryJudged | Extended
+    | Quarantined | Decided | CanaryBegun | CanaryJudged | Extended
 )  # fmt: skip
 
 _decoder = msgspec.msgpack.Decoder(list[AnyEvent])

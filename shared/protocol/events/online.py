@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from penstock.shared.protocol.events.base import Event
 from penstock.shared.protocol.objective import Objective
 
-__all__ = ["Admission", "Admitted", "Quarantined"]
+__all__ = [
+    "Admission",
+    "Admitted",
+    "Decided",
+    "EndedFeedback",
+    "EndedInteractions",
+    "PackedIds",
+    "Quarantined",
+]
+
+ID_BYTES = 16
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
@@ -73,3 +85,87 @@ class Quarantined(Event, frozen=True, kw_only=True, tag=True):
     """Feedback is held back until somebody releases or drops it: id -> sequence in FEEDBACK."""
 
     items: dict[str, int]
+
+
+class PackedIds(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Ids of items, 16 bytes each. ``texts`` has those that are no UUID in canonical form; no API takes such."""
+
+    packed: bytes = b""
+    texts: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, ids: Iterable[str]) -> PackedIds:
+        """Pack ids."""
+        packed, texts = [], []
+        for id in ids:
+            data = _id_bytes(id)
+            if data is None:
+                texts.append(id)
+            else:
+                packed.append(data)
+        return cls(b"".join(packed), tuple(texts))
+
+    def __len__(self) -> int:
+        return len(self.packed) // ID_BYTES + len(self.texts)
+
+    def __add__(self, other: PackedIds) -> PackedIds:
+        return PackedIds(self.packed + other.packed, self.texts + other.texts)
+
+    def unpack(self) -> list[str]:
+        """Return the ids."""
+        digits, size = self.packed.hex(), 2 * ID_BYTES
+        found = [
+            f"{digits[n : n + 8]}-{digits[n + 8 : n + 12]}-{digits[n + 12 : n + 16]}-{digits[n + 16 : n + 20]}"
+            f"-{digits[n + 20 : n + size]}"
+            for n in range(0, len(digits), size)
+        ]
+        return [*found, *self.texts]
+
+
+def _id_bytes(id: str) -> bytes | None:
+    """Return the bytes of a UUID in canonical form, or None."""
+    digits = id.replace("-", "")
+    if len(digits) != 2 * ID_BYTES or not digits.isalnum() or digits.lower() != digits:
+        return None
+    if len(id) != len(digits) + 4 or not id[8] == id[13] == id[18] == id[23] == "-":
+        return None
+    try:
+        return bytes.fromhex(digits)
+    except ValueError:
+        return None
+
+
+class EndedFeedback(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Items of feedback that end without training, all with one status and reason.
+
+    ``revision`` is set where only that revision, which came too late, is refused. ``time`` is set where an item may
+    count again if it is revised later; 0 is the time of the entry. Where ``others`` has an id for each item, it follows
+    the reason: an item is retracted `by` it, or `retracts` it.
+    """
+
+    ids: PackedIds
+    status: str
+    reason: str
+    revision: int = 0
+    time: float = 0.0
+    others: PackedIds = PackedIds()
+
+
+class EndedInteractions(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Interactions that are never trained, all for one reason."""
+
+    ids: PackedIds
+    reason: str
+
+
+class Decided(Event, frozen=True, kw_only=True, tag=True):
+    """Live items end without training: feedback is rejected, expired or retracted, interactions are refused.
+
+    ``episodes`` are the posted episodes that closed with them, 16 bytes each: the xxh3-128 of the key and the name. The
+    leader had read INTERACTIONS and FEEDBACK below the sequences ``read_to`` when it decided.
+    """
+
+    feedback: list[EndedFeedback] = []
+    interactions: list[EndedInteractions] = []
+    episodes: bytes = b""
+    read_to: tuple[int, int] = (1, 1)

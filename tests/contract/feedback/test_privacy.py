@@ -31,7 +31,6 @@ from penstock.shared.protocol.events import (
 )
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.interaction import (
-    FateBatch,
     Feedback,
     FeedbackBatch,
     FeedbackStatus,
@@ -41,6 +40,7 @@ from penstock.shared.protocol.interaction import (
 from penstock.shared.protocol.parts import PART
 from penstock.shared.protocol.trajectory import GroupHeader, group_headers
 from penstock.shared.transport.bus import Outgoing
+from tests.live_leader import record_decided
 
 MARKER = "the-marker-nobody-else-writes-7351"
 USER = "marker-user@example.org"
@@ -92,7 +92,8 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
     hidden, others = await desk.record(USER, text=MARKER), await desk.record("somebody else", text="kept, too")
     await make_unreadable(desk, [hidden, others], about=mine.id)
     await bury_all(desk)
-    await admit(desk, desk.job, Admission(0, {mine.id: 1}, {ids[0]: 1}, 1.0, 0, "local", mine.user, "feedback", 1.0))
+    admission = Admission(0, {mine.id: 1}, {ids[0]: 1}, 1.0, 0, "local", mine.user, "feedback", 1.0)
+    await admit(desk, desk.job, admission, then=trained_on(Draw(0), version=2))
     assert files_with(nats_server.directory, MARKER), "the test would find it"
     assert files_with(nats_server.directory, USER) == {}, "a user's name never reaches the disk"
 
@@ -150,6 +151,16 @@ async def admit(desk: Any, job: str, *admissions: Admission, low: int = 0, then:
         writer_epoch=1, time=1.0, admissions=list(admissions), low_interactions=0, low_feedback=low
     )  # fmt: skip
     await desk.bus.publish(subjects.ledger(job), encode_events([event, *then]))
+
+
+def trained_on(draw: Draw, *, version: int) -> tuple[Event, ...]:
+    """A batch of one group that makes this version."""
+    group = SealedGroup(draw, "a", 1, "d", 0, 0, [1.0], 4, "w")
+    base: dict[str, Any] = {"writer_epoch": 1, "time": 1.0, "number": 1, "revision": 1}
+    return (
+        BatchSealed(**base, start_version=version - 1, update_index=0, groups=[group]),
+        BatchTrained(**base, version=version, digest="w", trainer_epoch=1),
+    )
 
 
 async def opened(desk: Any, **body: Any) -> str:
@@ -299,13 +310,12 @@ async def test_a_deletion_stores_nothing_decided_of_others_anew(desk: Any) -> No
     batch = pack(FeedbackBatch(items=[*items, *retractions]), job=desk.job)
     await desk.bus.publish(subjects.feedback(desk.job), batch)
     await desk.bus.delete_message(subjects.FEEDBACK, message.seq)
-    await desk.decide(
+    await record_decided(
+        desk.bus,
+        desk.job,
         FeedbackStatus(feedback=decided, status="expired", time=1.0),
-        FeedbackStatus(feedback=waiting, status="matched", time=1.0),
-        FeedbackStatus(feedback=held, status="quarantined", time=1.0),
         FeedbackStatus(feedback=revised, status="rejected", reason="quarantine_full", time=1.0),
     )
-    await desk.decide(FeedbackStatus(feedback=revised, status="matched", time=2.0))
     assert (await desk.client.delete(f"/v1/users/{USER}/data")).status_code == 202
     await deleted(desk)
     assert [item.id for item in await desk.items()] == [waiting, held, revised, f"r-{waiting}"]
@@ -313,9 +323,9 @@ async def test_a_deletion_stores_nothing_decided_of_others_anew(desk: Any) -> No
     assert {item.seq for item in await desk.items()} == {message.seq + 1}, "what is newer stays newer"
 
 
-@pytest.mark.parametrize("fates", ["in parts", "given up", "below the mark"])
-async def test_fates_that_are_hard_to_find_make_nothing_decided_new_again(desk: Any, fates: str) -> None:
-    """Large messages of DECISIONS are stored in parts, and old ones make room; the ledger is never purged."""
+@pytest.mark.parametrize("fates", ["refused", "admitted", "below the mark"])
+async def test_a_deletion_makes_nothing_decided_new_again(desk: Any, fates: str) -> None:
+    """The ledger alone tells what was decided: DECISIONS may have given it up."""
     mine, other = await desk.record(USER), await desk.record("somebody else")
     posts = [{"inference_id": one.id, "metric_name": "accepted", "value": True} for one in (mine, other)]
     reply = await desk.client.post("/v1/feedback/batch", json=posts)
@@ -323,27 +333,13 @@ async def test_fates_that_are_hard_to_find_make_nothing_decided_new_again(desk: 
     (message,) = await desk.bus.read(subjects.FEEDBACK, subjects.feedback(desk.job))
     trained = Admission(0, {mine.id: 1}, {gone: message.seq}, 1.0, 0, "local", mine.user, "feedback", 1.0)
     admitted = Admission(1, {other.id: 2}, {decided: message.seq}, 1.0, 0, "local", other.user, "feedback", 1.0)
-    if fates == "in parts":
-        items = [
-            FeedbackStatus(feedback=gone, status="trained", interactions=[mine.id], batch=1, version=4, time=1.0),
-            FeedbackStatus(feedback=decided, status="rejected", reason="no_feedback", time=1.0),
-            *(
-                FeedbackStatus(feedback=desk.new_id(), status="expired", reason="x" * 1200, time=1.0)
-                for _ in range(1000)
-            ),
-        ]
-        data = pack(FateBatch(items=items), job=desk.job)
-        await desk.bus.publish_whole([Outgoing(subjects.decisions(desk.job), data)])
-    else:
-        below = fates == "below the mark"
-        group = SealedGroup(Draw(0), "a", 1, "d", 0, 0, [1.0], 4, "w")
-        base: dict[str, Any] = {"writer_epoch": 1, "time": 1.0, "number": 1, "revision": 1}
-        then = (
-            BatchSealed(**base, start_version=3, update_index=0, groups=[group]),
-            BatchTrained(**base, version=4, digest="w", trainer_epoch=1),
-        )
-        low = message.seq + 1 if below else 0
-        await admit(desk, desk.job, *([trained] if below else [trained, admitted]), low=low, then=then)
+    below = fates == "below the mark"
+    then = trained_on(Draw(0), version=4)
+    low = message.seq + 1 if below else 0
+    await admit(desk, desk.job, *([trained, admitted] if fates == "admitted" else [trained]), low=low, then=then)
+    if fates == "refused":
+        refused = FeedbackStatus(feedback=decided, status="rejected", reason="no_feedback", time=1.0)
+        await record_decided(desk.bus, desk.job, refused)
     assert (await desk.client.delete(f"/v1/users/{USER}/data")).status_code == 202
     report = await deleted(desk)
     assert report["trained_versions"] == {desk.job: [4]}

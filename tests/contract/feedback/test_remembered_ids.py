@@ -18,6 +18,7 @@ from penstock.services.coordinator.feedback.index import FeedbackIndex
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.interaction import FeedbackStatus
 from penstock.shared.transport.bus import Bus
+from tests.live_leader import record_decided
 
 
 @asynccontextmanager
@@ -68,8 +69,8 @@ async def test_ids_of_others_that_a_deletion_does_not_store_anew_are_known(desk:
     mine, other = item(desk, record, user="gone"), item(desk, record, user="stays")
     reply = await desk.client.post("/v1/feedback/batch", json=[mine, other])
     assert reply.status_code == 207
-    await desk.decide(FeedbackStatus(feedback=other["feedback_id"], status="rejected", reason="stale", time=1.0))
-    await desk.desk.index.catch_up(subjects.FEEDBACK, subjects.DECISIONS)
+    stale = FeedbackStatus(feedback=other["feedback_id"], status="rejected", reason="stale", time=1.0)
+    await record_decided(desk.bus, desk.job, stale)
     assert (await desk.client.delete("/v1/users/gone/data")).status_code == 202
 
     async def done() -> bool:

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 from penstock.cli import app as cli
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.online.decision_feed import recover_decisions
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.runner import JobRunner
 from penstock.services.coordinator.store import JobStore
@@ -28,18 +27,17 @@ from penstock.services.coordinator.supply import LiveDeadLetter
 from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.protocol import codec, subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.events import Admission, Admitted, encode_events
+from penstock.shared.protocol.events import Admission, Admitted, Drawn, encode_events
 from penstock.shared.protocol.interaction import (
     EPISODE_HEADER,
     Erasure,
-    FateBatch,
     Feedback,
     FeedbackBatch,
     FeedbackStatus,
     Interaction,
     InteractionStatus,
 )
-from penstock.shared.transport.bus import Outgoing
+from tests.live_leader import record_decided
 
 Dlq = Callable[..., Awaitable[Any]]
 
@@ -194,10 +192,11 @@ async def test_decided_or_waiting_items_are_not_requeued(desk: Any) -> None:
 
     await bus.publish(subjects.decisions(job), b"\xff is no envelope")
     await bus.publish(subjects.feedback(job), pack(FeedbackBatch(items=[item("waits")]), job=job))
-    await desk.decide(FeedbackStatus(feedback=ids["expired"], status="expired", time=1.0))
+    await record_decided(bus, job, FeedbackStatus(feedback=ids["expired"], status="expired", time=1.0))
     admission = Admission(0, {desk.new_id(): 1}, {ids["trained"]: 1}, 1.0, 0, "k", "u", "feedback", 1.0)
     event = Admitted(writer_epoch=1, time=1.0, admissions=[admission], low_interactions=1, low_feedback=1)
-    await bus.publish(subjects.ledger(job), encode_events([event]))
+    drawn = Drawn(writer_epoch=1, time=1.0, start=0, stop=1, min_version=0, deadline=2.0)
+    await bus.publish(subjects.ledger(job), encode_events([drawn, event]))
     erasure = Erasure(user="u", interactions=[gone], feedback=[ids["deleted"]], time=1.0)
     await bus.publish(subjects.erasures(job), pack(erasure, job=job))
     items = [item(name) for name in ids if name != "about"] + [item("about", inference=gone)]
@@ -216,10 +215,7 @@ async def test_decided_or_waiting_items_are_not_requeued(desk: Any) -> None:
 
     refused, waiting, lost = [await letter_of(await desk.record()) for _ in range(3)]
     fate = InteractionStatus(interaction=_id_in(refused), status="rejected", reason="no_feedback", time=1.0)
-    many = [FeedbackStatus(feedback=desk.new_id(), status="expired", reason="x" * 1200, time=1.0) for _ in range(1000)]
-    decided = pack(FateBatch(items=many, interactions=[fate], over=[("mark", ids["about"])]), job=job)
-    await bus.publish_whole([Outgoing(subjects.decisions(job), decided)])
-    assert (await recover_decisions(bus, job)).closed_episodes == [("mark", ids["about"])], "a message in parts"
+    await record_decided(bus, job, interactions=[fate])
     for letter in (refused, lost):
         await bus.delete_message(subjects.INTERACTIONS, letter.seq)
     third = await leader()

@@ -23,7 +23,7 @@ from penstock.services.coordinator.online.posted_episode import (
 )
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.source_trust import flaws_of_weights
-from penstock.services.coordinator.online.statuses import RecoveredDecisions
+from penstock.services.coordinator.online.statuses import UnrecordedDecisions
 from penstock.services.coordinator.online.turns import FeedbackItem
 from penstock.services.coordinator.run import JobRun
 from penstock.shared.config.online_job import OnlineJob
@@ -85,7 +85,7 @@ class Leader:
     def __init__(self, config: OnlineJob, items: list[Feedback], before: Leader | None = None) -> None:
         self.config, self.items = config, items
         self.entries: list[list[Any]] = [] if before is None else list(before.entries)
-        self.closed: list[tuple[str, str]] = [] if before is None else list(before.closed)
+        self.unrecorded = UnrecordedDecisions()
         self.matching = Matching(config)
         self.source = LiveSource(config, self.matching)
         self.run = JobRun(config, LedgerState(), num_ordinals=None, writer_epoch=1, source=self.source)
@@ -94,12 +94,13 @@ class Leader:
         if before is None:
             self.commit([JobStarted(**EPOCH, config_digest="c")])
             self.commit([Checkpointed(**EPOCH, number=0, version=5, digest="w", path="p", trainer_epoch=1, low_seq=1)])
-        self.matching.restore(self.run.state, RecoveredDecisions(closed_episodes=self.closed))
+        self.matching.restore(self.run.state)
         self.fates: dict[str, tuple[str, str]] = {}
         self.read(self.run.state.read_from[1])
 
     def commit(self, events: list[Any]) -> None:
-        self.closed += self.matching.examples.closed.drain()
+        self.unrecorded.close_episodes(self.matching.examples.closed.drain())
+        events = [*self.unrecorded.drain(epoch=1, now=NOW, read_to=(1, len(self.items) + 1)), *events]
         self.entries.append(events)
         self.run.commit(events)
 
@@ -110,6 +111,7 @@ class Leader:
 
     def record(self, fates: list[Any]) -> None:
         self.fates |= {one.feedback: (one.status, one.reason) for one in fates}
+        self.unrecorded.add(fates)
 
     def add(self, *items: Feedback) -> None:
         self.items = [*self.items, *items]
@@ -119,8 +121,6 @@ class Leader:
         self.record(self.matching.sweep(version=5, now=NOW + at))
         draft = Draft(self.run, copy_state(self.run.state), NOW + at)
         self.source.draw(draft)
-        if not draft.events:
-            return []
         self.commit(draft.events)
         found = [one for event in draft.events if isinstance(event, Admitted) for one in event.admissions]
         self.matching.on_admitted(found)
@@ -231,7 +231,10 @@ def test_every_leader_refuses_a_refused_episode(ended: str, gap: float, at: floa
     assert first.decide(95.0) == []
     second = Leader(config, first.items, first)
     assert second.decide(95.0) == []
-    assert second.fates == first.fates
+    assert second.fates == {}, "the ledger has it"
+    second = Leader(config, first.items)
+    assert second.decide(95.0) == []
+    assert second.fates == first.fates, "nor does the time of reading change it"
     assert first.fates == dict.fromkeys(["t0", "t1", "t2"], ("rejected", "no_reward")) | {
         "t3": ("rejected", "episode_over")
     }
@@ -274,8 +277,10 @@ def test_an_episode_has_at_most_max_turns(monkeypatch: pytest.MonkeyPatch) -> No
     assert first.fates["t2"] == ("rejected", "too_many_turns")
     assert list(first.matching.examples.items) == ["t0", "t1"]
     first.add(replace(items[0], revision=1))
-    second = Leader(first.config, first.items, first)
-    assert rewards(second.decide(61.0)) == rewards(first.decide(61.0)) == {"t0": 1.0, "t1": 0.5}
+    known = Leader(first.config, first.items, first)
+    second = Leader(first.config, first.items)
+    assert rewards(second.decide(61.0)) == rewards(known.decide(61.0)) == {"t0": 1.0, "t1": 0.5}
+    assert rewards(first.decide(61.0)) == {"t0": 1.0, "t1": 0.5}
     assert second.fates["t2"] == ("rejected", "too_many_turns"), "a revised turn arrived with its first revision"
 
 
