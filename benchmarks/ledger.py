@@ -107,7 +107,7 @@ async def online_jobs(report: Report, arguments: argparse.Namespace) -> None:
                 found = await measure(bus, f"job_{kind}", kind, items)
                 report.row(
                     f"{items} {kind}, whole: {found.bytes_per_item:.1f} B an item", str(found.entries),
-                    f"{found.ledger_mib:.1f}", f"{found.fold_s:.3f}",
+                    f"{found.ledger_mib:.1f}", f"{found.fold_s:.3f} ({found.cpu_s:.2f} CPU)",
                 )  # fmt: skip
                 report.row(
                     f"snapshot, {found.kept} of them named", "", f"{found.snapshot_mib:.2f}", f"{found.load_s:.3f}"
@@ -115,8 +115,16 @@ async def online_jobs(report: Report, arguments: argparse.Namespace) -> None:
                 report.results |= {kind: asdict(found)}
             if arguments.refused:
                 led = await takeover_with_decisions(bus, "job_refused", arguments.undecided, arguments.refused)
-                report.row(f"takeover, {led.decided} decided, {led.undecided} wait", "", "", f"{led.seconds:.3f}")
-                report.row(f"feed rebuilt, {led.feed_statuses} statuses", "", "", f"{led.feed_s:.3f}")
+                report.row(
+                    f"takeover, {led.decided} decided, {led.undecided} wait", "", "",
+                    f"{led.seconds:.3f} ({led.cpu_s:.2f} CPU)",
+                )  # fmt: skip
+                report.row(
+                    f"feed rebuilt, {led.feed_statuses} statuses",
+                    "",
+                    "",
+                    f"{led.feed_s:.3f} ({led.feed_cpu_s:.2f} CPU)",
+                )
                 report.check(f"led again within {LED_S:g} s", led.seconds <= LED_S)
                 report.check("the feed is complete", led.feed_statuses == arguments.refused)
                 report.results |= {"takeover": asdict(led)}

@@ -109,12 +109,12 @@ async def test_a_new_leader_completes_the_feed(
         some = {"nothing": 0, "the first half": 3, "half an entry": 2 if start == 3 else 3}[left]
         if start <= 3 and some:
             published = pack(FateBatch(items=[rejected(name) for name in names[start : start + some]]), job=JOB)
-            headers = {decision_feed.ENTRY_HEADER: str(seq)}
+            headers = {decision_feed.ENTRY_HEADER: str(seq if some == 3 else seq - 1)}
             await bus.publish(subjects.decisions(JOB), published, headers=headers)
     await leader(bus, 2)
     found = [name for name, _ in await feed(bus)]
     assert list(dict.fromkeys(found)) == names, "in the order of the ledger, without a gap"
-    assert len(found) <= len(names) + 3, "no more than one entry twice"
+    assert len(found) <= len(names) + 2, "no more than what had begun twice"
 
 
 async def test_a_full_feed_loses_nothing(bus: Bus) -> None:

@@ -1,7 +1,7 @@
 """Publishes decisions to DECISIONS: a feed that follows from the ledger, and is rebuilt from it where it lacks some.
 
-Each message names the entry of the ledger up to which the feed is complete. A leader goes on from there, so a feed that
-was full, lost or left behind by a crash catches up, and each entry appears at least once, in the order of the ledger.
+Each message names the entry of the ledger up to which the feed is complete with it. A leader goes on from there, so a
+feed that was full, lost or left behind by a crash catches up: every decision appears, in the order of the ledger.
 """
 
 from __future__ import annotations
@@ -67,15 +67,12 @@ class DecisionFeed:
         return self._is_behind
 
     async def resume(self, last_seq: int) -> None:
-        """Bring the feed up to entry ``last_seq`` of the ledger, after a takeover.
-
-        The newest entry that the feed names is published once more, because an earlier leader may have died within it.
-        """
+        """Bring the feed up to entry ``last_seq`` of the ledger, after a takeover."""
         newest = await self._bus.last(subjects.DECISIONS, subjects.decisions(self._job))
         # Earlier versions named no entry, and lacked nothing but the decisions of the newest one.
-        unnamed = 0 if newest is None else last_seq
-        found = unnamed if newest is None else int(newest.headers.get(ENTRY_HEADER, unnamed))
-        self._position = max(0, min(found, last_seq) - 1)
+        unnamed = max(0, last_seq - 1)
+        found = 0 if newest is None else int(newest.headers.get(ENTRY_HEADER, unnamed))
+        self._position = min(found, last_seq)
         self._is_behind = last_seq > self._position
         await self.catch_up()
 
@@ -91,7 +88,7 @@ class DecisionFeed:
         if self._is_behind:
             return
         try:
-            await self._publish_entry(seq, statuses, interactions)
+            await self._store(seq, statuses, interactions)
         except StreamFull as error:
             self._is_behind = True
             logger.error("%s: the feed of decisions waits, the ledger has them: %s", self._job, error)
@@ -110,13 +107,20 @@ class DecisionFeed:
         if not self._is_behind:
             return
         try:
+            seq, statuses, interactions = self._position, list[FeedbackStatus](), list[InteractionStatus]()
             async for state, entry in self._folded():
                 events = decode_events(entry.data)
                 fold(events, state)
-                if entry.seq > self._position:
-                    statuses, interactions = feedback_statuses(events, state), interaction_statuses(events, state)
-                    await self._publish_entry(entry.seq, statuses, interactions)
                 await asyncio.sleep(0)  # the lease is renewed meanwhile
+                if entry.seq <= self._position:
+                    continue
+                seq = entry.seq
+                statuses += feedback_statuses(events, state)
+                interactions += interaction_statuses(events, state)
+                if max(len(statuses), len(interactions)) >= MAX_STATUSES:
+                    await self._store(seq, statuses, interactions)
+                    statuses, interactions = [], []
+            await self._store(seq, statuses, interactions)
         except (Unavailable, ArchiveError) as error:
             logger.error("%s: the feed of decisions still lacks some: %s", self._job, error)
         else:
@@ -137,30 +141,27 @@ class DecisionFeed:
         async for entry in scan_ledger(self._bus, self._job, self._archive):
             yield state, entry
 
-    async def _publish_entry(
-        self, seq: int, statuses: Sequence[FeedbackStatus], interactions: Sequence[InteractionStatus]
-    ) -> None:
-        """Publish all that one entry decides. Raises StreamFull: not all of it."""
-        await self._store(seq, statuses, interactions)
-        self._position = seq
-
     async def _store(
         self, seq: int, statuses: Sequence[FeedbackStatus], interactions: Sequence[InteractionStatus]
     ) -> None:
-        """Append statuses; waits while the bus is away. Raises StreamFull."""
-        subject = subjects.decisions(self._job)
-        for start in range(0, max(len(statuses), len(interactions)), MAX_STATUSES):
+        """Append statuses, with which the feed is complete up to entry ``seq``; waits while the bus is away.
+
+        Raises:
+            StreamFull: not all of them are there.
+        """
+        subject, count = subjects.decisions(self._job), max(len(statuses), len(interactions))
+        for start in range(0, count, MAX_STATUSES):
             window = slice(start, start + MAX_STATUSES)
             batch = FateBatch(items=list(statuses[window]), interactions=list(interactions[window]))
-            msg_id = f"fates:{self._job}:{seq}:{xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(batch))}"
+            complete = self._position if start + MAX_STATUSES < count else seq
+            msg_id = f"fates:{self._job}:{complete}:{xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(batch))}"
             data = pack(batch, job=self._job, epoch=self._epoch)
-            message = Outgoing(subject, data, {ENTRY_HEADER: str(seq)}, msg_id)
-            count = len(batch.items) + len(batch.interactions)
-            full = await self._retry().until_taken(
-                f"{count} statuses of live answers", subject, partial(self._append, message)
-            )
+            message = Outgoing(subject, data, {ENTRY_HEADER: str(complete)}, msg_id)
+            what = f"{len(batch.items) + len(batch.interactions)} statuses of live answers"
+            full = await self._retry().until_taken(what, subject, partial(self._append, message))
             if full is not None:
                 raise full
+        self._position = seq
 
     async def _append(self, message: Outgoing) -> StreamFull | None:
         """Append one message; return why the stream has no room for it, because nothing may wait for that."""

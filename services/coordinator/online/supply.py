@@ -346,6 +346,7 @@ class LiveSupply:
         for subject in self._next:
             await self._take_all(subject)
         await self._reject_undecided(bus_time())
+        await self._feed.catch_up()
 
     async def _reject_undecided(self, now: float) -> None:
         """Reject what came after the last entry of the ledger: nobody reads it any more."""
