@@ -11,7 +11,7 @@ from penstock.shared.protocol.inference import Chunk, InferenceRequest
 from penstock.shared.protocol.interaction import Interaction
 from penstock.shared.protocol.jobs import ModelOrigin
 
-__all__ = ["Answer", "Ask", "Deployments", "EpisodeBook", "MAX_IN_FLIGHT", "Servable", "Served", "Serving"]
+__all__ = ["MAX_IN_FLIGHT", "Answer", "Ask", "Deployments", "EpisodeBook", "Servable", "Served", "Serving"]
 
 MAX_IN_FLIGHT = 2048
 """Requests of one model in this process; more are told to come back, and those of one key when it has as many as there
