@@ -9,6 +9,7 @@ from typing import Any
 from penstock.services.coordinator.evaluation import EvaluationPlan
 from penstock.services.coordinator.gate import Candidate
 from penstock.services.coordinator.goals import Goals
+from penstock.services.coordinator.health import Health
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.outbox import Outbox
 from penstock.services.coordinator.pace import Pace
@@ -20,6 +21,7 @@ from penstock.shared.data.check import SourceSummary
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, Event
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report, Ticket
+from penstock.shared.protocol.trajectory import GroupHeader
 
 __all__ = ["Measures"]
 
@@ -38,6 +40,7 @@ class Measures:
         self.plan = EvaluationPlan(config.evaluation, ())
         self.goals = Goals(config.early_stop, config.checkpoint.keep_best)
         self.tally = Tally(config.groups_per_batch, config.train_sources)
+        self.health = Health(config)
         self.pace = Pace()
         self.reward: float | None = None
         self.evaluated: Evaluated | None = None
@@ -68,6 +71,7 @@ class Measures:
                 if not self._is_older(row, state):
                     self._evaluated(int(row["step"]), int(row["version"]), values)
             else:
+                self.health.take(int(row["batch"]), values)
                 self.reward = values.get("reward/mean", self.reward)
 
     def roll_back(self, state: LedgerState) -> None:
@@ -76,6 +80,7 @@ class Measures:
         if not self._is_known(state):
             self.plan.done.discard(state.updates)  # nobody knows what these weights earn
         self.goals.roll_back(state)
+        self.health.roll_back(state)
 
     def _is_known(self, state: LedgerState) -> bool:
         """True if the newest version needs no comparison, or is served with the reward that decides on it."""
@@ -90,6 +95,11 @@ class Measures:
         return of_now and int(row["version"]) != state.version and not self._is_known(state)
 
     # -- updates -----------------------------------------------------------------------------------------------------
+
+    def on_group(self, header: GroupHeader, *, duplicate: bool) -> None:
+        """A group arrived."""
+        self.tally.on_group(header, duplicate=duplicate)
+        self.health.error = header.error or self.health.error
 
     def on_events(self, events: Sequence[Event], candidates: Mapping[Draw, Candidate]) -> None:
         """Decisions that are about to be committed; ``candidates`` are as they were before."""
@@ -126,9 +136,18 @@ class Measures:
         values = event.metrics | {"draws/in_flight": in_flight, "draws/dropped": dropped}
         self._write(event, entry, values)
         self.goals.take(values, event.number)
+        self.health.take(event.number, values)
+        self.look()
         for name in self.goals.unknown(values) if not self._warned else []:
             self.outbox.event("warning", "metric", f"'{name}' is followed but is not a metric of this job's updates")
         self._warned = True
+
+    def look(self, *, ended: bool = False) -> None:
+        """Tell of warnings that came or went. ``ended``: the run is over, so short ones are judged, too."""
+        self.health.recent = self.tally.since
+        for change in self.health.judge(ended=ended):
+            level, text = ("warning", change.message) if change.message else ("info", f"{change.kind} is over")
+            self.outbox.event(level, "health", text, kind=change.kind)
 
     def lacks_rows(self, state: LedgerState) -> bool:
         """True if the rows of the newest updates are missing, and the ledger has their values."""

@@ -24,6 +24,7 @@ from penstock.services.coordinator.desired_state import DesiredState
 from penstock.services.coordinator.effects import EffectPublisher, TrainerCommands
 from penstock.services.coordinator.environments import describe_environment
 from penstock.services.coordinator.gate import Verdict
+from penstock.services.coordinator.health import health_warnings
 from penstock.services.coordinator.journal import Journal
 from penstock.services.coordinator.measures import Measures
 from penstock.services.coordinator.members import Members, PresenceWatch
@@ -89,6 +90,7 @@ class JobRunner:
         self.inbox = Inbox()
         self.desired_state = DesiredState(record)
         self._known: list[Condition] = list(record.status.conditions)
+        self._warnings = record.status.warnings
         self._presence, self._onsets = PresenceWatch(), Onsets()
         self._leads_since = bus_time()
         self._next_seq = self._unread = 1
@@ -362,7 +364,7 @@ class JobRunner:
         is_new = seq not in self.run.stored
         is_duplicate = self.run.on_group(seq, header) is Verdict.DUPLICATE
         if is_new and self.ready:
-            self.measures.tally.on_group(header, duplicate=is_duplicate)
+            self.measures.on_group(header, duplicate=is_duplicate)
         if is_duplicate:
             self.run.forget_stored([seq])
             await self.publisher.delete(range(seq, seq + header.num_messages))
@@ -516,6 +518,8 @@ class JobRunner:
         self._reported = time.monotonic()
         self._onsets.look(self.job, self.run, self.measures.plan, bus_time())
         state, seen = self.run.state, summary.status_of(self.run, self.desired_state.desired)
+        self.measures.look(ended=bool(state.finished))
+        self._warnings = health_warnings(self.measures.health, self._warnings, bus_datetime())
         fields = {
             **seen,
             "observed_generation": self.desired_state.followed,
@@ -525,6 +529,7 @@ class JobRunner:
             ),
             "reward": self.measures.reward if self.measures.reward is not None else self.record.status.reward,
             "conditions": self._conditions(),
+            "warnings": self._warnings,
             "started_at": self.record.status.started_at or self.record.created_at,
             "finished_at": bus_datetime() if state.finished else None,
         }

@@ -17,6 +17,7 @@ import msgspec
 from penstock.services.coordinator.api.auth import is_loopback
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.environments import check_camera
+from penstock.services.coordinator.health import rate_warnings
 from penstock.services.coordinator.job_index import JobEntry
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.retention import check_room
@@ -92,7 +93,11 @@ async def plan_job(
         **plan,
         "data": msgspec.to_builtins(replace(data, notes=(*data.notes, *await asyncio.to_thread(_beginning, spec)))),
         "bytes": {"group_max": spec.max_group_bytes + data.row_bytes, "budget": spec.limits.byte_budget},
-        "warnings": _warnings(spec, settings.http_host) + check_packages(spec, members or Members(), time.monotonic()),
+        "warnings": [
+            *_warnings(spec, settings.http_host),
+            *rate_warnings(spec),
+            *check_packages(spec, members or Members(), time.monotonic()),
+        ],
     }
 
 
@@ -109,7 +114,7 @@ async def _plan_embodied(
     check_trackers(spec.tracking)
     check_groups(spec, 0, stores_parts=stores_parts)
     _check_entry(spec)
-    sim, warnings = spec.environment, list[str]()
+    sim, warnings = spec.environment, rate_warnings(spec)
     plan: dict[str, Any] = {"spec": spec.model_dump(mode="json"), "batch": _batch_of(spec)}
     if describe is None or members is None or not members.of("env", time.monotonic()):
         warnings.append(f"no env worker runs here: {sim.backend} '{sim.task}' is checked when the job begins")

@@ -56,6 +56,9 @@ class Tally:
         self._tokens("generated", sum(header.lengths))
         self._tokens("prefilled", header.prompt_tokens)
         self._tokens("dropped", sum(header.lengths) if duplicate else 0)
+        if not duplicate:
+            self._since["sequences/arrived"] += len(header.failed)
+            self._since["sequences/unscored"] += sum(header.failed)
 
     def on_events(self, events: Iterable[Event], candidates: Mapping[Draw, Candidate]) -> None:
         """Count decisions that are about to be committed; ``candidates`` are the groups before them."""
@@ -66,6 +69,11 @@ class Tally:
                 self._since.update(f"dropped_length/{length_bucket(tokens)}" for tokens in event.lengths)
                 gone = [candidates[draw].header for draw in event.draws if draw in candidates]
                 self._tokens("dropped", sum(sum(header.lengths) for header in gone))
+
+    @property
+    def since(self) -> Mapping[str, float]:
+        """Counts since the last row."""
+        return self._since
 
     def on_trained(self, batch: BatchSealed, candidates: Mapping[Draw, Candidate]) -> None:
         """Count ``batch``, which is about to become a trained one."""
@@ -80,7 +88,8 @@ class Tally:
         values |= {f"tokens_total/{kind}": float(self._totals[kind]) for kind in KINDS}
         if self._totals["generated"]:
             values["goodput"] = self._totals["trained"] / self._totals["generated"]
-        values |= {name: float(count) for name, count in self._since.items() if name.startswith("dropped")}
+        counted = ("dropped", "sequences/")
+        values |= {name: float(count) for name, count in self._since.items() if name.startswith(counted)}
         values["resample_ratio"] = self._since[f"dropped/{NO_SIGNAL}"] / self._groups_per_batch
         lags = [batch.start_version - group.min_version for group in batch.groups if group.objective == "policy"]
         for lag, count in sorted(Counter(lags).items()):

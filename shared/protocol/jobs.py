@@ -13,6 +13,7 @@ __all__ = [
     "Condition",
     "DesiredState",
     "ErrorCode",
+    "HealthWarning",
     "JobFailure",
     "JobLinks",
     "JobProgress",
@@ -22,6 +23,7 @@ __all__ = [
     "Operation",
     "OperationKind",
     "Phase",
+    "WarningKind",
 ]
 
 Phase = Literal["pending", "running", "pausing", "paused", "cancelling", "succeeded", "failed", "cancelled"]
@@ -41,6 +43,23 @@ OperationKind = Literal["checkpoint", "replay_dead_letter", "promote", "rollback
 ErrorCode = Literal[
     "timeout", "invalid_data", "environment_failed", "not_scored", "trainer_failed", "rollout_failed", "internal"
 ]  # fmt: skip
+
+WarningKind = Literal[
+    "no_signal", "reward_stuck", "scorer_failures", "entropy_collapse", "truncation", "kl_spike", "gradient_spike"
+]  # fmt: skip
+
+
+class HealthWarning(BaseModel):
+    """A sign that training goes wrong or learns nothing; the job goes on."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: WarningKind
+    """``no_signal``: most groups have no variance; ``reward_stuck``: the reward does not rise; ``scorer_failures``:
+    completions without a score; ``entropy_collapse``: the policy says always the same; ``truncation``: many
+    completions are cut off; ``kl_spike``, ``gradient_spike``: one update was far larger than those before."""
+    message: str
+    since: datetime
 
 
 class Condition(BaseModel):
@@ -184,6 +203,8 @@ class JobStatus(BaseModel):
     best_checkpoint: dict[str, Any] | None = None
     """number, path, and by which metric, value and update: where `checkpoint.keep_best` is set."""
     conditions: list[Condition] = Field(default_factory=list)
+    warnings: list[HealthWarning] = Field(default_factory=list)
+    """Those that hold; of a job that is over, those that held at its end."""
     started_at: datetime | None = None
     finished_at: datetime | None = None
 

@@ -144,6 +144,18 @@ def test_the_events_of_a_job_that_is_over_have_an_end(stack: Any, page: Page, br
     assert len(connections) == 1, connections
 
 
+def test_warnings_of_a_job_stand_first(stack: Any, page: Page) -> None:
+    never = {"scorers": [{"type": "format", "pattern": "never"}], "processes": 1}
+    job = stack.submit(name="unwell", reward=never)
+    assert stack.finish(job).status.phase == "succeeded"
+    enter(page, stack)
+    expect(page.locator(f"tr[data-key={job}] .warns").filter(has_text="no signal")).to_have_text("⚠ no signal")
+    page.get_by_role("link", name="unwell").click()
+    warned = page.locator(".panel.warned")
+    expect(warned.get_by_role("heading")).to_have_text("Warnings")
+    expect(warned.locator("li[data-key=no_signal]")).to_contain_text("of the last 8 updates teach nothing")
+
+
 def test_a_key_is_asked_for_once(stack: Any, page: Page) -> None:
     """A wrong one again; a good one is used by other tabs, too, until it is removed in one of them."""
     enter(page, stack, "wrong")

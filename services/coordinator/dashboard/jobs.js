@@ -100,12 +100,17 @@ function row(job, state, draw) {
     make("td", { class: "pick" }, make("input", { type: "checkbox", "aria-label": `Compare ${job.name}`, onchange: choose })),
     make("td", { class: "name" }, make("a", { href: `#/jobs/${encodeURIComponent(job.id)}`, title: job.id }, job.name), labels(job),
       status.message && make("div", { class: `message ${status.phase === "failed" ? "bad" : "soft"}`, title: status.message }, status.message)),
-    make("td", { class: "state" }, phase(status.phase), make("div", { class: "soft kind" }, job.spec.kind ?? "rl")),
+    make("td", { class: "state" }, phase(status.phase), make("div", { class: "soft kind" }, job.spec.kind ?? "rl"), warned(job)),
     make("td", { class: "progress" }, progress(job)),
     make("td", { class: "number", "data-label": "reward" }, number(status.reward)),
     make("td", { class: "curve" }, sparkline(curve, `Reward of ${job.name}, from ${number(curve[0])} to ${number(curve.at(-1))}`)),
     make("td", { class: "number", "data-label": "in flight" }, number(status.draws?.in_flight ?? 0)),
     make("td", { class: "number", "data-label": "age" }, age((Date.now() - Date.parse(job.created_at)) / 1000)));
+}
+
+/** Kinds of warnings that hold: what learnt nothing must not look like what did. */
+function warned(job) {
+  return (job.status.warnings ?? []).map((row) => make("div", { class: "warns kind", title: row.message }, `⚠ ${row.kind.replaceAll("_", " ")}`));
 }
 
 export function labels(job) {

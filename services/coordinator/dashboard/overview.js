@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { Chart, OVERVIEW } from "./charts.js";
-import { age, make, number, panel, patch, table } from "./dom.js";
+import { age, clock, make, number, panel, patch, table } from "./dom.js";
 import { TERMINAL } from "./jobs.js";
 
 const EVERY_MS = 2000;
@@ -11,14 +11,15 @@ const LAG_UPDATES = 50;
 
 export function showOverview({ content, signal, loop, path }) {
   const charts = OVERVIEW.map(({ title, note, names }) => [new Chart(title, note), names]);
-  const [now, waits, lag, dropped, conditions] = Array.from({ length: 5 }, () => make("div"));
+  const [health, now, waits, lag, dropped, conditions] = Array.from({ length: 6 }, () => make("div"));
   const none = make("p", { class: "hint" }, "No update was measured yet: curves appear with the first ones.");
-  content.replaceChildren(
+  content.replaceChildren(health,
     make("div", { class: "grid pair" }, panel("Now", now), panel("Waits for", waits)),
     make("section", {}, make("h2", {}, "Curves"), none, make("div", { class: "grid" }, charts.map(([chart]) => chart.element))),
     make("div", { class: "grid" }, panel("Lag of trained groups", lag), panel("Dropped draws", dropped), panel("Conditions", conditions)));
   loop(EVERY_MS, async () => {
     const [job, why] = await Promise.all([get(path, signal), get(`${path}/why`, signal)]);
+    patch(health, warningsOf(job));
     patch(now, figuresOf(job));
     patch(waits, table("Waits", WAITS, why.data, TERMINAL.has(job.status.phase) ? "Nothing: it is over." : "Nothing."));
     patch(dropped, droppedOf(job));
@@ -31,6 +32,15 @@ export function showOverview({ content, signal, loop, path }) {
     none.hidden = drawn.some(Boolean);
   });
   loop(3 * EVERY_MS, async () => patch(lag, await lagOf(path, signal)));
+}
+
+/** Warnings of the job's health; nothing where all is well. */
+function warningsOf(job) {
+  const { warnings = [] } = job.status;
+  if (!warnings.length) return null;
+  const since = (row) => clock(Date.parse(row.since) / 1000);
+  return panel("Warnings", make("ul", { class: "plain warnings" }, warnings.map((row) => make("li", { "data-key": row.kind },
+    make("strong", {}, row.kind.replaceAll("_", " ")), ` ${row.message} `, make("span", { class: "soft" }, `(since ${since(row)})`)))), "warned");
 }
 
 function figuresOf(job) {

@@ -10,7 +10,18 @@ import typer
 from rich.table import Table
 
 from penstock.cli.exits import result_code
-from penstock.cli.printing import Job, Json, ago, console, note, number, show_done, show_json, table
+from penstock.cli.printing import (
+    Job,
+    Json,
+    ago,
+    console,
+    note,
+    note_warnings,
+    number,
+    show_done,
+    show_json,
+    table,
+)
 from penstock.cli.watching import follow
 from penstock.client import Client
 from penstock.shared.config.base import load_yaml, with_overrides
@@ -172,7 +183,7 @@ def ls(
     if as_json:
         show_json([record.model_dump(mode="json") for record in records])
         return
-    rows = [(r.id, r.name, r.status.phase, _progress(r), number(r.status.reward), ago(r.created_at)) for r in records]
+    rows = [(r.id, r.name, _phase(r), _progress(r), number(r.status.reward), ago(r.created_at)) for r in records]
     console().print(table(("ID", "NAME", "PHASE", "STEP#", "REWARD#", "AGE#"), rows))
 
 
@@ -216,6 +227,7 @@ def state_table(record: JobRecord) -> Table:
         *([("  best", _best(status.best_checkpoint))] if status.best_checkpoint else []),
         ("created", record.created_at.isoformat(timespec="seconds")),
         *((c.type, f"{c.status} {c.reason} {c.message}".strip()) for c in status.conditions),
+        *((f"warning: {w.kind}", w.message) for w in status.warnings),
     ]
     return table(("FIELD", "VALUE"), rows)
 
@@ -237,6 +249,7 @@ def wait(
         show_json(record)
     else:
         typer.echo(f"{record.id} {record.status.phase} {record.status.message}".strip())
+    note_warnings(record)
     raise typer.Exit(result_code(record))
 
 
@@ -308,6 +321,12 @@ def _canary(trial: dict[str, Any]) -> str:
     arms = (f"{trial[f'{arm}conversations']} judged, reward {number(trial[f'{arm}reward'])}" for arm in ("", "served_"))
     its, others = arms
     return f"{trial['version']} answers {trial['share']:.0%} ({its}; others: {others}; {trial['needed']} decide)"
+
+
+def _phase(record: JobRecord) -> str:
+    """With the kinds of warnings that hold: a job that learnt nothing must not look like one that did."""
+    kinds = ", ".join(warning.kind for warning in record.status.warnings)
+    return f"{record.status.phase} ({kinds})" if kinds else record.status.phase
 
 
 def _progress(record: JobRecord) -> str:

@@ -85,6 +85,7 @@ class Outcome:
             "name": self.record.name,
             "phase": status.phase,
             "message": status.message,
+            "warnings": {warning.kind: warning.message for warning in status.warnings},
             "updates": status.step,
             "version": status.policy_version,
             "seconds": round(self.seconds, 1),
@@ -114,6 +115,7 @@ class Outcome:
         if self.video:
             lines.append(f"  video           {self.video}")
         lines.append(f"  logs            {self.data_dir / 'logs'}")
+        lines += [f"  warning         {warning.kind}: {warning.message}" for warning in status.warnings]
         return lines
 
 

@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.jobs import JobRecord
 
 __all__ = [
     "Job",
@@ -27,6 +28,7 @@ __all__ = [
     "duration",
     "event_line",
     "note",
+    "note_warnings",
     "number",
     "seconds_of",
     "show_done",
@@ -57,6 +59,12 @@ def console(*, stderr: bool = False) -> Console:
 def note(text: str) -> None:
     """A remark beside the result, on stderr."""
     typer.echo(text, err=True)
+
+
+def note_warnings(record: JobRecord) -> None:
+    """Warnings of a job's health that hold, a line each, on stderr."""
+    for warning in record.status.warnings:
+        note(f"warning: {warning.kind}: {warning.message}")
 
 
 def show_json(value: Any) -> None:

@@ -19,6 +19,7 @@ from penstock.cli.printing import (
     console,
     event_line,
     note,
+    note_warnings,
     number,
     show_json,
     show_line,
@@ -210,15 +211,17 @@ def workers_table(rows: Rows) -> Table:
 
 
 def why(job: Job, as_json: Json = False) -> None:
-    """Say what a job waits for right now, on what, held by whom, for how long."""
+    """Say what a job waits for right now, on what, held by whom, for how long; and the warnings of its health."""
     with Client() as client:
-        rows = client.why(client.find(job).id)
+        record = client.find(job)
+        rows = client.why(record.id)
     if as_json:
         show_json(rows)
     elif rows:
         console().print(waits_table(rows))
     else:
         note("it waits for nothing")
+    note_warnings(record)
 
 
 def waits_table(rows: Rows) -> Table:

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from penstock.cli.exits import INTERRUPTED, result_code
-from penstock.cli.printing import Json, console, event_line, note, show_json, show_line
+from penstock.cli.printing import Json, console, event_line, note, note_warnings, show_json, show_line
 from penstock.cli.view import Observer, View, panel, progress_line, worker_table
 from penstock.client import AsyncClient
 from penstock.client.patience import Patience
@@ -49,6 +49,7 @@ def follow(record: JobRecord, *, as_json: bool) -> int:
         show_line(last)
     else:
         typer.echo(f"{last.id} {last.status.phase} {last.status.message}".strip())
+    note_warnings(last)
     return result_code(last)
 
 

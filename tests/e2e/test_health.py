@@ -1,0 +1,43 @@
+"""A job that learns nothing says so wherever its end is told; a scorer that fails at times is named with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
+
+NEVER = {"scorers": [{"type": "format", "pattern": "never"}], "processes": 1}
+AT_TIMES = {"scorers": [{"type": "function", "path": "e2e_scorers:raises_at_times"}], "processes": 1}
+
+
+def test_a_job_without_signal_ends_with_a_warning(stack: Any, make_job: Any, tmp_path: Path) -> None:
+    file = tmp_path / "dead.yaml"
+    file.write_text(yaml.safe_dump(make_job(name="dead", reward=NEVER)))
+    result = stack.cli("submit", str(file), "--follow")
+    assert result.exit_code == 0, result.output
+    assert "warning: no_signal: 100% of the groups" in result.output
+    record = stack.client.find("dead")
+    assert record.status.phase == "succeeded"
+    assert "no_signal" in [warning.kind for warning in record.status.warnings]
+    told = [row for row in stack.client.events(record.id, follow=False) if row["type"] == "health"]
+    assert [(row["level"], row["data"]["kind"]) for row in told].count(("warning", "no_signal")) == 1
+    assert "succeeded (no_signal" in stack.cli("ls", "--name", "dead").output
+    for command in ("why", "describe", "get", "wait"):
+        output = " ".join(stack.cli(command, "dead").output.split())
+        assert "warning: no_signal" in output, (command, output)
+        assert "every completion so far earned 0" in output, (command, output)
+
+
+def test_failures_of_a_scorer_are_told_of_with_exception_and_line(stack: Any) -> None:
+    job = stack.submit(name="at-times", reward=AT_TIMES)
+    record = stack.finish(job)
+    assert record.status.phase == "succeeded", record.status.message
+    told = [row["message"] for row in stack.client.events(job, follow=False) if row["type"] == "health"]
+    (failures,) = [text for text in told if "could not be scored" in text]
+    assert "raised ValueError: no answer in" in failures
+    assert "e2e_scorers.py, line 5" in failures
+    assert "scorer_failures" in [warning.kind for warning in record.status.warnings]
