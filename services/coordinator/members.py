@@ -51,7 +51,7 @@ class Members:
         return [member for _, member in sorted(self._members.items())]
 
     def rows(self, job: str, now: float) -> list[dict[str, Any]]:
-        """Return one row per worker, with its entry for ``job``."""
+        """Return one row per worker, with its entry for ``job``; none of those that drained before they ended."""
         return [
             {
                 "service": m.beat.service,
@@ -65,6 +65,7 @@ class Members:
                 **m.beat.jobs.get(job, {}),
             }
             for m in self.everybody()
+            if m.alive(now) or m.beat.ready
         ]
 
 

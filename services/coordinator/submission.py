@@ -24,7 +24,7 @@ from penstock.services.coordinator.retention import check_room
 from penstock.services.coordinator.trackers import check_trackers
 from penstock.shared.config.data import DataConfig
 from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.config.environment import completion_tokens
+from penstock.shared.config.environment import completion_tokens, room_of
 from penstock.shared.config.evaluation_job import EvaluationJob
 from penstock.shared.config.job import ROW_BYTES, JobConfig
 from penstock.shared.config.kinds import AnyJob, AnyTraining, TextJob
@@ -53,6 +53,10 @@ ENTRY_ROOM = 128 << 10
 JOB_PREFIX = "job"
 SERVED = ("online_rl", "serving")
 """Kinds of jobs that clients address by their names."""
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+)  # fmt: skip
+"""A directory with none of them is no tokenizer."""
 
 
 async def plan_job(
@@ -79,9 +83,8 @@ async def plan_job(
         return await _plan_embodied(spec, running, settings, members, stores_parts=stores_parts, describe=describe)
     if isinstance(spec, ServingJob):
         return _plan_serving(spec, running)
-    _check_model(
-        spec.model, max(completion_tokens(s, spec.environment) for s in (spec.sampling, spec.evaluation_sampling))
-    )
+    longest = max((spec.sampling, spec.evaluation_sampling), key=lambda s: completion_tokens(s, spec.environment))
+    _check_model(spec.model, completion_tokens(longest, spec.environment), room_of(longest, spec.environment))
     check_room(running, spec.limits.byte_budget, experience_bytes=settings.experience_bytes)
     if isinstance(spec, OnlineJob):
         check_alias(spec, running)
@@ -130,7 +133,7 @@ async def _plan_embodied(
 
 
 def _plan_serving(spec: ServingJob, running: Sequence[JobEntry]) -> dict[str, Any]:
-    _check_model(spec.model, spec.sampling.max_new_tokens)
+    _check_model(spec.model, spec.sampling.max_new_tokens, "sampling.max_new_tokens")
     check_alias(spec, running)
     return {
         "spec": spec.model_dump(mode="json"),
@@ -313,9 +316,21 @@ async def _open(config: DataConfig, reward: RewardConfig | None = None) -> DataS
         raise ConfigError(str(error)) from None
 
 
-def _check_model(model: ModelConfig, longest: int) -> None:
-    """Look at the directory of a model. Raises ConfigError: it is none, or completions of ``longest`` tokens leave no
-    room for a prompt."""
+def _check_tokenizer(model: ModelConfig) -> None:
+    source = model.tokenizer
+    if source is None or not (source.startswith((".", "/", "~")) or Path(source).exists()):
+        return
+    folder = Path(source).expanduser()
+    if not folder.exists():
+        raise ConfigError(f"model.tokenizer: '{source}' does not exist (as seen by the coordinator)")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"model.tokenizer: '{source}' holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
+
+
+def _check_model(model: ModelConfig, longest: int, where: str) -> None:
+    """Look at the directory of a model. Raises ConfigError: it is none, or completions of ``longest`` tokens, as
+    ``where`` says, leave no room for a prompt."""
+    _check_tokenizer(model)
     path = model.path
     if path is not None and (path.startswith((".", "/", "~")) or Path(path).exists()):
         folder = Path(path).expanduser()
@@ -325,7 +340,7 @@ def _check_model(model: ModelConfig, longest: int) -> None:
             return  # an adapter: the model under it is described where that lies
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path: '{path}' holds no config.json; is it a Hugging Face model directory?")
-        _check_room(folder / "config.json", longest)
+        _check_room(folder / "config.json", longest, where)
 
 
 def _beginning(spec: TextJob) -> list[str]:
@@ -359,7 +374,7 @@ def _first_tokens(rules: Any) -> set[str]:
     return set().union(*inner, first, [rules["cls"][0]] if "cls" in rules else [])
 
 
-def _check_room(file: Path, longest: int) -> None:
+def _check_room(file: Path, longest: int, where: str) -> None:
     """Look whether a prompt fits beside a completion, for a model whose longest sequence is written in its file."""
     try:
         config = msgspec.json.decode(file.read_bytes())
@@ -367,9 +382,7 @@ def _check_room(file: Path, longest: int) -> None:
         raise ConfigError(f"model.path: {file} cannot be read: {error}") from None
     most = config.get("max_position_embeddings") if isinstance(config, dict) else None
     if isinstance(most, int) and longest >= most:
-        raise ConfigError(
-            f"max_new_tokens {longest} leaves no room for a prompt: the model takes {most} tokens ({file})"
-        )
+        raise ConfigError(f"{where} {longest} leaves no room for a prompt: the model takes {most} tokens ({file})")
 
 
 class SubmissionIds:

@@ -13,8 +13,8 @@ from penstock.shared.config.explain import explain
 from penstock.shared.errors import ConfigError
 
 __all__ = [
-    "CodeName", "FileName", "OptionalCodeName", "OptionalFileName", "StrictModel", "load_yaml", "named",
-    "parse_override", "with_overrides",
+    "CodeName", "FileName", "OptionalCodeName", "OptionalFileName", "StrictModel", "YAMLLoader", "load_yaml", "named",
+    "parse_override", "parse_yaml", "with_overrides",
 ]  # fmt: skip
 
 M = TypeVar("M", bound="StrictModel")
@@ -68,25 +68,61 @@ class StrictModel(BaseModel):
             raise ConfigError(f"{where} is not valid:\n  " + "\n  ".join(lines)) from None
 
 
+class YAMLLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # has no types
+    """The safe loader, which refuses a key that a mapping has twice: the later value would silently win."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._seen: set[int] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Check a mapping once, before anything is merged into it.
+
+        Raises:
+            yaml.MarkedYAMLError: it has a key twice; names both lines.
+        """
+        if id(node) not in self._seen:
+            self._seen.add(id(node))
+            _check_keys(node)
+        super().flatten_mapping(node)
+
+
+def _check_keys(node: yaml.MappingNode) -> None:
+    lines: dict[tuple[str, str], int] = {}
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        name = key.tag, key.value
+        if name in lines:
+            problem = f"the key '{key.value}' stands here and at line {lines[name]}; keep one of them"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+        lines[name] = key.start_mark.line + 1
+
+
 def load_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping.
 
     Raises:
-        ConfigError: the file is missing, is not YAML (line and column are named) or is not a mapping.
+        ConfigError: the file is missing, is not YAML (line and column are named), has a key twice or is not a mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    return parse_yaml(text, where=str(path))
+
+
+def parse_yaml(text: str, *, where: str) -> dict[str, Any]:
+    """The mapping in a YAML text. Raises ConfigError, see ``load_yaml``; ``where`` is what messages call it."""
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, Loader=YAMLLoader)  # a safe loader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "cannot be parsed"
-        raise ConfigError(f"{path} is not valid YAML{place}: {problem}") from None
+        raise ConfigError(f"{where} is not valid YAML{place}: {problem}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a mapping of keys to values, found {type(data).__name__}")
+        raise ConfigError(f"{where} must hold a mapping of keys to values, found {type(data).__name__}")
     return data
 
 

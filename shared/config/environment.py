@@ -25,6 +25,7 @@ __all__ = [
     "check_completions",
     "check_environment",
     "completion_tokens",
+    "room_of",
 ]
 
 
@@ -232,6 +233,17 @@ def completion_tokens(sampling: SamplingConfig, environment: EpisodeConfig | Non
     return sampling.max_new_tokens + (environment.max_turns - 1) * environment.max_observation_tokens
 
 
+def room_of(sampling: SamplingConfig, environment: EpisodeConfig | None, key: str = "sampling") -> str:
+    """Keys that the length of a completion follows from, for messages; with their values where there are several."""
+    if environment is None:
+        return f"{key}.max_new_tokens"
+    turns = environment.max_turns - 1
+    return (
+        f"{key}.max_new_tokens {sampling.max_new_tokens} + {turns} x environment.max_observation_tokens "
+        f"{environment.max_observation_tokens} (environment.max_turns - 1) ="
+    )
+
+
 def check_completions(
     model: ModelConfig, key: str, sampling: SamplingConfig, environment: EpisodeConfig | None
 ) -> None:
@@ -240,8 +252,7 @@ def check_completions(
         raise ValueError(f"{key}.min_new_tokens: a turn ends with its call; leave it out")
     if environment is not None and sampling.ignore_eos:
         raise ValueError(f"{key}.ignore_eos: a turn ends with the end of sequence; leave it out")
-    where = f"{key}.max_new_tokens" + (" with environment.max_observation_tokens" if environment else "")
-    model.check_room(where, completion_tokens(sampling, environment))
+    model.check_room(room_of(sampling, environment, key), completion_tokens(sampling, environment))
 
 
 def check_environment(environment: EpisodeConfig | None, reward: RewardConfig, sources: Iterable[Source]) -> None:

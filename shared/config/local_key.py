@@ -6,6 +6,7 @@ only while that deployment runs, or it would hand the key to whoever took the po
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import secrets
@@ -14,7 +15,7 @@ from urllib.parse import urlsplit
 
 from penstock.shared.errors import ConfigError
 
-__all__ = ["LOCK", "announce_key", "ensure_secret", "find_key", "key_file", "withdraw_key"]
+__all__ = ["LOCK", "announce_key", "announced_dirs", "ensure_secret", "find_key", "key_file", "withdraw_key"]
 
 LOCK = "up.lock"
 """File in a data directory that a running ``penstock up`` holds locked."""
@@ -79,6 +80,16 @@ def find_key(url: str) -> str | None:
         return key_file(data_dir).read_text().strip() or None
     except (OSError, ValueError, RuntimeError):  # RuntimeError: no home
         return None
+
+
+def announced_dirs() -> list[Path]:
+    """Data directories of this user's deployments, of those that ended without a word, too."""
+    found = set()
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home
+        for entry in (Path.home() / ".penstock" / "urls").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                found.add(Path(entry.read_text().strip()))
+    return sorted(found)
 
 
 def _entry(url: str) -> Path:

@@ -124,7 +124,8 @@ class ModelConfig(StrictModel):
         return self
 
     def check_room(self, key: str, max_new_tokens: int) -> None:
-        """Raise ValueError where not even a prompt of one token fits beside a completion; ``key`` holds its length."""
+        """Raise ValueError where not even a prompt of one token fits beside a completion; ``key`` says where its length
+        comes from."""
         most = self.config.max_position_embeddings if self.config is not None else None
         if most is not None and max_new_tokens >= most:
             raise ValueError(

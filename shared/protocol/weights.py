@@ -8,6 +8,8 @@ from math import prod
 import msgspec
 import xxhash
 
+from penstock.shared.protocol.subjects import token
+
 __all__ = [
     "ALIGN",
     "COLLECTIVES",
@@ -18,6 +20,7 @@ __all__ = [
     "WeightRoutes",
     "make_layout",
     "short_digest",
+    "slot_name",
 ]
 
 COLLECTIVES = ("gloo", "nccl")
@@ -98,3 +101,9 @@ def make_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
         offset += nbytes + (-nbytes % ALIGN)
     table = msgspec.msgpack.encode([(s.name, s.dtype, s.shape, s.offset) for s in specs])
     return Layout(xxhash.xxh3_64_hexdigest(table), tuple(specs), offset)
+
+
+def slot_name(job: str, number: int, copies_of: str = "") -> str:
+    """File name of a slot. ``token`` leaves no dot in its text, so no job's names begin with another's."""
+    owner = f"copies-{token(copies_of)}.{token(job)}" if copies_of else f"weights-{token(job)}"
+    return f"penstock-{owner}.{number}"

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, Self
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from penstock.shared.errors import NotFound, Unavailable
 
-__all__ = ["DATA_OFFSET", "Access", "LockedFile", "Owner", "Segment", "map_file", "sweep"]
+__all__ = ["DATA_OFFSET", "Access", "LockedFile", "Owner", "Segment", "map_file", "remove_unheld", "sweep"]
 
 DATA_OFFSET = 4096
 """Data starts on the second page; the first one is the header."""
@@ -189,6 +190,16 @@ def sweep(directory: Path, prefix: str) -> list[Path]:
                 file.unlink(missing_ok=True)
         owner.close()
     return removed
+
+
+def remove_unheld(paths: Iterable[Path]) -> None:
+    """Remove those of these files that no process has locked."""
+    for path in paths:
+        with contextlib.suppress(NotFound, Unavailable):  # gone meanwhile, or of another user
+            file = LockedFile.open(path)
+            if file.try_exclusive():
+                file.unlink()
+            file.close()
 
 
 def map_file(fd: int, access: Access) -> mmap.mmap:

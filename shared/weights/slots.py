@@ -11,20 +11,13 @@ import time
 from pathlib import Path
 
 from penstock.shared.errors import DeadlineError, Fenced, NotFound, WeightsError
-from penstock.shared.protocol.subjects import token
-from penstock.shared.protocol.weights import WeightManifest
+from penstock.shared.protocol.weights import WeightManifest, slot_name
 from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, Segment
 from penstock.shared.weights.slot_header import SlotHeader, read_slot, write_slot
 
-__all__ = ["SlotPool", "is_slot_name", "slot_name", "slot_paths", "turn_path"]
+__all__ = ["SlotPool", "is_slot_name", "slot_paths", "turn_path"]
 
 _POLL_S = 0.005
-
-
-def slot_name(job: str, number: int, copies_of: str = "") -> str:
-    """File name of a slot. ``token`` leaves no dot in its text, so no job's names begin with another's."""
-    owner = f"copies-{token(copies_of)}.{token(job)}" if copies_of else f"weights-{token(job)}"
-    return f"penstock-{owner}.{number}"
 
 
 def is_slot_name(job: str, name: str) -> bool:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from penstock.shared.config import ServiceSettings
 from penstock.shared.errors import DeadlineError, Fenced, NotFound, Unavailable, WeightsError
-from penstock.shared.protocol.weights import Layout, WeightManifest, make_layout
+from penstock.shared.protocol.weights import Layout, WeightManifest, make_layout, slot_name
 from penstock.shared.transport.bulk_segment import Segment
 from penstock.shared.weights.shm import ShmPublisher, ShmReceiver
-from penstock.shared.weights.slots import slot_name
 
 LAYOUT = make_layout([("w", "float32", (1000, 30)), ("b", "bfloat16", (17,))])
 JOB = "job_s"

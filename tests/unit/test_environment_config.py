@@ -45,7 +45,10 @@ CALCULATOR = {"type": "calculator"}
         (["evaluation.sampling={min_new_tokens: 2}"], "evaluation.sampling.min_new_tokens: a turn ends with its call"),
         (["sampling.ignore_eos=true"], "sampling.ignore_eos: a turn ends with the end of sequence"),
         (["environment.max_observation_tokens=24"], "leaves no room for a prompt"),
-        (["evaluation.sampling={max_new_tokens: 48}"], "evaluation.sampling.max_new_tokens with environment"),
+        (
+            ["evaluation.sampling={max_new_tokens: 48}"],
+            "evaluation.sampling.max_new_tokens 48 + 2 x environment.max_observation_tokens 10",
+        ),
         (["environment.tools=[{type: function, name: f, path: a, description: d}]"], "path"),
         (["environment.tools=[{type: function, name: f, path: 'a:b', description: d, parameters: {}}]"], "JSON schema"),
         (["warm_start.demonstration=['<1>', '1']"], "the policy has the last word"),

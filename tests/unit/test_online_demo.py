@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import app
 from penstock.cli.agent import ANSWERS, WINDOW, Agent, sdk, voices
-from penstock.cli.demo import example
+from penstock.cli.machine import example
 from penstock.cli.online import SHARE, Shown, load_online_job
 from penstock.shared.errors import ConfigError
 

@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.shared.config.base import YAMLLoader
 
 __all__ = [
     "MAX_DEPTH", "MAX_FLAWS", "MAX_VALUES", "bound_values", "count_values", "from_json", "from_yaml", "items_of",
@@ -28,8 +29,6 @@ CHUNK_BYTES = 1 << 20
 
 MAX_FLAWS = 1000
 """A body with more flaws is refused without a list of them: making it takes longer than reading the body."""
-
-_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def from_json(body: bytes) -> Any:
@@ -48,7 +47,7 @@ def from_yaml(body: bytes) -> Any:
     """Parse YAML. Raises HttpProblem: 400 not YAML, 422 beyond the bounds or without a JSON form."""
     try:
         _check_depth(body)
-        data = yaml.load(body, Loader=_SafeLoader)
+        data = yaml.load(body, Loader=YAMLLoader)  # a safe loader
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -141,7 +140,7 @@ def step(part: str) -> str:
 def _check_depth(body: bytes) -> None:
     """The composer of libyaml recurses on the C stack and would take the process down; its event parser does not."""
     depth = 0
-    for count, event in enumerate(yaml.parse(body, Loader=_SafeLoader)):
+    for count, event in enumerate(yaml.parse(body, Loader=YAMLLoader)):
         if count > MAX_YAML_VALUES:
             raise _too_complex(MAX_YAML_VALUES)
         if isinstance(event, yaml.CollectionStartEvent):

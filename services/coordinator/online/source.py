@@ -226,6 +226,8 @@ class LiveSource:
             f"{unsealed} of {self._job.groups_per_batch} trajectories are admitted; {matching.num_waiting} interactions"
             f" wait for feedback, {len(matching.unmatched)} items of feedback for their interaction"
         )
+        if unsealed < MIN_BATCH:
+            return f"{text}; a batch has at least {MIN_BATCH}: one has nothing to be compared with"
         if unsealed < self._job.groups_per_batch:
             return text
         return f"{text}; nobody may have more than their share of a batch, so others must be heard"

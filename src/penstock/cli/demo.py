@@ -14,10 +14,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-import penstock
 from penstock.cli.exits import INTERRUPTED
 from penstock.cli.jobs import Overrides, load_job
-from penstock.cli.machine import DataDir, ready_with_progress
+from penstock.cli.machine import DEMO, DataDir, example, ready_with_progress
 from penstock.cli.online import LIMIT_S, load_online_job, run_online, tell_online
 from penstock.cli.outcome import GOAL, Outcome, scores_of
 from penstock.cli.printing import Json, console, note, show_json
@@ -28,12 +27,11 @@ from penstock.client import AsyncClient
 from penstock.local import LARGEST, Stack, StackOptions, StreamSizes
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.kinds import AnyJob
-from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.jobs import JobRecord
 
-__all__ = ["DEMO_STREAMS", "demo", "demo_options", "example"]
+__all__ = ["DEMO_STREAMS", "demo", "demo_options"]
 
-DEMO, ONLINE_DEMO, ROBOT_DEMO = "addition.yaml", "online.yaml", "metaworld-reach-ppo.yaml"
+ONLINE_DEMO, ROBOT_DEMO = "online.yaml", "metaworld-reach-ppo.yaml"
 SUCCESS = "success/rate"
 """Share of the episodes of an update that succeed."""
 VIDEO_S = 90.0
@@ -102,15 +100,6 @@ def demo_options(directory: Path, *, rollouts: int = 1) -> StackOptions:
     return StackOptions(
         data_dir=directory, workers={"rollout": rollouts}, environment=environment, largest=DEMO_STREAMS
     )
-
-
-def example(name: str) -> Path:
-    """A job file that comes with Penstock: inside the package, or beside the sources. Raises ConfigError."""
-    package = Path(penstock.__file__).resolve().parent
-    for folder in (package / "examples", package.parents[1] / "examples"):
-        if (folder / name).is_file():
-            return folder / name
-    raise ConfigError(f"the example {name} is not installed; give a job file with --file")
 
 
 async def _run(job: AnyJob, options: StackOptions, screen: Console, goal: float | None) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ from penstock.cli.printing import (
 )
 from penstock.cli.watching import follow
 from penstock.client import Client
-from penstock.shared.config.base import load_yaml, with_overrides
+from penstock.shared.config.base import load_yaml, parse_yaml, with_overrides
 from penstock.shared.config.kinds import AnyJob, parse_job
 from penstock.shared.errors import ConfigError, PenstockError
 from penstock.shared.protocol.jobs import PHASES, JobRecord
@@ -39,6 +40,7 @@ __all__ = [
     "load_job",
     "ls",
     "pause",
+    "plan_lines",
     "resume",
     "rm",
     "scale",
@@ -47,15 +49,16 @@ __all__ = [
     "wait",
 ]
 
+STDIN = Path("-")
 Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override, like train.seed=3.")]
 
 
 def submit(
     *,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML); - reads standard input.")],
     overrides: Overrides = None,
     follow_it: Annotated[bool, typer.Option("--follow", "-f", help="Watch to the end; exit with its result.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate and show the plan.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate and show the plan; --json: all of it.")] = False,
     key: Annotated[str | None, typer.Option("--idempotency-key", help="The same key submits once.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -63,7 +66,11 @@ def submit(
     job = load_job(file, overrides or [])
     with Client() as client:
         if dry_run:
-            show_json(client.dry_run(job))
+            plan = client.dry_run(job)
+            if as_json:
+                show_json(plan)
+            else:
+                typer.echo("\n".join(plan_lines(plan)))
             return
         record = client.submit(job, idempotency_key=key)
         _tell_warnings(client, record)
@@ -86,8 +93,34 @@ def _tell_warnings(client: Client, record: JobRecord) -> None:
 
 
 def load_job(file: Path, overrides: list[str]) -> AnyJob:
-    """A job file with overrides, validated. Raises ConfigError."""
+    """A job file (``-``: standard input) with overrides, validated. Raises ConfigError."""
+    if file == STDIN:
+        where = "standard input"
+        return parse_job(with_overrides(parse_yaml(sys.stdin.read(), where=where), overrides), where=where)
     return parse_job(with_overrides(load_yaml(file), overrides), where=str(file))
+
+
+def plan_lines(plan: dict[str, Any]) -> list[str]:
+    """A plan of a dry run, for people."""
+    spec, data, size, batch = plan["spec"], plan.get("data", {}), plan["bytes"], plan.get("batch", {})
+    rows = [("job", f"{spec['name']}, kind {spec['kind']}: valid")]
+    for name in ("train", "eval"):
+        found = [f"{source['name']} ({source['rows']:,} rows)" for source in data.get(name, ())]
+        rows += [(name, ", ".join(found))] if found else []
+    if batch:
+        sampled = f"{batch['groups']} groups x {batch['group_size']} = {batch['trajectories']} trajectories"
+        updates = spec.get("train", {}).get("max_updates")
+        rows.append(("update", sampled + (f", at most {updates} times" if updates else "")))
+    if held_out := plan.get("evaluation"):
+        rows.append(("evaluation", ", ".join(f"{key} {_shown(value)}" for key, value in held_out.items())))
+    rows.append(("room", f"a group takes at most {size['group_max']:,} of {size['budget']:,} bytes"))
+    rows += [("note", note) for note in data.get("notes", ())]
+    rows += [("warning", text) for text in plan["warnings"]]
+    return [f"{name:<11}{text}" for name, text in rows]
+
+
+def _shown(value: Any) -> str:
+    return "/".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def amend(
@@ -267,13 +300,24 @@ def cancel(
 def rm(
     job: Job,
     checkpoints: Annotated[bool, typer.Option("--checkpoints", help="Its checkpoints on disk, too.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> None:
     """Delete a job that has ended: its ledger, groups, metrics, events and feedback. There is no way back."""
     with Client() as client:
         record = client.find(job)
+        if not yes:
+            what = "all that is known of it, and its checkpoints" if checkpoints else "all that is known of it"
+            _ask(f"delete {record.id} ({record.name}, update {record.status.step}): {what}?")
         client.delete(record.id, checkpoints=checkpoints)
     show_done(f"{record.id} ({record.name}) is deleted", {"id": record.id, "deleted": True}, as_json)
+
+
+def _ask(question: str) -> None:
+    """Go on after a yes. Raises ConfigError where nobody can be asked."""
+    if not sys.stdin.isatty():
+        raise ConfigError(f"{question} Nobody can be asked here: repeat it with --yes")
+    typer.confirm(question, abort=True, err=True)
 
 
 def pause(job: Job, as_json: Json = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -15,14 +16,19 @@ import httpx
 import psutil
 import typer
 
+import penstock
 from penstock.cli.exits import FAILED
 from penstock.cli.printing import Json, note, show_json, show_line
+from penstock.client.answers import DEFAULT_URL
 from penstock.local import Stack, StackOptions, UpState, read_state
+from penstock.shared.config.local_key import announced_dirs
 from penstock.shared.config.service import load_settings
-from penstock.shared.errors import DeadlineError, Unavailable
+from penstock.shared.errors import ConfigError, DeadlineError, Unavailable
 
-__all__ = ["DataDir", "down", "ready_with_progress", "up"]
+__all__ = ["DEMO", "DataDir", "down", "example", "ready_with_progress", "up"]
 
+DEMO = "addition.yaml"
+"""The job file of the demo."""
 READY_S = 120.0
 DOWN_S = 60.0
 
@@ -59,8 +65,8 @@ def up(
 
 
 def down(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Stop the deployment that 'penstock up' runs here."""
-    directory = (data_dir or load_settings().data_dir).expanduser().resolve()
+    """Stop the deployment that 'penstock up' runs here; without --data-dir the only one that runs."""
+    directory = data_dir.expanduser().resolve() if data_dir else _running()
     state = read_state(directory)
     if state is None:
         if as_json:
@@ -79,6 +85,26 @@ def down(data_dir: DataDir = None, as_json: Json = False) -> None:
     if as_json:
         show_json({"stopped": True, "seconds": round(time.monotonic() - began, 3)})
     note(f"stopped after {time.monotonic() - began:.1f} s")
+
+
+def _running() -> Path:
+    """The usual data directory, or that of the only deployment of this user. Raises ConfigError: there are several."""
+    usual = load_settings().data_dir.expanduser().resolve()
+    if read_state(usual) is not None:
+        return usual
+    found = [directory for directory in announced_dirs() if read_state(directory) is not None]
+    if len(found) > 1:
+        raise ConfigError(f"several deployments run here: choose one with --data-dir: {', '.join(map(str, found))}")
+    return found[0] if found else usual
+
+
+def example(name: str) -> Path:
+    """A job file that comes with Penstock: inside the package, or beside the sources. Raises ConfigError."""
+    package = Path(penstock.__file__).resolve().parent
+    for folder in (package / "examples", package.parents[1] / "examples"):
+        if (folder / name).is_file():
+            return folder / name
+    raise ConfigError(f"the example {name} is not installed; give a job file with --file")
 
 
 async def ready_with_progress(stack: Stack) -> None:
@@ -109,7 +135,8 @@ async def _serve(options: StackOptions, *, as_json: bool) -> None:
         if not stop.is_set():
             if as_json:
                 show_line(_facts(stack.url, os.getpid(), options.data_dir, stack.processes))
-            note(f"ready at {stack.url}; submit with: penstock submit FILE   (Ctrl-C stops everything)")
+            note(f"ready; the page is at {stack.url}/   (Ctrl-C stops everything)")
+            _note_next(stack.url, stack.api_key)
             await _first(stop, stack.broken())
         note("stopping; services finish what they have in hand (Ctrl-C again: at once)")
     finally:
@@ -120,6 +147,14 @@ def _on_signal(stop: asyncio.Event) -> None:
     if stop.is_set():
         os._exit(FAILED)  # the children are on a leash and end with this process
     stop.set()
+
+
+def _note_next(url: str, key: str) -> None:
+    """Say what to do next; ``key``: of a deployment that has one."""
+    if url != DEFAULT_URL:
+        note(f"for other commands: export PENSTOCK_URL={url}")
+    with contextlib.suppress(ConfigError):  # the package without its examples
+        note(f"next: penstock submit {example(DEMO)} --follow")
 
 
 async def _first(stop: asyncio.Event, work: object) -> None:
@@ -159,6 +194,7 @@ def _detached(options: StackOptions, rollouts: int, *, as_json: bool) -> None:
             usual = load_settings().data_dir.expanduser().resolve() == options.data_dir
             down = "penstock down" if usual else f"penstock down --data-dir {options.data_dir}"
             note(f"runs in the background (process {process.pid}); stop it with: {down}")
+            _note_next(state.url, "")
             if as_json:
                 show_line(_facts(state.url, state.pid, options.data_dir, state.processes))
             else:

@@ -40,6 +40,8 @@ def base_url(url: str | None) -> str:
 def default_headers(api_key: str | None, url: str) -> dict[str, str]:
     """Authorization from ``api_key``, or PENSTOCK_API_KEY, or the key file of this user's deployment at ``url``."""
     key = api_key or os.environ.get("PENSTOCK_API_KEY") or find_key(url)
+    if key and not (key.isascii() and key.isprintable()):
+        raise ConfigError("the API key holds characters that no key has: pass the key itself, or leave it out")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
@@ -191,12 +191,12 @@ class AsyncClient:
         self,
         job: str,
         *,
-        names: str | None = None,
+        names: str | Sequence[str] | None = None,
         step_from: int | None = None,
         step_to: int | None = None,
         max_points: int = 1000,
     ) -> Row:
-        """Columns ``steps``, ``wall`` and ``series``; ``names`` is comma-separated."""
+        """Columns ``steps``, ``wall`` and ``series``; ``names``: which metrics, also comma-separated; None: all."""
         params = {"names": names, "step_from": step_from, "step_to": step_to, "max_points": max_points}
         return await self._send(calls.view(job, "metrics", **params))
 

@@ -27,8 +27,8 @@ Row = dict[str, Any]
 """A JSON object."""
 Rows = list[Row]
 Records = list[JobRecord]
-JobFile = AnyJob | Mapping[str, Any] | Path
-"""A job: validated, as a mapping, or a YAML file."""
+JobFile = AnyJob | Mapping[str, Any] | Path | str
+"""A job: validated, as a mapping, or the path of a YAML file."""
 Order = Literal["asc", "desc"]
 Goal = str
 """``terminal`` or a phase."""
@@ -234,8 +234,8 @@ def reached(record: JobRecord, goal: Goal) -> bool:
 
 
 def _job_bytes(job: JobFile) -> bytes:
-    if isinstance(job, Path):
-        job = load_yaml(job)
+    if isinstance(job, Path | str):
+        job = load_yaml(Path(job))
     if isinstance(job, BaseModel):
         return job.model_dump_json(exclude_unset=True).encode()
     try:
@@ -245,4 +245,6 @@ def _job_bytes(job: JobFile) -> bytes:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

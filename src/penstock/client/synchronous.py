@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -186,12 +186,12 @@ class Client:
         self,
         job: str,
         *,
-        names: str | None = None,
+        names: str | Sequence[str] | None = None,
         step_from: int | None = None,
         step_to: int | None = None,
         max_points: int = 1000,
     ) -> Row:
-        """Columns ``steps``, ``wall`` and ``series``; ``names`` is comma-separated."""
+        """Columns ``steps``, ``wall`` and ``series``; ``names``: which metrics, also comma-separated; None: all."""
         params = {"names": names, "step_from": step_from, "step_to": step_to, "max_points": max_points}
         return self._send(calls.view(job, "metrics", **params))
 

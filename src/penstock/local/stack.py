@@ -31,11 +31,14 @@ from penstock.local.room import LARGEST, Room, StreamSizes, plan_room
 from penstock.local.state import Claim, UpState
 from penstock.local.supervisor import Supervisor
 from penstock.shared.config.local_key import announce_key, ensure_secret, key_file, withdraw_key
-from penstock.shared.config.service import load_settings
+from penstock.shared.config.service import CHECKPOINTS, load_settings
 from penstock.shared.errors import ConfigError, DeadlineError
 from penstock.shared.protocol.permissions import OPERATOR, ROLES, SUPERVISOR
 from penstock.shared.protocol.scaling import ScaleReply
+from penstock.shared.protocol.weights import slot_name
 from penstock.shared.runtime.tasks import end_tasks
+from penstock.shared.transport.bulk_header import PREFIX as BULK_PREFIX
+from penstock.shared.transport.bulk_segment import remove_unheld, sweep
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Stack", "StackOptions"]
@@ -214,6 +217,8 @@ class Stack:
                 ends += await asyncio.gather(*stops, return_exceptions=True)
             self._children = []
         self._starter.shutdown()
+        if self._claim is not None and self.options.nats_url is None:  # else workers elsewhere may go on with them
+            await asyncio.to_thread(self._clear_shared_memory)
         if self._makes_key:
             with contextlib.suppress(OSError):  # then it names a deployment that does not run, and is not believed
                 withdraw_key(self.url, self.options.data_dir)
@@ -223,6 +228,14 @@ class Stack:
         for error in ends:
             if error is not None:
                 raise error
+
+    def _clear_shared_memory(self) -> None:
+        """Remove the weight slots of jobs that go on at the next start, and what killed processes left."""
+        directory = load_settings(self.options.environment).shm_dir
+        with contextlib.suppress(OSError):
+            for folder in (self.options.data_dir / CHECKPOINTS).iterdir():  # each job has its initial one
+                remove_unheld(directory.glob(slot_name(folder.name, 0).removesuffix("0") + "[0-9]*"))
+            sweep(directory, BULK_PREFIX)
 
     # -- start -------------------------------------------------------------------------------------------------------
 

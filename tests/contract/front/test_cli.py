@@ -18,6 +18,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+import penstock
 from penstock.cli import app
 from penstock.client import Client
 
@@ -69,7 +70,7 @@ def test_submit_once_per_key(run: Run, books: Any, file: str) -> None:
 
 
 def test_dry_run(run: Run, books: Any, file: str) -> None:
-    assert json.loads(run("submit", file, "--dry-run").stdout)["groups_per_batch"] == 2
+    assert json.loads(run("submit", file, "--dry-run", "--json").stdout)["groups_per_batch"] == 2
     assert not books.jobs
 
 
@@ -94,7 +95,7 @@ def test_usage_errors(run: Run, tmp_path: Path) -> None:
     broken.write_text("a: [")
     for words in (["submit", "nowhere.yaml"], ["submit", str(broken)], ["nonsense"], ["ls", "--phase", "x"], ["get"]):
         assert run(*words).exit_code == 2, words
-    assert "line 1" in run("submit", str(broken)).stderr
+    assert "is not valid YAML at line" in run("submit", str(broken)).stderr
 
 
 def test_unknown_jobs(run: Run) -> None:
@@ -145,14 +146,21 @@ def test_steering(run: Run, books: Any, file: str) -> None:
 
 def test_rm(run: Run, books: Any, file: str) -> None:
     ids = [submit(run, file) for _ in range(2)]
-    refused = run("rm", ids[0])
+    refused = run("rm", ids[0], "--yes")
     assert (refused.exit_code, refused.stderr) == (1, f"error: job '{ids[0]}' has not ended\n")
     for id in ids:
         books.advance(id, "succeeded")
-    assert run("rm", ids[0]).stderr == f"{ids[0]} (addition) is deleted\n"
-    assert json.loads(run("rm", ids[1], "--checkpoints", "--json").stdout) == {"id": ids[1], "deleted": True}
+    unasked = run("rm", ids[0])
+    assert unasked.exit_code == 2
+    assert unasked.stderr.endswith("all that is known of it? Nobody can be asked here: repeat it with --yes\n")
+    assert run("rm", ids[0], "--yes").stderr == f"{ids[0]} (addition) is deleted\n"
+    assert json.loads(run("rm", ids[1], "-y", "--checkpoints", "--json").stdout) == {"id": ids[1], "deleted": True}
     assert books.deleted == {ids[0]: False, ids[1]: True}
     assert "no job" in run("rm", ids[0]).stderr
+
+
+def test_version(run: Run) -> None:
+    assert run("--version").stdout == f"penstock {penstock.__version__}\n"
 
 
 @pytest.mark.parametrize(("phase", "code"), [("succeeded", 0), ("failed", 1), ("cancelled", 3)])

@@ -29,6 +29,15 @@ class Workers:
         return [(one.type, one.worker, one.level) for one in found]
 
 
+def test_a_worker_that_drained_is_listed_no_more_once_it_has_ended() -> None:
+    workers = Workers()
+    workers.beat("rollout-0")
+    workers.beat("rollout-1", ready=False)
+    assert [row["worker"] for row in workers.members.rows("job", 0.0)] == ["rollout-0", "rollout-1"]
+    (lost,) = workers.members.rows("job", 60.0)
+    assert (lost["worker"], lost["alive"]) == ("rollout-0", False)
+
+
 def test_a_loss_and_a_return_are_reported_once() -> None:
     workers = Workers()
     workers.beat("rollout-0")

@@ -1,0 +1,86 @@
+"""Job files as users write them: slips that are named before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from penstock.client import calls
+from penstock.client.answers import default_headers
+from penstock.services.coordinator.api.documents import from_yaml
+from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.submission import plan_job
+from penstock.shared.config.base import load_yaml, parse_yaml
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import ConfigError
+
+JOB: dict[str, Any] = {
+    "name": "file",
+    "model": {"config": {}, "tokenizer": "char"},
+    "data": {"train": {"type": "addition"}},
+    "reward": {"scorers": [{"type": "exact"}]},
+    "train": {"batch_size": 16, "max_updates": 5},
+}
+TWICE = "name: a\ntrain:\n  seed: 1\n  epochs: 2\n  seed: 3\n"
+
+
+def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(TWICE)
+    with pytest.raises(ConfigError, match=r"at line 5, column 3: the key 'seed' stands here and at line 3"):
+        load_yaml(file)
+    with pytest.raises(HttpProblem, match=r"at line 5, column 3: the key 'seed' stands here and at line 3"):
+        from_yaml(TWICE.encode())
+
+
+def test_a_merged_mapping_may_override_keys() -> None:
+    text = "a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {<<: *b, y: 4}\nd: {<<: [*a, *b], z: 5}\n"
+    assert parse_yaml(text, where="text")["c"] == {"x": 3, "y": 4}
+    assert from_yaml(text.encode())["d"] == {"x": 1, "y": 2, "z": 5}
+
+
+def test_the_room_of_a_completion_is_told_with_its_parts() -> None:
+    tools = {"tools": [{"type": "calculator"}], "max_turns": 5, "max_observation_tokens": 128}
+    with pytest.raises(ConfigError) as refused:
+        parse_job({**JOB, "environment": tools, "sampling": {"max_new_tokens": 24}})
+    assert (
+        "sampling.max_new_tokens 24 + 4 x environment.max_observation_tokens 128 (environment.max_turns - 1) = 536 "
+        "leaves no room for a prompt: the model takes 512 tokens"
+    ) in str(refused.value)
+
+
+@pytest.mark.parametrize("made", [False, True])
+async def test_a_tokenizer_that_is_not_there(tmp_path: Path, made: bool) -> None:
+    folder = tmp_path / "tokenizer"
+    if made:
+        folder.mkdir()
+    spec = parse_job({**JOB, "model": {"config": {}, "tokenizer": str(folder)}})
+    flaw = "holds no tokenizer: none of tokenizer.json" if made else "does not exist"
+    with pytest.raises(ConfigError, match=f"model.tokenizer: '.*tokenizer' {flaw}"):
+        await plan_job(spec, [], ServiceSettings(), stores_parts=True)
+    folder.mkdir(exist_ok=True)
+    (folder / "tokenizer.json").touch()
+    assert (await plan_job(spec, [], ServiceSettings(), stores_parts=True))["warnings"] == []
+
+
+def test_the_client_takes_the_path_of_a_file_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("name: a\n")
+    assert orjson.loads(calls.submit(str(file), None).body or b"") == {"name": "a"}
+    with pytest.raises(ConfigError, match="cannot read .*nothing.yaml: No such file"):
+        calls.submit(str(tmp_path / "nothing.yaml"), None)
+
+
+def test_several_metrics_may_be_named_one_by_one() -> None:
+    assert (
+        calls.view("job", "metrics", names=["reward/mean", "length/mean"]).query()["names"] == "reward/mean,length/mean"
+    )
+
+
+def test_a_key_that_cannot_be_one_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="holds characters that no key has"):
+        default_headers("…", "http://127.0.0.1:8000")
