@@ -48,6 +48,7 @@ from penstock.services.coordinator.steering import Steering
 from penstock.services.coordinator.storage_health import WriteProbe, ledger_waits, reserve_ledger
 from penstock.services.coordinator.store import JobStore
 from penstock.services.coordinator.submission import SubmissionIds, plan_job, tell
+from penstock.services.coordinator.user_code import check_uploaded, try_functions
 from penstock.services.coordinator.webhooks.store import WebhookStore
 from penstock.services.coordinator.weight_routes import transports_of
 from penstock.shared.config.embodied_job import EmbodiedJob
@@ -128,9 +129,11 @@ class CoordinatorControl:
         """See ``Control.dry_run``."""
         spec, origin = await self.origins.resolve(spec)
         plan = await self._plan(spec)
+        plan["warnings"] += await try_functions(spec, self.graders, self.members)
         return plan if origin is None else plan | {"origin": origin.model_dump(mode="json")}
 
     async def _plan(self, spec: AnyJob) -> Row:
+        await asyncio.to_thread(check_uploaded, spec, self.settings.data_dir)
         if isinstance(spec, AnyTraining):
             await reserve_ledger(self.bus)
         atomic = (await self.bus.stream_state(subjects.EXPERIENCE)).atomic

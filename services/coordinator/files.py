@@ -1,4 +1,5 @@
-"""Uploaded data sets in the data directory: ``files/ID/rows.jsonl`` and, once that is on disk, ``files/ID/file.json``.
+"""Uploaded data sets in the data directory: ``files/ID/rows.jsonl`` and, once that is on disk, ``files/ID/file.json``;
+and code of users by its content: ``code/SHA256.py``.
 
 ``files/keys/DIGEST`` names the file of an Idempotency-Key, and ``files/ID/key`` the other way round.
 Services read them by path, like checkpoints: they must see the same data directory.
@@ -6,6 +7,7 @@ Services read them by path, like checkpoints: they must see the same data direct
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import os
@@ -20,8 +22,9 @@ import orjson
 import uuid6
 from pydantic import ValidationError
 
-from penstock.services.coordinator.api.files_desk import FileRecord, Purpose
+from penstock.services.coordinator.api.files_desk import CodeRecord, FileRecord, Purpose
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.shared.data.user_code import code_path
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.bus_clock import bus_time
 
@@ -30,6 +33,7 @@ __all__ = ["FileStore"]
 ROWS, RECORD, KEY, KEYS = "rows.jsonl", "file.json", "key", "keys"
 MAX_LINE_BYTES = 8 << 20
 MAX_FLAWS = 20
+MAX_CODE_FILES = 10_000
 ABANDONED_S = 3600.0
 """An upload takes less; what is half written for longer was left by a crash."""
 _ID = re.compile(r"file-[0-9a-f]{32}", re.ASCII)
@@ -66,6 +70,27 @@ class FileStore:
         if earlier is not None:
             shutil.rmtree(folder, ignore_errors=True)
         return earlier or record
+
+    def add_code(self, source: str) -> CodeRecord:
+        """See ``Files.add_code``."""
+        try:
+            data = source.encode()
+            compile(data, "code", "exec", dont_inherit=True, flags=ast.PyCF_ONLY_AST)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            line = getattr(error, "lineno", None)
+            detail = f"not Python{f', line {line}' if line else ''}: {getattr(error, 'msg', None) or error}"
+            raise HttpProblem(422, "invalid_file", detail, errors=[Flaw(pointer="/source", detail=detail)]) from None
+        record = CodeRecord(sha256=hashlib.sha256(data).hexdigest(), bytes=len(data))
+        path = code_path(self._root.parent, record.sha256)
+        with self._lock:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                known = sum(1 for _ in path.parent.iterdir())
+                if known >= MAX_CODE_FILES:
+                    raise HttpProblem(507, "files_full", f"{known} files of code are kept already, in {path.parent}")
+                _write(path, data)
+                _sync(path.parent)
+        return record
 
     def _publish(self, folder: Path, record: FileRecord, key: str) -> None:
         """From now on the file is there, also after a crash."""

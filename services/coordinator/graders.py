@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from penstock.shared.config.graders import AnyGrader, ScoreModelGrader, parts_of
-from penstock.shared.config.scorers import GraderScorer
+from penstock.shared.config.scorers import GraderScorer, ScorerConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Unavailable
 from penstock.shared.protocol import subjects
@@ -33,9 +34,20 @@ class GraderBench:
     async def grade(self, grader: AnyGrader, sample: str | None, item: dict[str, Any]) -> GradeReply:
         """See ``Graders.grade``."""
         scorers = [scorer_of(part, self._settings) for part in parts_of(grader).values()]
+        return await self.try_scorers(scorers, sample, row=item)
+
+    async def try_scorers(
+        self, scorers: Sequence[ScorerConfig], sample: str | None, *, prompt: str = "", answer: str | None = None,
+        row: dict[str, Any],
+    ) -> GradeReply:  # fmt: skip
+        """Have a reward worker open these scorers in a process of their own, and score one completion, if there is one.
+
+        Raises:
+            Unavailable: no reward worker answers.
+        """
         request = GradeRequest(
-            scorers=[s.model_dump(mode="json") for s in scorers], sample=sample, item=item, deadline_s=DEADLINE_S,
-            wait_s=OPEN_S + DEADLINE_S + GRACE_S,
+            scorers=[s.model_dump(mode="json") for s in scorers], sample=sample, item=row, deadline_s=DEADLINE_S,
+            wait_s=OPEN_S + DEADLINE_S + GRACE_S, prompt=prompt, answer=answer,
         )  # fmt: skip
         try:
             data = await self._bus.request(subjects.GRADE, pack(request), deadline_s=request.wait_s)

@@ -76,14 +76,14 @@ async def grade(request: GradeRequest) -> GradeReply:
         return GradeReply(error=_told(str(error)), seconds=time.monotonic() - started)
     try:
         if request.sample is not None:
-            process.submit(Score("", [request.sample], None, request.item))
+            process.submit(Score(request.prompt, [request.sample], request.answer, request.item))
             result = await process.result(request.deadline_s)
             scores, problem = result.scores, result.error
     except ScoringError as error:  # killed at the deadline, or died
         problem = error_text("unresponsive_reward_error", str(error))
     finally:
         await process.kill()
-    return GradeReply(scores=scores, error=_told(problem), seconds=time.monotonic() - started)
+    return GradeReply(scores=scores, error=_told(problem), seconds=time.monotonic() - started, opened=True)
 
 
 def _told(problem: str) -> str:

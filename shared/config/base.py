@@ -20,9 +20,10 @@ __all__ = [
 M = TypeVar("M", bound="StrictModel")
 
 Names = Literal["code", "file"]
-_FUNCTION = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+_FUNCTION = Field(pattern=r"^[A-Za-z_][\w.]*(@[0-9a-f]{64})?:[A-Za-z_]\w*$")
 CodeName = Annotated[str, _FUNCTION, "code"]
-"""`package.module:function`, code that a service imports."""
+"""`package.module:function`, code that a service imports, or `name@SHA256:function`, of an uploaded file; the client
+makes the latter of `./name.py:function`."""
 OptionalCodeName = Annotated[str | None, _FUNCTION, "code"]
 FileName = Annotated[str, "file"]
 """A path that a service reads, or a name on a hub."""

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+from penstock.shared.config.service import load_settings
 from penstock.shared.errors import PenstockError
 
-__all__ = ["import_named"]
+__all__ = ["code_path", "import_named"]
+
+CODE = "code"
+"""Folder of uploaded files, below the data directory."""
+
+
+def code_path(data_dir: Path, digest: str) -> Path:
+    """Where the uploaded file with this SHA-256 is."""
+    return data_dir / CODE / f"{digest}.py"
 
 
 def import_named(path: str, *, what: str, beside: str, error: type[PenstockError]) -> Any:
-    """The callable at ``package.module:name`` (or ``package.module.name``). The import itself runs code of the user.
+    """The callable at ``package.module:name`` (or ``package.module.name``), or at ``file@SHA256:name``, in a file that
+    was uploaded with the job. The import itself runs code of the user.
 
     Args:
         what: what it is for, in messages.
@@ -23,6 +36,8 @@ def import_named(path: str, *, what: str, beside: str, error: type[PenstockError
     module, _, name = path.rpartition(":" if ":" in path else ".")
     if not module:
         raise error(f"{what} '{path}' names no module: write it like package.module:{name}")
+    if "@" in module:
+        return _callable(getattr(_uploaded(module, what, beside, error), name, None), path, what, error)
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as reason:
@@ -31,6 +46,37 @@ def import_named(path: str, *, what: str, beside: str, error: type[PenstockError
             f"{what} '{path}' cannot be imported: {reason}; it must be installed beside the {beside} service or lie on "
             f"its PYTHONPATH (searched: {searched}, ...)"
         ) from None
+    return _callable(found, path, what, error)
+
+
+def _callable(found: Any, path: str, what: str, error: type[PenstockError]) -> Any:
     if not callable(found):
-        raise error(f"{what} '{path}' is a {type(found).__name__}, not a function or class")
+        is_there = f"is a {type(found).__name__}" if found is not None else "does not exist, or is None"
+        raise error(f"{what} '{path}' {is_there}, not a function or class")
     return found
+
+
+def _uploaded(module: str, what: str, beside: str, error: type[PenstockError]) -> ModuleType:
+    """An uploaded file as a module of a private name, which no installed one has. What it raises is left as it is."""
+    stem, _, digest = module.partition("@")
+    name = f"penstock_code_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    file = code_path(load_settings().data_dir, digest)
+    try:
+        source = file.read_bytes()
+    except OSError as reason:
+        raise error(
+            f"{what} '{stem}.py' cannot be read beside the {beside} service: {reason.strerror}; it must see the data "
+            f"directory of the coordinator ({file})"
+        ) from None
+    if hashlib.sha256(source).hexdigest() != digest:
+        raise error(f"{what}: {file} is not what was uploaded: its SHA-256 differs")
+    made = ModuleType(name)
+    sys.modules[name] = made
+    try:
+        exec(compile(source, f"{stem}.py", "exec"), made.__dict__)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return made

@@ -35,14 +35,18 @@ class GradeRequest(msgspec.Struct, frozen=True, kw_only=True):
     item: dict[str, Any]
     deadline_s: float
     wait_s: float
+    prompt: str = ""
+    answer: str | None = None
 
 
 class GradeReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One score for each scorer, or none and the error of the first that failed; how long it took, in seconds."""
+    """One score for each scorer, or none and the error of the first that failed; how long it took, in seconds.
+    ``opened``: all scorers could be opened."""
 
     scores: list[float] = []
     error: str = ""
     seconds: float = 0.0
+    opened: bool = False
 
 
 def error_text(flag: str, detail: str) -> str:

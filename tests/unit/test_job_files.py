@@ -70,9 +70,9 @@ async def test_a_tokenizer_that_is_not_there(tmp_path: Path, made: bool) -> None
 def test_the_client_takes_the_path_of_a_file_as_text(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("name: a\n")
-    assert orjson.loads(calls.submit(str(file), None).body or b"") == {"name": "a"}
-    with pytest.raises(ConfigError, match="cannot read .*nothing.yaml: No such file"):
-        calls.submit(str(tmp_path / "nothing.yaml"), None)
+    assert orjson.loads(calls.submit(calls.text_of(str(file)), None).body or b"") == {"name": "a"}
+    with pytest.raises(ConfigError, match=r"cannot read .*nothing\.yaml: No such file"):
+        calls.text_of(str(tmp_path / "nothing.yaml"))
 
 
 def test_several_metrics_may_be_named_one_by_one() -> None:

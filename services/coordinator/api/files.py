@@ -6,14 +6,15 @@ import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import UploadFile
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep
 from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.bodies import body_schema, read_model
 from penstock.services.coordinator.api.control import Order
-from penstock.services.coordinator.api.files_desk import FileRecord
+from penstock.services.coordinator.api.files_desk import CodeRecord, FileRecord
 from penstock.services.coordinator.api.idempotency import token_of
 from penstock.services.coordinator.api.open_file import open_file, reply_of
 from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
@@ -25,6 +26,8 @@ __all__ = ["router"]
 router = APIRouter(prefix="/v1/files", tags=["files"])
 READ, WRITE = [require("jobs:read")], [require("jobs:write")]
 MULTIPART = "multipart/form-data"
+MAX_CODE = 256 << 10
+"""Characters of a file of code."""
 
 FileId = Annotated[str, Path(max_length=64, description="file- and 32 hex digits")]
 _FORM = {
@@ -54,6 +57,14 @@ class FileList(BaseModel):
     has_more: bool = False
     first_id: str | None = None
     last_id: str | None = None
+
+
+class CodeToKeep(BaseModel):
+    """A file of Python."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    source: str = Field(min_length=1, max_length=MAX_CODE)
 
 
 class FileDeleted(BaseModel):
@@ -88,6 +99,19 @@ async def upload(request: Request, caller: Annotated[Caller, require("jobs:write
         name = (source.filename or "rows.jsonl")[:255]
         record = await asyncio.to_thread(backend.control.files.add, source.file, name, "fine-tune", key=key)
     return Json(record, 200, {"Location": f"/v1/files/{record.id}"})
+
+
+@router.post(
+    "/code", response_model=CodeRecord, dependencies=[require("jobs:code")], openapi_extra=body_schema(CodeToKeep),
+    responses={507: {"description": "No room for more files."}},
+)  # fmt: skip
+async def upload_code(request: Request, backend: BackendDep) -> Response:
+    """Keep a file of Python, which job files name by its SHA-256: `NAME@SHA256:FUNCTION`. Needs the scope `jobs:code`.
+
+    It runs where a job names it: scorers, tools and curricula, in the processes of the workers.
+    """
+    wanted = await read_model(request, CodeToKeep)
+    return Json(await asyncio.to_thread(backend.control.files.add_code, wanted.source))
 
 
 @router.get("", response_model=FileList, dependencies=READ)

@@ -7,7 +7,7 @@ from typing import BinaryIO, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = ["FileRecord", "Files", "Purpose"]
+__all__ = ["CodeRecord", "FileRecord", "Files", "Purpose"]
 
 Purpose = Literal["fine-tune"]
 
@@ -28,6 +28,16 @@ class FileRecord(BaseModel):
     rows: int = Field(description="Lines that hold a row")
 
 
+class CodeRecord(BaseModel):
+    """An uploaded file of Python; job files name what is in it by ``NAME@SHA256:FUNCTION``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    object: Literal["code"] = "code"
+    sha256: str
+    bytes: int
+
+
 class Files(Protocol):
     """Uploaded data sets. Every method reads or writes the disk: call it in a thread."""
 
@@ -37,6 +47,14 @@ class Files(Protocol):
         Raises:
             HttpProblem: 422, not JSON lines; points at each bad line. 422, the key was used for other bytes. 507, no
                 room for it.
+        """
+        ...
+
+    def add_code(self, source: str) -> CodeRecord:
+        """Keep a file of Python under the SHA-256 of its UTF-8; on disk when this returns. The same file is kept once.
+
+        Raises:
+            HttpProblem: 422, not Python; names the line. 507, no room for it.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from penstock.shared.config.scorers import FunctionScorer
@@ -15,9 +16,18 @@ class Function:
     """Calls ``function(prompt, completion, answer, row, **args)``."""
 
     def __init__(self, config: FunctionScorer) -> None:
-        """Raises ScoringError where the path cannot be imported. The import itself runs code of the user."""
+        """Raises ScoringError where it cannot be imported, or takes other arguments. The import runs user code."""
         self._function = import_named(config.path, what="scorer function", beside="reward", error=ScoringError)
         self._args = config.args
+        try:
+            inspect.signature(self._function).bind("prompt", "completion", "answer", {}, **self._args)
+        except TypeError as reason:
+            raise ScoringError(
+                f"scorer function '{config.path}' cannot be called with (prompt, completion, answer, row, **args): "
+                f"{reason}"
+            ) from None
+        except ValueError:  # a builtin that does not tell
+            pass
 
     def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> object:
         """Whatever the function returns."""

@@ -25,6 +25,7 @@ from penstock.cli.printing import (
 )
 from penstock.cli.watching import follow
 from penstock.client import Client
+from penstock.client.beside import JobText, with_neighbours
 from penstock.shared.config.base import load_yaml, parse_yaml, with_overrides
 from penstock.shared.config.kinds import AnyJob, parse_job
 from penstock.shared.errors import ConfigError, PenstockError
@@ -37,6 +38,7 @@ __all__ = [
     "clone",
     "extend",
     "get",
+    "load_file",
     "load_job",
     "ls",
     "pause",
@@ -63,7 +65,7 @@ def submit(
     as_json: Json = False,
 ) -> None:
     """Submit a job file."""
-    job = load_job(file, overrides or [])
+    job = load_file(file, overrides or [])
     with Client() as client:
         if dry_run:
             plan = client.dry_run(job)
@@ -92,12 +94,18 @@ def _tell_warnings(client: Client, record: JobRecord) -> None:
                 note(f"warning: {row['message']}")
 
 
+def load_file(file: Path, overrides: list[str]) -> JobText:
+    """A job file (``-``: standard input) with overrides and the code beside it, validated. Raises ConfigError."""
+    where = "standard input" if file == STDIN else str(file)
+    data = parse_yaml(sys.stdin.read(), where=where) if file == STDIN else load_yaml(file)
+    text = with_neighbours(with_overrides(data, overrides), Path() if file == STDIN else file.parent)
+    parse_job(text.data, where=where)
+    return text
+
+
 def load_job(file: Path, overrides: list[str]) -> AnyJob:
-    """A job file (``-``: standard input) with overrides, validated. Raises ConfigError."""
-    if file == STDIN:
-        where = "standard input"
-        return parse_job(with_overrides(parse_yaml(sys.stdin.read(), where=where), overrides), where=where)
-    return parse_job(with_overrides(load_yaml(file), overrides), where=str(file))
+    """The same as a value; its code is not uploaded."""
+    return parse_job(load_file(file, overrides).data, where=str(file))
 
 
 def plan_lines(plan: dict[str, Any]) -> list[str]:

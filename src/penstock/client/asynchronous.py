@@ -83,12 +83,15 @@ class AsyncClient:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     async def submit(self, job: JobFile, *, idempotency_key: str | None = None) -> JobRecord:
-        """Submit a job; the same key submits it once. Raises ConfigError with one line per flaw."""
-        return await self._send(calls.submit(job, idempotency_key))
+        """Submit a job, and before it the code that its file names by ``./FILE.py:FUNCTION``.
+
+        The same key submits it once. Raises ConfigError with one line per flaw.
+        """
+        return await complete_async(flows.submit(job, idempotency_key), self._send)
 
     async def dry_run(self, job: JobFile) -> Row:
-        """Validate a job and show what it would do."""
-        return await self._send(calls.dry_run(job))
+        """Validate a job and show what it would do; its code is uploaded, and tried by a reward worker."""
+        return await complete_async(flows.dry_run(job), self._send)
 
     async def get(self, job: str) -> JobRecord:
         """Show a job by its id. Raises NotFound."""

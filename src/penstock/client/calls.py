@@ -11,9 +11,9 @@ from urllib.parse import quote
 import orjson
 from pydantic import BaseModel, ValidationError
 
+from penstock.client.beside import JobText, read_job
 from penstock.client.results import Funnel, Interaction, MetricName, Sample, StageSpan, TokenSample
 from penstock.client.results.reading import many, one
-from penstock.shared.config.base import load_yaml
 from penstock.shared.config.kinds import AnyJob
 from penstock.shared.errors import ConfigError, Conflict, ProtocolError
 from penstock.shared.protocol.ids import new_attempt
@@ -27,9 +27,11 @@ Row = dict[str, Any]
 """A JSON object."""
 Rows = list[Row]
 Records = list[JobRecord]
-JobFile = AnyJob | Mapping[str, Any] | Path | str
-"""A job: validated, as a mapping, or the path of a YAML file."""
+JobFile = AnyJob | Mapping[str, Any] | JobText | Path | str
+"""A job: validated, as a mapping, or the path of a YAML file, with the code that lies beside it."""
 Order = Literal["asc", "desc"]
+DRY_RUN_S = 90.0
+"""Longer than the server takes to try code of the user that hangs."""
 Goal = str
 """``terminal`` or a phase."""
 
@@ -79,14 +81,24 @@ def nothing(_: Any) -> None:
     """The reader of an empty reply."""
 
 
-def submit(job: JobFile, key: str | None) -> Call[JobRecord]:
+def text_of(job: JobFile) -> JobText:
+    """A job with what has to be uploaded first. Raises ConfigError."""
+    if isinstance(job, Path | str):
+        return read_job(Path(job))
+    if isinstance(job, JobText):
+        return job
+    return JobText(job.model_dump(mode="json", exclude_unset=True) if isinstance(job, BaseModel) else dict(job))
+
+
+def submit(job: JobText, key: str | None) -> Call[JobRecord]:
     """Submit a job; the same ``key`` submits it once."""
     return Call("POST", "/v1/jobs", read_record, body=_job_bytes(job), key=key)
 
 
-def dry_run(job: JobFile) -> Call[Row]:
+def dry_run(job: JobText) -> Call[Row]:
     """Validate a job and show its plan."""
-    return Call("POST", "/v1/jobs", lambda data: dict(data["plan"]), {"dry_run": True}, _job_bytes(job))
+    read = lambda data: dict(data["plan"])  # noqa: E731
+    return Call("POST", "/v1/jobs", read, {"dry_run": True}, _job_bytes(job), timeout_s=DRY_RUN_S)
 
 
 def get(job: str) -> Call[JobRecord]:
@@ -233,13 +245,9 @@ def reached(record: JobRecord, goal: Goal) -> bool:
     return phase in TERMINAL_PHASES or phase == goal
 
 
-def _job_bytes(job: JobFile) -> bytes:
-    if isinstance(job, Path | str):
-        job = load_yaml(Path(job))
-    if isinstance(job, BaseModel):
-        return job.model_dump_json(exclude_unset=True).encode()
+def _job_bytes(job: JobText) -> bytes:
     try:
-        return orjson.dumps(dict(job))
+        return orjson.dumps(job.data)
     except TypeError as error:
         raise ConfigError(f"the job has no JSON form: {error}") from None
 

@@ -9,13 +9,13 @@ from typing import Any, TypeVar
 
 import orjson
 
-from penstock.client.calls import Call, Rows, nothing, show
-from penstock.client.results import CheckedGrader, File, GraderRun
+from penstock.client.calls import Call, Rows, make, nothing, show
+from penstock.client.results import CheckedGrader, Code, File, GraderRun
 from penstock.client.results.reading import many, one
 from penstock.client.sending import AsyncSend, Send, Steps, awaits, awaits_all, runs, sends
 from penstock.shared.errors import ConfigError
 
-__all__ = ["AsyncFiles", "AsyncGraders", "Files", "Graders"]
+__all__ = ["AsyncFiles", "AsyncGraders", "Files", "Graders", "upload_code"]
 
 T = TypeVar("T")
 
@@ -41,6 +41,14 @@ def _upload(path: Path) -> Call[File]:
     kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
     body = b"".join([head.encode(), data, f"\r\n--{boundary}--\r\n".encode()])
     return Call("POST", "/v1/files", one(File), body=body, timeout_s=_UPLOAD_S, extra_headers=kind)
+
+
+def upload_code(source: str) -> Call[Code]:
+    """Keep a file of Python at the server; job files name what is in it by ``NAME@SHA256:FUNCTION``.
+
+    Raises ConfigError: it is not Python; Conflict: the key lacks the scope jobs:code.
+    """
+    return make("/v1/files/code", one(Code), source=source)
 
 
 def _list() -> Steps[list[File]]:
@@ -79,24 +87,26 @@ def _grade(verb: str, read: Callable[[Any], T], body: dict[str, Any]) -> Call[T]
 
 
 class Files:
-    """``upload``, ``list``, ``show`` and ``delete`` data sets."""
+    """``upload``, ``list``, ``show`` and ``delete`` data sets; ``upload_code`` for files of Python."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
 
     upload = sends(_upload)
+    upload_code = sends(upload_code)
     list = runs(_list)
     show = sends(_show)
     delete = sends(_delete)
 
 
 class AsyncFiles:
-    """``upload``, ``list``, ``show`` and ``delete`` data sets."""
+    """``upload``, ``list``, ``show`` and ``delete`` data sets; ``upload_code`` for files of Python."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send
 
     upload = awaits(_upload)
+    upload_code = awaits(upload_code)
     list = awaits_all(_list)
     show = awaits(_show)
     delete = awaits(_delete)

@@ -6,19 +6,38 @@ import time
 from typing import Any, TypeVar
 
 from penstock.client import calls
-from penstock.client.calls import Goal, Records, Row, Rows
+from penstock.client.calls import Goal, JobFile, Records, Row, Rows
+from penstock.client.files import upload_code
 from penstock.client.patience import Patience, Search
 from penstock.client.results.reading import many
 from penstock.client.sending import Pause, Steps
 from penstock.shared.errors import DeadlineError, Unavailable
 from penstock.shared.protocol.jobs import JobRecord
 
-__all__ = ["checkpoint_now", "find", "pages", "rows", "scale", "until_done", "wait"]
+__all__ = ["checkpoint_now", "dry_run", "find", "pages", "rows", "scale", "submit", "until_done", "wait"]
 
 S = TypeVar("S")
 
 PAGE = 100
 HOLD_S = 25.0
+
+
+def submit(job: JobFile, key: str | None) -> Steps[JobRecord]:
+    """Upload the code that a job file names, and submit it."""
+    text = calls.text_of(job)
+    for source in text.sources.values():
+        yield upload_code(source)
+    record: JobRecord = yield calls.submit(text, key)
+    return record
+
+
+def dry_run(job: JobFile) -> Steps[Row]:
+    """Upload the code that a job file names, and have it validated."""
+    text = calls.text_of(job)
+    for source in text.sources.values():
+        yield upload_code(source)
+    plan: Row = yield calls.dry_run(text)
+    return plan
 
 
 def find(ref: str) -> Steps[JobRecord]:

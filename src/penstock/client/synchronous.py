@@ -82,12 +82,15 @@ class Client:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def submit(self, job: JobFile, *, idempotency_key: str | None = None) -> JobRecord:
-        """Submit a job; the same key submits it once. Raises ConfigError with one line per flaw."""
-        return self._send(calls.submit(job, idempotency_key))
+        """Submit a job, and before it the code that its file names by ``./FILE.py:FUNCTION``.
+
+        The same key submits it once. Raises ConfigError with one line per flaw.
+        """
+        return complete(flows.submit(job, idempotency_key), self._send)
 
     def dry_run(self, job: JobFile) -> Row:
-        """Validate a job and show what it would do."""
-        return self._send(calls.dry_run(job))
+        """Validate a job and show what it would do; its code is uploaded, and tried by a reward worker."""
+        return complete(flows.dry_run(job), self._send)
 
     def get(self, job: str) -> JobRecord:
         """Show a job by its id. Raises NotFound."""

@@ -81,6 +81,7 @@ REPLIES: dict[type, Operation] = {
     results.LetterRow: ("GET", "/v1/jobs/{job_id}/dead-letters"),
     results.Letter: ("GET", "/v1/jobs/{job_id}/dead-letters/{letter}"),
     results.File: ("GET", "/v1/files"),
+    results.Code: ("POST", "/v1/files/code"),
     results.CheckedGrader: ("POST", "/v1/graders/validate"),
     results.GraderRun: ("POST", "/v1/graders/run"),
     results.AuditEntry: ("GET", "/v1/audit-log"),
@@ -93,6 +94,7 @@ ARGUMENTS: dict[str, Any] = {
     "corrected": "b", "model": "policy", "sha256": "a" * 64, "name": "n", "scopes": ["admin"], "url": "http://x.test",
     "grader": {}, "sample": "text", "version": 1, "checkpoint": 1, "item": "7", "user": "eve", "train": True,
     "max_updates": 5,
+    "source": "x = 1",
 }  # fmt: skip
 """Arguments of the methods, by the names of their parameters."""
 WAYS: dict[str, list[dict[str, Any]]] = {

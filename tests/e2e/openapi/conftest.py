@@ -111,6 +111,7 @@ class Front:
             "/v1/feedback/batch": [{**about, "value": False}, {**about, "metric_name": "score", "value": 0.5}],
             "/v1/feedback/tokens": about,
             "/v1/files": {"file": _lines(), "purpose": "fine-tune"},
+            "/v1/files/code": {"source": "def score(prompt, completion, answer, row):\n    return 1.0\n"},
             "/v1/fine_tuning/jobs": self._tuning(),
             "/v1/graders/run": tuning,
             "/v1/graders/validate": {"grader": GRADER},

@@ -12,6 +12,7 @@ events, checkpoints, the audit) are JSON objects as they come.
 from penstock.client.results.deployment import (
     AuditEntry,
     CheckedGrader,
+    Code,
     Deliveries,
     File,
     GraderRun,
@@ -69,6 +70,7 @@ __all__ = [
     "Accepted",
     "AuditEntry",
     "CheckedGrader",
+    "Code",
     "Consent",
     "Decision",
     "Deliveries",

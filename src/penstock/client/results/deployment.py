@@ -10,6 +10,7 @@ import msgspec
 __all__ = [
     "AuditEntry",
     "CheckedGrader",
+    "Code",
     "Deliveries",
     "File",
     "GraderRun",
@@ -100,6 +101,13 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
     status: str = "processed"
     sha256: str
     rows: int
+
+
+class Code(msgspec.Struct, frozen=True, kw_only=True):
+    """An uploaded file of Python: job files name what is in it by ``NAME@SHA256:FUNCTION``."""
+
+    sha256: str
+    bytes: int
 
 
 class CheckedGrader(msgspec.Struct, frozen=True, kw_only=True):

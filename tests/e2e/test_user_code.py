@@ -1,0 +1,70 @@
+"""The worked example of docs/rewards.md, as it stands there: a function beside the job file, tried and trained with."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+
+MANUAL = Path(__file__).resolve().parents[2] / "docs/rewards.md"
+SECTION = MANUAL.read_text(encoding="utf-8").partition("## A function of yours\n")[2].partition("\n## ")[0]
+
+
+def block(language: str) -> str:
+    """The code block of the section in one language."""
+    (found,) = re.findall(rf"```{language}\n(.*?)```", SECTION, flags=re.DOTALL)
+    return str(found)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The files of the section."""
+    (tmp_path / "reward.py").write_text(block("python"))
+    (tmp_path / "job.yaml").write_text(block("yaml"))
+    return tmp_path
+
+
+def test_the_example_of_the_manual(stack: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    dry, submit = (shlex.split(line) for line in block("bash").splitlines())
+    plan = stack.cli(*dry[1:])
+    assert (plan.exit_code, "warning" in plan.output) == (0, False), plan.output
+    assert "4 groups x 4 = 16 trajectories, at most 4 times" in plan.output
+    result = stack.cli(*submit[1:])
+    assert result.exit_code == 0, result.output
+    record = stack.client.find("own-reward")
+    (scorer,) = record.spec["reward"]["scorers"]
+    assert re.fullmatch(r"reward@[0-9a-f]{64}:score", scorer["path"])
+    parts = {name for name in stack.client.metrics(record.id)["series"] if name.startswith("reward/part/")}
+    assert parts == {"reward/part/digits"}
+
+
+def test_a_dry_run_finds_code_that_cannot_be_used(stack: Any, folder: Path) -> None:
+    file, code = folder / "job.yaml", folder / "reward.py"
+
+    def dry_run(*words: str) -> Any:
+        return stack.cli("submit", str(file), "--dry-run", *words)
+
+    code.write_text("import nothing_of_that_name\n")
+    refused = dry_run()
+    assert refused.exit_code == 2, refused.output
+    assert "ModuleNotFoundError: No module named 'nothing_of_that_name' (reward.py, line 1)" in refused.output
+    code.write_text("def score(prompt):\n    return 0.0\n")
+    refused = dry_run()
+    assert refused.exit_code == 2, refused.output
+    assert "cannot be called with (prompt, completion, answer, row, **args)" in refused.output
+    code.write_text("def score(prompt, completion, answer, row, bonus):\n    return row['no']\n")
+    warned = dry_run("--json")
+    assert warned.exit_code == 0, warned.output
+    (warning,) = json.loads(warned.stdout)["warnings"]
+    assert "tried on the first row" in warning
+    assert "KeyError: 'no' (reward.py, line 2)" in warning
+    missing = dry_run("--set", "reward.scorers=[{type: function, path: 'no.such.module:score'}]")
+    assert missing.exit_code == 2, missing.output
+    assert "No module named 'no'" in missing.output
