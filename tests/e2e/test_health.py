@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ import yaml
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
 
+MANUAL = Path(__file__).resolve().parents[2] / "docs/job-file.md"
+SMALLER = "limits.byte_budget=33554432"
+"""The streams of the tests are small."""
 NEVER = {"scorers": [{"type": "format", "pattern": "never"}], "processes": 1}
 AT_TIMES = {"scorers": [{"type": "function", "path": "e2e_scorers:raises_at_times"}], "processes": 1}
 
@@ -41,3 +46,18 @@ def test_failures_of_a_scorer_are_told_of_with_exception_and_line(stack: Any) ->
     assert "raised ValueError: no answer in" in failures
     assert "e2e_scorers.py, line 5" in failures
     assert "scorer_failures" in [warning.kind for warning in record.status.warnings]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_the_first_job_file_of_the_manual_learns(stack: Any, tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", MANUAL.read_text().partition("<!-- begin job -->")[0], flags=re.DOTALL)
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    result = stack.cli("submit", str(file), "--set", SMALLER, "--json")
+    assert result.exit_code == 0, result.output
+    record = stack.finish(stack.client.find("addition").id, 540)
+    assert (record.status.phase, record.status.step) == ("succeeded", 200)
+    rewards = stack.client.metrics(record.id, names="reward/mean")["series"]["reward/mean"]
+    assert fmean(rewards[-20:]) >= fmean(rewards[:20]) + 0.1
+    assert {warning.kind for warning in record.status.warnings}.isdisjoint({"no_signal", "reward_stuck"})

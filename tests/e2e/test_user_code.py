@@ -35,7 +35,7 @@ def test_the_example_of_the_manual(stack: Any, folder: Path, monkeypatch: pytest
     dry, submit = (shlex.split(line) for line in block("bash").splitlines())
     plan = stack.cli(*dry[1:])
     assert (plan.exit_code, "warning" in plan.output) == (0, False), plan.output
-    assert "4 groups x 4 = 16 trajectories, at most 4 times" in plan.output
+    assert "4 groups x 4 = 16 trajectories, at most 20 times" in plan.output
     result = stack.cli(*submit[1:])
     assert result.exit_code == 0, result.output
     record = stack.client.find("own-reward")
@@ -43,6 +43,7 @@ def test_the_example_of_the_manual(stack: Any, folder: Path, monkeypatch: pytest
     assert re.fullmatch(r"reward@[0-9a-f]{64}:score", scorer["path"])
     parts = {name for name in stack.client.metrics(record.id)["series"] if name.startswith("reward/part/")}
     assert parts == {"reward/part/digits"}
+    assert "no_signal" not in [warning.kind for warning in record.status.warnings]
 
 
 def test_a_dry_run_finds_code_that_cannot_be_used(stack: Any, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What lies beside a job file: code that it names by a relative path, and data and models on this machine.
+"""Neighbours of a job file: code that it names by a relative path, and data and models on this machine.
 
 ``path: ./reward.py:score`` becomes ``reward@SHA256:score``, and the file is uploaded before the job is submitted: the
 job stands for this content, whatever becomes of the file. Paths that begin with ``./`` or ``../`` are seen from the
