@@ -36,7 +36,7 @@ COLLAPSED, RECOVERED, LOW_ENTROPY = 0.1, 0.2, 0.05
 SPIKE, BEFORE, COOL = 10.0, 30, 5
 """A value so many times the median of the updates before is a spike; it is over after so many without one."""
 LEAST_KL = 0.1
-STUCK_UPDATES, STUCK_AT_END, ENDS = 60, 20, 50
+STUCK_UPDATES, STUCK_AT_END, ENDS = 60, 30, 50
 """The mean rewards of the first and the last third of the run are compared, each of at most ``ENDS`` updates."""
 STUCK_ERRORS, RISEN_ERRORS = 2.0, 3.0
 """Standard errors of their difference."""

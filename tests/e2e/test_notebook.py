@@ -1,0 +1,74 @@
+"""Python first: the example notebook and the snippet of docs/python.md, executed as they stand."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import penstock
+from penstock.shared.errors import ConfigError
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+
+ROOT = Path(__file__).resolve().parents[2]
+MANUAL = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(autouse=True)
+def _deployment(stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the stack is, as users say it."""
+    monkeypatch.setenv("PENSTOCK_URL", stack.stack.url)
+    monkeypatch.setenv("PENSTOCK_API_KEY", "e2e-key")
+
+
+def run_cell(source: str, names: dict[str, Any]) -> object:
+    """Execute a cell; the value of its last line, which a notebook displays."""
+    tree = ast.parse(source)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, "cell", "exec"), names)
+    return eval(compile(ast.Expression(last.value), "cell", "eval"), names) if isinstance(last, ast.Expr) else None
+
+
+def test_the_example_notebook() -> None:
+    notebook = json.loads((ROOT / "examples/notebook.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    shown = [run_cell(cell, names) for cell in cells]
+    job = names["job"]
+    with job:
+        assert names["record"].status.phase == "succeeded"
+        assert (shown[0], shown[1]) == (job, job)
+        html = job._repr_html_()
+        assert "succeeded" in html
+        assert 'aria-label="reward/mean from ' in html
+        assert repr(job) == f"<Job {job.id} notebook: succeeded, update 20/20>"
+        assert isinstance(shown[2], dict)
+        assert set(shown[2]) == {"reward/mean", "policy/entropy"}
+        assert isinstance(shown[3], list)
+        assert len(shown[3]) == 3
+
+
+def test_the_snippet_of_the_manual(make_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = MANUAL.partition("## In a script or a notebook\n")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(json.dumps(make_job(name="scripted")))
+    names: dict[str, Any] = {}
+    exec(code, names)
+    with names["job"] as job:
+        assert names["record"].status.phase == "succeeded"
+        assert penstock.Job("scripted", job.client).id == job.id
+
+
+def test_a_frame_needs_pandas_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from penstock.job import Metrics
+
+    metrics = Metrics([1, 2], [0.0, 1.0], {"reward/mean": [0.5, None]})
+    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
+    with pytest.raises(ConfigError, match="pip install pandas"):
+        metrics.to_pandas()
