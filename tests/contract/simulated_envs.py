@@ -108,7 +108,19 @@ class PointReach(gymnasium.Env[NDArray[np.float32], NDArray[np.float32]]):
         return self._state.astype(np.float32), -distance - 0.1, bool(distance < 0.05), False, {}
 
 
-for name, entry_point in (("Fragile-v0", Fragile), ("Camera-v0", Camera), ("Slow-v0", Slow)):
+class Restless(PointReach):
+    """Begins elsewhere each time, whatever the seed says, as a simulator does that keeps something over a reset."""
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[NDArray[np.float32], dict[str, Any]]:
+        super().reset(seed=seed)
+        self.state = np.frombuffer(os.urandom(16), np.uint64) / 2.0**64
+        self._state = self.state.copy()
+        return self._state.astype(np.float32), {}
+
+
+for name, entry_point in (("Fragile-v0", Fragile), ("Camera-v0", Camera), ("Slow-v0", Slow), ("Restless-v0", Restless)):
     gymnasium.register(name, entry_point=entry_point)
 
 gymnasium.register("PointReach-v0", entry_point=PointReach, max_episode_steps=20)

@@ -166,6 +166,21 @@ async def test_the_horizon_cuts_off_and_success_is_told(
     assert truncated.meta["task"] == "count to four"
 
 
+async def test_episodes_that_do_not_begin_alike_are_no_group(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their returns could not be compared: the draw has failed, with the reason, and is counted."""
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
+    config = job("simulated_envs:Restless-v0", horizon=4)
+    async with env_service(bus), worker_of(bus, tmp_path, config) as worker:
+        await worker.ask(3)
+        (group,) = await worker.groups(1)
+        (header,) = await worker.headers()
+        assert worker.session.status()["unequal"] == 1
+    assert (group.num_trajectories, header.lengths) == (0, [])
+    assert header.error.endswith("the 2 episodes of reset id 3 began in 2 different states")
+
+
 async def test_a_version_in_mid_episode_begins_another_span(bus: Bus, tmp_path: Path) -> None:
     """Parameters and statistics change together; each decision is labelled with what it came from."""
     config = job("Pendulum-v1", horizon=400, **LONG)

@@ -20,8 +20,9 @@ from penstock.shared.protocol.episode_group import EpisodeGroup
 from penstock.shared.protocol.ids import new_attempt
 from penstock.shared.protocol.messages import Ticket
 
-__all__ = ["Episode", "Label", "Record", "episode_group", "failed_episodes"]
+__all__ = ["UNEQUAL", "Episode", "Label", "Record", "episode_group", "failed_episodes"]
 
+UNEQUAL = "the simulator does not begin equal ids in equal states"
 Label = tuple[int, str]
 """A policy version and the short digest of its weights."""
 
@@ -86,14 +87,17 @@ class Episode:
 def episode_group(
     job: str, config: EmbodiedJob, ticket: Ticket, episodes: Sequence[Episode], *, meta: dict[str, Any]
 ) -> EpisodeGroup:
-    """The group of ended episodes. A lost one stands there as failed and without decisions; where all of them are
-    lost the group has no episodes."""
+    """The group of ended episodes. A lost one stands there as failed and without decisions. The group has no episodes
+    where all of them are lost, and where the simulator did not begin them in one state: to compare them would mean
+    nothing."""
     records = [episode.record for episode in episodes]
     lost = [episode.lost for episode in episodes if episode.record is None]
     first = next((record for record in records if record is not None), None)
     if first is None:
         return failed_episodes(job, config, ticket, {**meta, "error": lost[0] if lost else "no episodes"})
     kept = [record for record in records if record is not None]
+    if starts := _unequal_starts(kept):
+        return failed_episodes(job, config, ticket, {**meta, "error": starts.format(episodes[0].reset_id)})
     lengths = [0 if record is None else record.num_decisions for record in records]
     cuts = np.zeros(len(records) + 1, np.int32)
     np.cumsum(lengths, out=cuts[1:])
@@ -142,6 +146,14 @@ def failed_episodes(job: str, config: EmbodiedJob, ticket: Ticket, meta: dict[st
         spans=np.zeros((0, 4), np.int32), reset_id=config.environment.reset_id(ticket.draw.ordinal),
         state_hashes=np.zeros(0, np.uint64), meta=meta,
     )  # fmt: skip
+
+
+def _unequal_starts(records: Sequence[Record]) -> str:
+    """Why these are no episodes from one state, or ''; {} stands for their reset id."""
+    starts = {record.state_hash for record in records}
+    if len(starts) == 1:
+        return ""
+    return f"{UNEQUAL}: the {len(records)} episodes of reset id {{}} began in {len(starts)} different states"
 
 
 def _spans(records: Sequence[Record | None]) -> tuple[NDArray[np.int32], tuple[str, ...]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any
 
 from penstock.services.rollout.asking import Asking
 from penstock.services.rollout.embodied.engine import PolicyEngine
-from penstock.services.rollout.embodied.episodes import Episode, episode_group, failed_episodes
+from penstock.services.rollout.embodied.episodes import UNEQUAL, Episode, episode_group, failed_episodes
 from penstock.services.rollout.embodied.films import FilmMaker, Shot
 from penstock.services.rollout.embodied.noise import NoiseSource
 from penstock.services.rollout.embodied.queue import EpisodeQueue
@@ -26,6 +27,8 @@ from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["EmbodiedSession"]
+
+logger = logging.getLogger(__name__)
 
 
 class EmbodiedSession:
@@ -46,7 +49,7 @@ class EmbodiedSession:
         self._policy: PolicyFollower | None = None
         self._unfinished = 0
         """Episodes of the tickets in hand that have not ended."""
-        self.groups = self.episodes = self.lost = 0
+        self.groups = self.episodes = self.lost = self.unequal = 0
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -130,7 +133,11 @@ class EmbodiedSession:
         ]
         await self._play(ticket, key, episodes, oldest=ticket.min_version)
         meta = {"worker": self._settings.worker_id, "seconds": time.perf_counter() - start}
-        await self._publisher.publish(episode_group(self.job, config, ticket, episodes, meta=meta))
+        group = episode_group(self.job, config, ticket, episodes, meta=meta)
+        if UNEQUAL in group.meta.get("error", ""):
+            self.unequal += 1
+            logger.error("job %s: %s", self.job, group.meta["error"])
+        await self._publisher.publish(group)
         self.groups += 1
 
     async def _evaluate(self, ticket: Ticket, key: str) -> None:
@@ -215,5 +222,6 @@ class EmbodiedSession:
             "episodes": self.episodes,
             "lost": self.lost,
             "groups": self.groups,
+            "unequal": self.unequal,
         } | (policy.status() if policy else {})
         return row | self._tickets.status(self._publisher)
