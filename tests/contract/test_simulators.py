@@ -1,9 +1,16 @@
-"""Every simulator keeps the same contract. A new one adds its cases to ``CASES``."""
+"""Every simulator keeps the same contract. A new one adds its cases to ``CASES``.
+
+Those of ``ELSEWHERE`` need what `penstock sims install NAME` makes in PENSTOCK_SIMS_DIR. They are skipped without;
+PENSTOCK_REQUIRE_SIMULATORS, a list of names, makes that a failure.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from ctypes.util import find_library
@@ -18,25 +25,65 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.services.env.pool import EnvPool
-from penstock.services.env.simulators import Chunk, Named, Simulator, describe_simulator, open_simulator
+from penstock.services.env.simulators import (
+    BACKENDS,
+    INSTALLED,
+    Chunk,
+    Named,
+    Simulator,
+    describe_simulator,
+    interpreter_of,
+    open_simulator,
+)
+from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Unavailable
 from penstock.shared.protocol.environment import ArraySpec, OpenEnv, ResetRequest, StepRequest
 from tests.contract.simulated_envs import DIE, FOLDER, HANG, NOT_A_NUMBER, RAISE, STEP, UNSTARTABLE
 
 NOWHERE = Path("/nonexistent")
+LONG_S = 600
+"""Libraries of many megabytes are imported, on a machine that may be busy."""
+SLOW_TO_START = pytest.mark.timeout(LONG_S)
+ELSEWHERE = ("maniskill", "libero")
 REACH = OpenEnv(env_id="reach-v3", num_envs=3, backend="metaworld", options={"horizon": 20})
+PUSH = OpenEnv(env_id="PushCube-v1", num_envs=3, backend="maniskill", options={"horizon": 20})
+SOUP = OpenEnv(env_id="libero_object/0", num_envs=3, backend="libero", options={"horizon": 12, "assets": "primitive"})
 CASES = {
     "discrete": OpenEnv(env_id="CartPole-v1", num_envs=3),
     "continuous": OpenEnv(env_id="Pendulum-v1", num_envs=3),
     "options": OpenEnv(env_id="CartPole-v1", num_envs=3, options={"sutton_barto_reward": True}),
     "mujoco, two processes": OpenEnv(env_id="Hopper-v5", num_envs=3, num_processes=2),
     "metaworld": REACH,
+    "maniskill": PUSH,
+    "maniskill, two processes": msgspec.structs.replace(PUSH, env_id="PickCube-v1", num_processes=2),
+    "libero": SOUP,
 }
 
 
-@pytest.fixture(scope="module", params=list(CASES))
-def simulator(request: pytest.FixtureRequest) -> Iterator[Simulator]:
-    opened = open_simulator(CASES[request.param], NOWHERE)
+def sims_dir(request: OpenEnv) -> Path:
+    """Where the interpreter of a case is; the case is skipped, or fails, where there is none."""
+    folder = ServiceSettings().sims_dir.expanduser()
+    if request.backend not in ELSEWHERE:
+        return NOWHERE
+    if not (folder / request.backend / INSTALLED).exists():
+        reason = f"no {request.backend} in {folder}: penstock sims install {request.backend}"
+        if request.backend in os.environ.get("PENSTOCK_REQUIRE_SIMULATORS", "").split():
+            pytest.fail(f"{reason}, which PENSTOCK_REQUIRE_SIMULATORS demands")
+        pytest.skip(reason)
+    return folder
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=SLOW_TO_START if one.backend in ELSEWHERE else ()) for name, one in CASES.items()],
+)
+def case(request: pytest.FixtureRequest) -> OpenEnv:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def simulator(case: OpenEnv) -> Iterator[Simulator]:
+    opened = open_simulator(case, sims_dir(case))
     yield opened
     opened.close()
 
@@ -121,12 +168,8 @@ def test_the_state_id_alone_decides_the_episode(simulator: Simulator, state_id: 
     assert repeated.rewards.tolist() == chunk.rewards[:1].tolist()
 
 
-def test_another_session_plays_the_same_episode(simulator: Simulator) -> None:
-    spec = simulator.spec
-    request = next(one for one in CASES.values() if one.env_id == spec.env_id and one.backend == spec.backend)
-    if request.env_id == "CartPole-v1":
-        request = CASES["discrete"]
-    other = open_simulator(OpenEnv(**{**_fields(request), "num_envs": 1, "num_processes": 1}), NOWHERE)
+def test_another_session_plays_the_same_episode(simulator: Simulator, case: OpenEnv) -> None:
+    other = open_simulator(OpenEnv(**{**_fields(case), "num_envs": 1, "num_processes": 1}), sims_dir(case))
     try:
         here, there = (copied(one.reset(ids(0), states(77)).observations) for one in (simulator, other))
         assert equal(here, there)
@@ -141,13 +184,14 @@ def _fields(request: OpenEnv) -> dict[str, Any]:
     return {name: getattr(request, name) for name in ("env_id", "backend", "options", "step_limit_s")}
 
 
-@pytest.mark.parametrize("name", ["discrete", "mujoco, two processes", "metaworld"])
+@pytest.mark.parametrize("name", ["discrete", "mujoco, two processes", "metaworld", "libero"])
 def test_an_episode_is_filmed_and_goes_on_as_without_a_camera(name: str) -> None:
     """An MP4 file of the newest episode; states and rewards are those of the same simulator without a camera."""
     if name != "discrete" and not (find_library("OSMesa") or find_library("EGL_mesa")):
         pytest.skip("no OpenGL library: apt-get install -y libosmesa6")
     request = OpenEnv(**{**_fields(CASES[name]), "num_envs": 1})
-    plain, filmed = (open_simulator(msgspec.structs.replace(request, camera=on), NOWHERE) for on in (False, True))
+    where = sims_dir(request)
+    plain, filmed = (open_simulator(msgspec.structs.replace(request, camera=on), where) for on in (False, True))
     try:
         assert "camera" in plain.film(0)[1], "nobody films without one"
         assert filmed.film(0) == (b"", "no episode was begun")
@@ -277,6 +321,163 @@ def test_metaworld_ends_at_success_and_says_so() -> None:
         assert simulator.spec.has_success
     finally:
         simulator.close()
+
+
+# -- ManiSkill and LIBERO --------------------------------------------------------------------------------------------
+
+
+@SLOW_TO_START
+@pytest.mark.parametrize("on_success", ["terminate", "truncate", "continue"])
+def test_maniskill_ends_a_chunk_where_the_task_is_solved(on_success: str) -> None:
+    """A controller goes behind the cube and pushes it to the goal, with chunks that are longer than what is left."""
+    options = {"control_mode": "pd_ee_delta_pos", "horizon": 80, "on_success": on_success}
+    request = msgspec.structs.replace(PUSH, num_envs=1, options=options)
+    simulator = open_simulator(request, sims_dir(request))
+    try:
+        state = simulator.reset(ids(0), states(3)).observations["state"][0].copy()
+        assert simulator.spec.has_success
+        behind = False
+        for _ in range(40):
+            hand, goal, cube = state[18:21], state[25:28], state[28:31]
+            start = np.array([cube[0] - 0.1, cube[1], 0.02])
+            behind |= bool(np.linalg.norm(start - hand) < 0.02)
+            over = np.abs((start - hand)[:2]).max() > 0.03
+            aim = np.array([goal[0], cube[1], 0.02]) if behind else np.array([*start[:2], 0.15]) if over else start
+            action = np.append(np.clip((aim - hand) / 0.1, -1, 1), -1.0).astype(np.float32)
+            chunk = step(simulator, ids(0), np.repeat(action[None, None], 2, axis=1))
+            state = chunk.observations["state"][0].copy()
+            if chunk.success.any():
+                break
+        first = int(chunk.success[0].argmax())
+        ends = {"terminate": chunk.terminated, "truncate": chunk.truncated}
+        if on_success == "continue":
+            assert not chunk.terminated.any()
+            assert not chunk.truncated.any()
+            assert chunk.valid.tolist() == [2]
+        else:
+            assert chunk.success.tolist() == ends[on_success].tolist()
+            assert chunk.valid.tolist() == [first + 1]
+            assert not chunk.rewards[0, first + 1 :].any(), "nothing is paid after the end"
+            assert equal(chunk.final_observations, chunk.observations)
+        assert chunk.rewards[0, first] == 1.0
+    finally:
+        simulator.close()
+
+
+REFUSED = """
+import json, runpy, sys
+make = runpy.run_path(sys.argv[1])["make"]
+for env_id, options in json.loads(sys.argv[2]):
+    try:
+        make(env_id, options)
+    except ValueError as error:
+        print(json.dumps(f"refused: {error}"))
+    else:
+        print(json.dumps("made"))
+"""
+
+
+def refusals(request: OpenEnv, asked: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    """Answers of an adapter in one process of its interpreter, to which nobody types anything."""
+    run = subprocess.run(
+        [interpreter_of(request.backend, sims_dir(request)), "-c", REFUSED, str(BACKENDS[request.backend]),
+         json.dumps(asked)],
+        capture_output=True, text=True, timeout=LONG_S, check=True, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith('"')]
+
+
+@SLOW_TO_START
+def test_maniskill_says_what_it_lacks() -> None:
+    """A task whose assets are not here is named with the command, and nobody answers the library's question."""
+    cases = {
+        ("NoSuchTask-v1", None): "ManiSkill has no task 'NoSuchTask-v1'; it has: .*PushCube-v1",
+        (
+            "PutCarrotOnPlateInScene-v1",
+            None,
+        ): "assets are missing: .*bridge_v2_real2sim.*mani_skill.utils.download_asset",
+        ("TwoRobotPickCube-v1", None): "tasks of several robots are not supported",
+        ("PushCube-v1", "stop"): "on_success 'stop': it is one of terminate, truncate, continue",
+    }
+    asked = [(env_id, {} if value is None else {"on_success": value}) for env_id, value in cases]
+    for answer, message in zip(refusals(PUSH, asked), cases.values(), strict=True):
+        assert re.search(message, answer, re.DOTALL), answer
+
+
+@SLOW_TO_START
+def test_maniskill_films_where_vulkan_draws_and_says_so_elsewhere() -> None:
+    spec = describe_simulator(msgspec.structs.replace(PUSH, num_envs=1, camera=True), sims_dir(PUSH))
+    assert spec.observations["state"].dtype == "float32", "the simulator works either way"
+    assert spec.no_video == "" or "ManiSkill draws with Vulkan, and no driver here can" in spec.no_video
+
+
+SOLVE = """
+import json, runpy, sys
+adapter = runpy.run_path(sys.argv[1])
+env = adapter["make"]("libero_object/0", {"assets": "primitive", "reach_reward": 0.5})
+env.reset(3)
+idle = [0.0] * 6 + [-1.0]
+before = env.step(idle)[1:]
+engine = env._env
+basket = engine.sim.data.body_xpos[engine.obj_body_id["basket_1"]].copy()
+joint = engine.objects_dict[engine.obj_of_interest[0]].joints[0]
+place = engine.sim.data.get_joint_qpos(joint).copy()
+place[:3] = basket + [0, 0, 0.06]
+engine.sim.data.set_joint_qpos(joint, place)
+engine.sim.forward()
+steps = [env.step(idle)[1:] for _ in range(15)]
+print(json.dumps({"before": before, "steps": steps, "torch": "torch" in sys.modules, "task": env.task}))
+"""
+
+
+@SLOW_TO_START
+def test_libero_sees_when_its_goal_is_reached() -> None:
+    """The library's own predicate: the soup in the basket, put there by hand, in the interpreter of the simulator."""
+    python = interpreter_of("libero", sims_dir(SOUP))
+    run = subprocess.run(
+        [python, "-c", SOLVE, str(BACKENDS["libero"])], capture_output=True, text=True, timeout=LONG_S, check=True,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    found = json.loads(run.stdout.splitlines()[-1])
+    reward, terminated, truncated, success = found["before"]
+    assert 0 < reward < 0.5, "a hand above the table is not at the soup"
+    assert not (terminated or truncated or success)
+    reward, terminated, truncated, success = next(one for one in found["steps"] if one[3])
+    assert (reward >= 1.0, terminated, truncated) == (True, True, False)
+    assert found["task"] == "pick the alphabet soup and place it in the basket"
+    assert not found["torch"], "initial states are read without it"
+
+
+@SLOW_TO_START
+def test_libero_begins_in_its_own_initial_states() -> None:
+    """50 of the suite, all different; the ids above are places of their own."""
+    simulator = open_simulator(SOUP, sims_dir(SOUP))
+    try:
+        seen = set()
+        for first in (0, 3, 48, 51):
+            started = simulator.reset(ids(0, 1, 2), states(first, first + 1, first + 2))
+            assert started.lost == {}
+            assert started.tasks == ["pick the alphabet soup and place it in the basket"] * 3
+            seen |= set(started.state_hashes.tolist())
+        assert len(seen) == 12
+    finally:
+        simulator.close()
+
+
+@SLOW_TO_START
+def test_libero_says_what_it_lacks() -> None:
+    cases = {
+        ("libero_object/0", ""): "meshes are not in .*libero-download-assets, or .*assets: FOLDER.*assets: primitive",
+        ("libero_goal/1", "primitive"): "primitive assets for the tasks of libero_object alone",
+        ("libero_goal/1", "/nonexistent"): "meshes are not in /nonexistent/assets",
+        ("libero_object/77", "primitive"): "has no task '77'; it has: 0 pick_up_the_alphabet_soup",
+        ("libero", ""): "no suite 'libero'; a task is SUITE/NUMBER or SUITE/NAME of: libero_spatial",
+    }
+    if list((sims_dir(SOUP) / "libero").glob("lib/*/site-packages/libero/libero/assets")):
+        del cases[("libero_object/0", "")]  # this interpreter has the meshes
+    asked = [(env_id, {"assets": assets} if assets else {}) for env_id, assets in cases]
+    for answer, message in zip(refusals(SOUP, asked), cases.values(), strict=True):
+        assert re.search(message, answer), answer
 
 
 # -- what simulators do to their process -----------------------------------------------------------------------------

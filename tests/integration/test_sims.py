@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -45,11 +46,14 @@ def test_an_interpreter_counts_once_its_installation_is_complete(tmp_path: Path)
 def test_what_cannot_be_installed_is_an_error(tmp_path: Path) -> None:
     environment = {"PENSTOCK_SIMS_DIR": str(tmp_path)}
     result = CliRunner().invoke(app, ["sims", "install", "holodeck"], env=environment)
-    assert (result.exit_code, "there is: gymnasium, metaworld" in result.output) == (2, True)
+    assert (result.exit_code, "there is: gymnasium, libero, maniskill, metaworld" in result.output) == (2, True)
     listed = CliRunner().invoke(app, ["sims", "ls", "--json"], env=environment)
-    assert [row["name"] for row in json.loads(listed.stdout)] == ["gymnasium", "metaworld"]
+    assert [row["name"] for row in json.loads(listed.stdout)] == [
+        "gymnasium", "libero", "maniskill", "metaworld",
+    ]  # fmt: skip
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.long
 def test_an_installed_interpreter_runs_its_simulator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An interpreter without Penstock: the child needs none."""
@@ -64,3 +68,52 @@ def test_an_installed_interpreter_runs_its_simulator(tmp_path: Path, monkeypatch
         assert interpreter_of("gymnasium", tmp_path) == str(tmp_path / "gymnasium" / "bin" / "python")
     finally:
         simulator.close()
+
+
+OWN = Path(__file__).parents[2] / "examples" / "own_simulator.py"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.long
+def test_a_simulator_of_ones_own_is_installed_listed_and_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_SIMS_DIR", str(tmp_path))
+    result = CliRunner().invoke(app, ["sims", "install", "puck", "--adapter", str(OWN)])
+    assert result.exit_code == 0, result.output
+    listed = json.loads(CliRunner().invoke(app, ["sims", "ls", "--json"]).stdout)
+    assert {row["name"]: row["problem"] for row in listed}["puck"] == ""
+    request = OpenEnv(env_id="rest-at-goal", num_envs=2, backend="puck", options={"horizon": 3})
+    simulator = open_simulator(request, tmp_path)
+    try:
+        both = np.arange(2, dtype=np.int32)
+        started = simulator.reset(both, np.asarray([4, 4]))
+        assert started.tasks == ["bring the puck to rest at the goal"] * 2
+        assert started.state_hashes[0] == started.state_hashes[1]
+        chunk = simulator.step(both, np.ones((2, 4, 2), np.float32), None)
+        assert (chunk.valid.tolist(), chunk.truncated[:, 2].tolist()) == ([3, 3], [True, True])
+    finally:
+        simulator.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "adapter", "message"),
+    [
+        ("libero", "counter.py", "'libero' cannot name a simulator of your own"),
+        ("../mine", "counter.py", "'../mine' cannot name a simulator of your own"),
+        ("mine", "missing.py", "there is no file"),
+    ],
+)
+def test_what_cannot_be_an_adapter_is_refused(tmp_path: Path, name: str, adapter: str, message: str) -> None:
+    shutil.copyfile(OWN, tmp_path / "counter.py")
+    result = CliRunner().invoke(app, ["sims", "install", name, "--adapter", str(tmp_path / adapter)])
+    assert (result.exit_code, message in result.output.replace("\n", " ")) == (2, True), result.output
+
+
+def test_a_simulator_that_nobody_has_names_the_way_to_ones_own(tmp_path: Path) -> None:
+    """Also a name that would lead out of the folder of the simulators."""
+    (tmp_path / "sims" / "mine").mkdir(parents=True)
+    shutil.copyfile(OWN, tmp_path / "sims" / "mine" / "adapter.py")
+    for name in ("warp", "../sims/mine"):
+        with pytest.raises(
+            ConfigError, match=r"gymnasium, libero, maniskill, metaworld, mine\. An adapter of your own"
+        ):
+            open_simulator(OpenEnv(env_id="x", num_envs=1, backend=name), tmp_path / "sims")

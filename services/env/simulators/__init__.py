@@ -1,7 +1,8 @@
 """Simulators. Each backend is one adapter file in ``backends``, run by ``child.py`` in a process of its own.
 
 The env service calls this package; it may import the wire's messages and errors, and no simulator: those live in the
-interpreter of the child. Adding a backend: one file, one line in ``BACKENDS``; it inherits the contract test.
+interpreter of the child. Adding a backend: one file, one line in ``BACKENDS``; it inherits the contract test. A user's
+own adapter lies in ``PENSTOCK_SIMS_DIR``, where ``penstock sims install NAME --adapter FILE`` puts it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from penstock.shared.errors import ConfigError, PenstockError
 from penstock.shared.protocol.environment import EnvSpec, OpenEnv
 
 __all__ = [
+    "ADAPTER",
     "BACKENDS",
     "INSTALLED",
+    "NAME",
     "Chunk",
     "Named",
     "Simulator",
     "Started",
+    "adapter_of",
     "describe_simulator",
     "interpreter_of",
     "open_simulator",
@@ -33,21 +37,29 @@ __all__ = [
 FOLDER = Path(__file__).with_name("backends")
 BACKENDS = {
     "gymnasium": FOLDER / "gymnasium_backend.py",
+    "libero": FOLDER / "libero_backend.py",
+    "maniskill": FOLDER / "maniskill_backend.py",
     "metaworld": FOLDER / "metaworld_backend.py",
 }
 PACKAGES = {
     "gymnasium": frozenset({"gymnasium", "mujoco", "pygame", "numpy"}),
+    "libero": frozenset({"libero", "robosuite", "bddl", "mujoco", "gymnasium", "torch", "numpy"}),
+    "maniskill": frozenset({"mani_skill", "sapien", "gymnasium", "torch", "numpy"}),
     "metaworld": frozenset({"metaworld", "gymnasium", "mujoco", "numpy"}),
 }
 """Modules that ``penstock sims install`` brings for a backend."""
 NOT_HERE = {
-    "behavior": "BEHAVIOR-1K needs Isaac Sim, NVIDIA GPUs and its own data licence",
-    "robotwin": "RoboTwin needs SAPIEN with a GPU renderer and its asset pack",
-    "genesis": "Genesis needs an environment of its own (genesis-world pins another MuJoCo)",
-    "isaac": "Isaac Lab needs Isaac Sim and NVIDIA GPUs",
-    "calvin": "CALVIN needs its data set and PyBullet with EGL",
+    "behavior": "BEHAVIOR-1K: Isaac Sim, OmniGibson, NVIDIA GPUs with ray tracing, and data that has its own licence",
+    "calvin": "CALVIN: calvin_env with PyBullet, EGL, and its data set",
+    "genesis": "Genesis: genesis-world, in an interpreter of its own because it needs another MuJoCo",
+    "isaac": "Isaac Lab: isaaclab with Isaac Sim, and NVIDIA GPUs with ray tracing",
+    "robotwin": "RoboTwin: its repository, SAPIEN with a GPU that renders, and its asset pack",
 }
-"""Simulators that people ask for, and what an adapter of them would need."""
+"""Simulators that people ask for and Penstock has no adapter of, and what one would have to install."""
+NAME = re.compile(r"[a-z][a-z0-9_-]*")
+"""Of a simulator; also that of its folder."""
+ADAPTER = "adapter.py"
+"""A user's own adapter, in the folder of its interpreter."""
 INSTALLED = "installed.json"
 """``penstock sims install`` writes this file into an interpreter's folder when everything is there."""
 MAX_ENVS = 4096
@@ -60,6 +72,25 @@ def interpreter_of(backend: str, sims_dir: Path) -> str:
     return str(own / "bin" / "python") if (own / INSTALLED).exists() else sys.executable
 
 
+def adapter_of(backend: str, sims_dir: Path) -> Path:
+    """The file of a simulator's adapter.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    own = sims_dir / backend / ADAPTER
+    if backend in BACKENDS:
+        return BACKENDS[backend]
+    if NAME.fullmatch(backend) and own.is_file():
+        return own
+    installed = {one.parent.name for one in sims_dir.glob(f"*/{ADAPTER}")}
+    needs = f". {NOT_HERE[backend]}" if backend in NOT_HERE else ""
+    raise ConfigError(
+        f"no simulator backend '{backend}'; there is: {', '.join(sorted(BACKENDS | dict.fromkeys(installed)))}{needs}. "
+        "An adapter of your own: penstock sims install NAME --adapter FILE"
+    )
+
+
 def open_simulator(request: OpenEnv, sims_dir: Path) -> Simulator:
     """Make the environments of a session. Blocking.
 
@@ -68,15 +99,10 @@ def open_simulator(request: OpenEnv, sims_dir: Path) -> Simulator:
     """
     if not 1 <= request.num_envs <= MAX_ENVS:
         raise ConfigError(f"num_envs {request.num_envs}: a session holds 1 to {MAX_ENVS} environments")
-    if request.backend not in BACKENDS:
-        known = ", ".join(sorted(BACKENDS))
-        reason = NOT_HERE.get(request.backend)
-        raise ConfigError(
-            f"no simulator backend '{request.backend}'; there is: {known}" + (f". {reason}" if reason else "")
-        )
+    adapter = adapter_of(request.backend, sims_dir)
     python = interpreter_of(request.backend, sims_dir)
     try:
-        return ProcessSimulator(request, python=python, backend=BACKENDS[request.backend], limit_s=request.step_limit_s)
+        return ProcessSimulator(request, python=python, backend=adapter, limit_s=request.step_limit_s)
     except ConfigError as error:
         hint = _hint(str(error), request.backend, python)
         raise ConfigError(f"'{request.env_id}' of {request.backend}: {error}{hint}") from None
@@ -87,7 +113,7 @@ def _hint(error: str, backend: str, python: str) -> str:
     missing = re.search(r"ModuleNotFoundError: (?:No module named '|import of )([\w.]+)", error)
     if missing is None:
         return ""
-    if missing[1].partition(".")[0] in PACKAGES[backend]:
+    if missing[1].partition(".")[0] in PACKAGES.get(backend, ()):
         return f": run `penstock sims install {backend}`"
     return f": install what has '{missing[1]}' into the interpreter of the simulator, {python}"
 

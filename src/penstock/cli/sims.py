@@ -16,7 +16,7 @@ import typer
 
 from penstock.cli.exits import FAILED
 from penstock.cli.printing import Json, console, note, show_json, table
-from penstock.services.env.simulators import BACKENDS, INSTALLED, interpreter_of
+from penstock.services.env.simulators import ADAPTER, BACKENDS, INSTALLED, NAME, interpreter_of
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import ConfigError
 
@@ -36,7 +36,7 @@ class Pins:
 
     Attributes:
         packages: pinned, for pip.
-        imports: module whose import proves that it works.
+        imports: modules whose import proves that it works.
         note: what pip cannot bring.
     """
 
@@ -50,6 +50,16 @@ ENCODER = "imageio-ffmpeg==0.8.1"
 PICTURES = "pictures and videos need OSMesa: apt-get install -y libosmesa6"
 PINS = {
     "gymnasium": Pins(("gymnasium[classic-control,mujoco]==1.4.0", "mujoco==3.3.0", ENCODER), "gymnasium", PICTURES),
+    "libero": Pins(
+        ("rlinf-libero==0.1.3", "robosuite==1.4.1", "bddl==3.6.0", "mujoco==3.3.0", "numpy==1.26.4", ENCODER),
+        "bddl, mujoco, libero",
+        f"meshes come by libero-download-assets in its bin folder; {PICTURES}",
+    ),
+    "maniskill": Pins(
+        ("torch==2.13.0", "mani_skill==3.0.1", "sapien==3.0.3", "gymnasium==1.4.0", "numpy==1.26.4", ENCODER),
+        "sapien, importlib.metadata; importlib.metadata.version('mani_skill')",  # all of it takes seconds
+        "videos need Vulkan: a GPU's driver, or apt-get install -y libvulkan1 mesa-vulkan-drivers (Mesa 25 or newer)",
+    ),
     "metaworld": Pins(
         ("metaworld==3.1.1", "gymnasium==1.4.0", "mujoco==3.3.0", ENCODER),
         "metaworld",
@@ -63,25 +73,45 @@ IMPORT_LIMIT_S = 120.0
 
 @app.command()
 def install(
-    name: Annotated[str, typer.Argument(help="Simulator: gymnasium or metaworld.")],
+    name: Annotated[
+        str, typer.Argument(help="Simulator: gymnasium, libero, maniskill, metaworld, or a name for --adapter.")
+    ],
     *,
     python: Annotated[Path, typer.Option(help="Interpreter from which the environment is made.")] = Path(
         sys.executable
     ),
     again: Annotated[bool, typer.Option("--again", help="Remove what is there and install it anew.")] = False,
+    adapter: Annotated[
+        Path | None, typer.Option(help="An adapter file of your own, for a simulator of your own.")
+    ] = None,
+    package: Annotated[
+        list[str] | None, typer.Option(help="With --adapter: a package that it needs; repeatable.")
+    ] = None,
+    index: Annotated[str | None, typer.Option(help="A further package index, for pip --extra-index-url.")] = None,
     as_json: Json = False,
 ) -> None:
     """Make an interpreter with pinned packages of a simulator, in PENSTOCK_SIMS_DIR."""
-    pins = PINS.get(name)
+    pins = PINS.get(name) if adapter is None else _pins_of_own(name, adapter, package or [])
     if pins is None:
         raise ConfigError(f"no simulator '{name}'; there is: {', '.join(sorted(PINS))}")
     folder = load_settings().sims_dir.expanduser() / name
     if (folder / INSTALLED).exists() and not again:
         note(f"{name} is installed in {folder}; --again installs it anew")
     else:
-        _install(name, pins, folder, python)
+        _install(name, pins, folder, python, adapter=adapter, index=index)
     if as_json:
         show_json({"name": name, "folder": str(folder), "packages": pins.packages})
+
+
+def _pins_of_own(name: str, adapter: Path, packages: list[str]) -> Pins:
+    """Requirements of a user's own adapter. Raises ConfigError: a name or a file that cannot be."""
+    if name in BACKENDS or not NAME.fullmatch(name):
+        raise ConfigError(
+            f"'{name}' cannot name a simulator of your own: use small letters, digits, _ and -, and no taken name"
+        )
+    if not adapter.is_file():
+        raise ConfigError(f"there is no file {adapter}")
+    return Pins(("numpy>=1.26", ENCODER, *packages), "numpy")
 
 
 def ensure_simulator(name: str) -> None:
@@ -97,16 +127,29 @@ def ensure_simulator(name: str) -> None:
         _install(name, PINS[name], settings.sims_dir.expanduser() / name, Path(sys.executable))
 
 
-def _install(name: str, pins: Pins, folder: Path, python: Path) -> None:
+def _install(
+    name: str, pins: Pins, folder: Path, python: Path, *, adapter: Path | None = None, index: str | None = None
+) -> None:
     started = time.monotonic()
     if folder.exists():
         shutil.rmtree(folder)
     _run([str(python), "-m", "venv", str(folder)], f"making an environment in {folder}")
     own = folder / "bin" / "python"
-    _run([str(own), "-m", "pip", "install", "--progress-bar", "off", *pins.packages], f"installing {name}")
-    _run([str(own), "-c", f"import {pins.imports}"], f"importing {pins.imports}")
+    further = ["--extra-index-url", index] if index else []
+    pip = [str(own), "-m", "pip", "install", "--progress-bar", "off", *further]
+    _run([*pip, *pins.packages], f"installing {name}")
+    if adapter is not None:
+        shutil.copyfile(adapter, folder / ADAPTER)
+    _run(_trial(name, str(own), folder), f"importing {name}")
     (folder / INSTALLED).write_text(json.dumps({"packages": pins.packages}))
     note(f"{name} is ready after {time.monotonic() - started:.0f} s{': ' + pins.note if pins.note else ''}")
+
+
+def _trial(name: str, python: str, folder: Path) -> list[str]:
+    """A command that fails where the simulator does not work."""
+    if name not in BACKENDS:
+        return [python, "-P", str(folder / ADAPTER)]
+    return [python, "-c", f"import {PINS[name].imports if name in PINS else name}"]
 
 
 @app.command(name="ls")
@@ -122,12 +165,13 @@ def list_simulators(*, as_json: Json = False) -> None:
 
 def find_simulators(settings: ServiceSettings) -> Iterator[tuple[str, str, str]]:
     """Each simulator, its interpreter, and why it does not work, or ''."""
-    for name in sorted(BACKENDS):
-        python = interpreter_of(name, settings.sims_dir.expanduser())
-        module = PINS[name].imports if name in PINS else name
+    folder = settings.sims_dir.expanduser()
+    own = {file.parent.name for file in folder.glob(f"*/{ADAPTER}")}
+    for name in sorted(BACKENDS | dict.fromkeys(own)):
+        python = interpreter_of(name, folder)
         try:
             result = subprocess.run(
-                [python, "-c", f"import {module}"], capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False
+                _trial(name, python, folder / name), capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             yield name, python, f"{python} does not run: {error}"
