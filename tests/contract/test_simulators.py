@@ -265,6 +265,26 @@ def test_the_next_episode_begins_in_the_same_request(simulator: Simulator) -> No
     assert int(chunk.state_hashes[0]) == state_hash
 
 
+def test_a_simulator_whose_process_is_killed_begins_again_alike(simulator: Simulator) -> None:
+    """Its episodes are lost with the reason; the process that takes its place plays the same ones."""
+    before = simulator.reset(ids(0), states(21))
+    first, state_hash = copied(before.observations), int(before.state_hashes[0])
+    children = [
+        child
+        for child in psutil.Process().children()
+        if child.cmdline()[-2:-1] == [str(BACKENDS[simulator.spec.backend])]
+    ]
+    for child in children:
+        child.kill()
+    chunk = simulator.step(ids(0), random_actions(simulator, 6, 1), None)
+    assert "SIGKILL" in chunk.lost[0]
+    assert not chunk.valid.any()
+    again = simulator.reset(ids(0), states(21))
+    assert again.lost == {}
+    assert equal(again.observations, first)
+    assert int(again.state_hashes[0]) == state_hash
+
+
 def test_gymnasium_is_passed_through_exactly() -> None:
     simulator = open_simulator(CASES["discrete"], NOWHERE)
     env = gymnasium.make("CartPole-v1")
