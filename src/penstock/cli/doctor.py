@@ -17,7 +17,7 @@ import typer
 from penstock.cli.demo import DEMO_STREAMS
 from penstock.cli.exits import FAILED, OK
 from penstock.cli.printing import Json, console, note, show_json, table
-from penstock.cli.sims import find_simulators
+from penstock.cli.sims import find_simulators, how_to_install
 from penstock.client import Client
 from penstock.local import LARGEST, StreamSizes, plan_room, read_state
 from penstock.local.ports import claimable
@@ -122,7 +122,7 @@ def _simulators(settings: ServiceSettings) -> Iterator[Finding]:
     broken = [name for name in missing if (settings.sims_dir.expanduser() / name / INSTALLED).exists()]
     ready = ", ".join(name for name, _, problem in found if not problem) or "none"
     detail = f"{ready}; not here: {', '.join(missing)}" if missing else ready
-    fix = f"penstock sims install {broken[0]} --again" if broken else ""
+    fix = how_to_install(broken[0], again=True) if broken else ""
     yield Finding("simulators", "warning" if broken else "ok", detail, fix)
 
 

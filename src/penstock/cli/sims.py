@@ -20,7 +20,7 @@ from penstock.services.env.simulators import ADAPTER, BACKENDS, INSTALLED, NAME,
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import ConfigError
 
-__all__ = ["Pins", "app", "ensure_simulator", "find_simulators"]
+__all__ = ["Pins", "app", "ensure_simulator", "find_simulators", "how_to_install"]
 
 app = typer.Typer(
     name="sims",
@@ -177,7 +177,13 @@ def find_simulators(settings: ServiceSettings) -> Iterator[tuple[str, str, str]]
             yield name, python, f"{python} does not run: {error}"
             continue
         last = (result.stderr.strip().splitlines() or [""])[-1]
-        yield name, python, f"{last}: penstock sims install {name}" if result.returncode else ""
+        yield name, python, f"{last}: {how_to_install(name)}" if result.returncode else ""
+
+
+def how_to_install(name: str, *, again: bool = False) -> str:
+    """The command that brings a simulator."""
+    own = "" if name in BACKENDS else " --adapter FILE"
+    return f"penstock sims install {name}{own}{' --again' if again else ''}"
 
 
 def _run(command: list[str], what: str) -> None:
