@@ -6,6 +6,7 @@ from math import prod
 
 import numpy as np
 
+from penstock.shared.config.embodied import SoftActorCriticConfig
 from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
@@ -59,6 +60,11 @@ def check_spec(config: EmbodiedJob, spec: EnvSpec) -> None:
     unbounded = not np.isfinite([*spec.action_low, *spec.action_high]).all()
     if policy.type in ("tokens", "squashed") and unbounded:
         raise ConfigError(f"policy.type '{policy.type}': actions of {where} have no finite bounds; use gaussian")
+    if isinstance(config.algorithm, SoftActorCriticConfig):
+        config.algorithm.buffer.check_bytes(
+            observation_size=sum(prod(spec.observations[name].shape) for name in policy.observations),
+            action_size=config.environment.action_chunk * prod(spec.action_shape),
+        )
     need = bytes_per_step(config, spec)
     if need > config.environment.bytes_per_step:
         raise ConfigError(

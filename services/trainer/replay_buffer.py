@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.services.trainer.episodes import Transitions
 from penstock.shared.config.embodied import ReplayBufferConfig
-from penstock.shared.errors import CheckpointError, ConfigError
+from penstock.shared.errors import CheckpointError
 from penstock.shared.protocol.ids import Draw
 
 __all__ = ["ReplayBuffer", "sampled_rows"]
@@ -46,6 +46,7 @@ class ReplayBuffer:
     """
 
     def __init__(self, config: ReplayBufferConfig, *, observation_size: int, action_size: int, seed: int) -> None:
+        config.check_bytes(observation_size=observation_size, action_size=action_size)
         shapes: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
             "observations": ((observation_size,), np.float32),
             "actions": ((action_size,), np.float32),
@@ -53,12 +54,6 @@ class ReplayBuffer:
             "next_observations": ((observation_size,), np.float32),
             "terminated": ((), np.bool_),
         }
-        row_bytes = sum(int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in shapes.values())
-        if config.capacity * row_bytes > config.max_bytes:
-            raise ConfigError(
-                f"buffer.capacity {config.capacity} needs {config.capacity * row_bytes} bytes ({row_bytes} for each "
-                f"transition), buffer.max_bytes allows {config.max_bytes}: at most {config.max_bytes // row_bytes} fit"
-            )
         self._columns: dict[str, NDArray[Any]] = {
             name: np.zeros((config.capacity, *shape), dtype) for name, (shape, dtype) in shapes.items()
         }

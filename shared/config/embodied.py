@@ -10,6 +10,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from penstock.shared.config.algorithm import DynamicSampling
 from penstock.shared.config.base import StrictModel
 from penstock.shared.config.optimizer import OptimizerConfig
+from penstock.shared.errors import ConfigError
 
 __all__ = [
     "EmbodiedAlgorithm",
@@ -99,6 +100,23 @@ class ReplayBufferConfig(StrictModel):
     """Transitions that are kept; a new one takes the place of the oldest."""
     max_bytes: int = Field(1 << 30, ge=1)
     """A capacity whose columns need more than this is refused."""
+
+    def check_bytes(self, *, observation_size: int, action_size: int) -> None:
+        """Look whether the columns fit: two observations, an action and a reward in float32, and one flag.
+
+        Args:
+            observation_size, action_size: numbers of one transition.
+
+        Raises:
+            ConfigError: they need more than ``max_bytes``; says what would fit.
+        """
+        row_bytes = 4 * (2 * observation_size + action_size + 1) + 1
+        if self.capacity * row_bytes > self.max_bytes:
+            raise ConfigError(
+                f"algorithm.buffer.capacity {self.capacity} needs {self.capacity * row_bytes} bytes ({row_bytes} for "
+                f"each transition), algorithm.buffer.max_bytes allows {self.max_bytes}: at most "
+                f"{self.max_bytes // row_bytes} fit"
+            )
 
 
 class _EpisodeAlgorithm(StrictModel):

@@ -133,6 +133,20 @@ def test_a_policy_that_does_not_fit_its_simulator_is_refused(
         check_spec(job(policy=policy), spec(**changes))
 
 
+def test_a_replay_buffer_that_does_not_fit_its_bytes_is_refused() -> None:
+    """By the sizes of what is kept, which only the simulator says: two observations, a chunk of actions, a reward."""
+    row_bytes = 4 * (2 * 39 + 3 * 4 + 1) + 1
+
+    def check(capacity: int) -> None:
+        buffer = {"capacity": capacity, "max_bytes": 1000 * row_bytes + 5}
+        algorithm = {"type": "sac", "warmup_transitions": 10, "buffer": buffer}
+        check_spec(job(policy={"type": "squashed"}, environment={"action_chunk": 3}, algorithm=algorithm), spec())
+
+    check(1000)
+    with pytest.raises(ConfigError, match=rf"buffer\.capacity 1001 needs {1001 * row_bytes} bytes .* at most 1000 fit"):
+        check(1001)
+
+
 def test_a_policy_that_fits_is_taken() -> None:
     check_spec(job(), spec())
     check_spec(job(policy={"type": "categorical"}), spec(num_actions=2, action_shape=(), action_low=[], action_high=[]))

@@ -128,6 +128,9 @@ def test_another_buffer_cannot_be_loaded() -> None:
 
 
 def test_bytes_are_bounded() -> None:
-    buffer_of(10, max_bytes=10 * ROW_BYTES)
+    full = buffer_of(10, max_bytes=10 * ROW_BYTES)
+    full.insert(group((0, 0, 9)))
+    columns = [column for name, column in full.state().items() if name not in ("inserted", "groups")]
+    assert sum(column.nbytes for column in columns) == 10 * ROW_BYTES
     with pytest.raises(ConfigError, match=rf"capacity 11 needs {11 * ROW_BYTES} bytes .* at most 10 fit"):
         buffer_of(11, max_bytes=10 * ROW_BYTES + 3)

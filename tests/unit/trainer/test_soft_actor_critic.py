@@ -195,6 +195,28 @@ def test_steps_that_are_not_finite() -> None:
     assert report["critic/grad_norm"] < 1e3
 
 
+def test_a_step_that_is_not_finite_leaves_its_batch_in_the_buffer_and_nothing_else() -> None:
+    """A trainer that goes back to the state before knows nothing of that batch: it ends as if it had never come."""
+    rule, plain = rule_of(), rule_of(on_nonfinite="skip")
+    for each in (rule, plain):
+        each.update(episode(0), update_index=0)
+    before, bad = rule.state(), episode(1, scale=1e30)
+    with pytest.raises(NonFiniteStep):
+        rule.update(bad, update_index=1)
+    left = rule.state()
+    changed = {name for name in before if not torch.equal(before[name], left[name])}
+    assert changed == {name for name in before if name.startswith("buffer.")}
+    plain.update(bad, update_index=1)
+    held = {name: tensor for name, tensor in plain.state().items() if name.startswith("buffer.")}
+    assert_same({name: left[name] for name in held}, held)
+    rule.load_state(before)
+    rule.update(episode(2), update_index=1)
+    never = rule_of()
+    never.update(episode(0), update_index=0)
+    never.update(episode(2), update_index=1)
+    assert_same(rule.state(), never.state())
+
+
 def test_updates_only_fill_the_buffer_until_there_is_enough() -> None:
     policy = policy_of()
     rule = rule_of(policy)
