@@ -142,8 +142,7 @@ class CoordinatorControl:
 
     async def _describe(self, spec: EmbodiedJob) -> EnvSpec:
         camera = spec.evaluation.num_videos > 0
-        limit_s = min(FILM_S if camera else DESCRIBE_S, spec.environment.step_limit_s)
-        return await describe_environment(self.bus, spec, deadline_s=limit_s, camera=camera)
+        return await describe_environment(self.bus, spec, deadline_s=FILM_S if camera else DESCRIBE_S, camera=camera)
 
     async def _state(self, job: str) -> LedgerState:
         """The fold of the job's ledger, to read only. A finished job has one for good and no snapshots any more."""

@@ -63,6 +63,8 @@ logger = logging.getLogger(__name__)
 TICK_S, IDLE_S = 0.25, 2.0
 """Deadlines are looked at this often when nothing else happens; those of a job that stands still ever more rarely, down
 to once in ``IDLE_S``, for a coordinator leads hundreds. What arrives, and what the user wants, is looked at at once."""
+MAKE_S = 120.0
+"""A simulator's libraries may take long to load; one that takes longer is asked for again."""
 
 
 class JobRunner:
@@ -189,7 +191,8 @@ class JobRunner:
         """Have an env worker describe the simulator of an embodied job; one that cannot be made ends the job."""
         config = self.config
         assert isinstance(config, EmbodiedJob)
-        describe = partial(describe_environment, self.bus, config, deadline_s=config.environment.step_limit_s)
+        limit_s = MAKE_S + config.environment.step_limit_s
+        describe = partial(describe_environment, self.bus, config, deadline_s=limit_s)
         what = f"an env worker to describe {config.environment.backend} '{config.environment.task}'"
         try:
             spec = await self.retry.until_taken(what, subjects.ENV_DESCRIBE, describe)

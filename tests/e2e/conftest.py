@@ -32,9 +32,9 @@ from penstock.local.ports import free_ports
 from penstock.shared.config.base import with_overrides
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.episode_group import decode_any_group
 from penstock.shared.protocol.events import Event, Finished, decode_events
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
-from penstock.shared.protocol.trajectory import Group, decode_group
 from penstock.shared.runtime.ledger import ledger_archive, read_ledger
 from penstock.shared.transport.bus import Bus, Message
 
@@ -271,14 +271,14 @@ class Deployment:
         entries = self.on_bus(lambda bus: read_ledger(bus, job, ledger_archive(self.directory / "data")))
         return [event for entry in entries for event in decode_events(entry.data)]
 
-    def groups(self, job: str) -> dict[int, Group]:
-        """Every group of a job that is in the stream, by sequence."""
+    def groups(self, job: str) -> dict[int, Any]:
+        """Every group of a job that is in the stream, of completions or of episodes, by sequence."""
 
         async def read(bus: Bus) -> dict[int, Message]:
             heads = await bus.read(subjects.EXPERIENCE, subjects.experience(job), headers_only=True)
             return await bus.get_whole(subjects.EXPERIENCE, [head.seq for head in heads])
 
-        return {seq: decode_group(message.data) for seq, message in self.on_bus(read).items()}
+        return {seq: decode_any_group(message.data) for seq, message in self.on_bus(read).items()}
 
     # -- command line ------------------------------------------------------------------------------------------------
 

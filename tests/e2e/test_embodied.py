@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from penstock.shared.config.base import load_yaml, with_overrides
@@ -27,6 +30,8 @@ JOB: dict[str, Any] = {
     "limits": {"byte_budget": 4 << 20},
 }
 VICTIMS = ("coordinator-0", "rollout-0", "env-0", "trainer-0", "nats")
+STALL_S = 5.0
+"""Longer than the trainer's lease."""
 
 
 def submit(stack: Any, *changes: str, spec: dict[str, Any] | None = None) -> str:
@@ -86,6 +91,57 @@ def test_any_process_may_die_in_mid_episode(stack: Any, victim: str) -> None:
     assert [event.number for event in events if isinstance(event, BatchTrained)] == list(range(1, 31))
     assert not any(isinstance(event, LineageForked) for event in events), "a restarted trainer gave other digests"
     stack.check_replay(job, at_least=5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(360)
+@pytest.mark.parametrize("victim", ["simulators", "env-0", "rollout-0", "trainer-0"])
+def test_any_process_may_hang_in_mid_episode(stack: Any, victim: str) -> None:
+    """It stops for so long that somebody gives up on it, and then goes on, if it still lives."""
+    job = submit(
+        stack, "train.max_updates=16", "train.max_lag=0", "checkpoint.every=5", "environment.horizon=200",
+        "environment.step_limit_s=4", "train.draw_timeout_s=8",
+    )  # fmt: skip
+    stack.reach(job, 7)
+    hang(stack, job, victim)
+    record = stack.finish(job, 200)
+    assert (record.status.phase, record.status.step) == ("succeeded", 16), record.status
+    stack.check_books(job)
+    events = stack.ledger(job)
+    assert [event.number for event in events if isinstance(event, BatchTrained)] == list(range(1, 17))
+    assert not any(isinstance(event, LineageForked) for event in events), "a trainer that went on gave other digests"
+    stack.check_replay(job, at_least=5)
+
+
+def hang(stack: Any, job: str, victim: str) -> None:
+    """Stop a process until what waits for it has noticed."""
+    if victim == "simulators":  # the env service kills them after environment.step_limit_s
+        children = simulators(stack)
+        assert children
+        for child in children:
+            child.suspend()
+        stack.until(lambda: not any(child.is_running() for child in children), "the end of hung simulators")
+        return
+    gone = f"of job {job} is gone"
+    dropped, told = sum(stack.status(job).draws["dropped"].values()), stack.log("rollout-0").count(gone)
+    with stack.frozen(victim):
+        if victim == "env-0":
+            stack.until(lambda: stack.log("rollout-0").count(gone) > told, "the worker to give its session up")
+        elif victim == "rollout-0":
+            stack.until(
+                lambda: sum(stack.status(job).draws["dropped"].values()) > dropped, "the leader to give its draws up"
+            )
+        else:
+            time.sleep(STALL_S)
+
+
+def simulators(stack: Any) -> list[psutil.Process]:
+    """The processes of the env service's simulators."""
+    found = []
+    for child in psutil.Process(stack.pid("env-0")).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            found += [child] if any(word.endswith("simulators/child.py") for word in child.cmdline()) else []
+    return found
 
 
 @pytest.mark.long

@@ -1,0 +1,283 @@
+"""Five services, a log and a bus learn from a simulator what a page of plain PyTorch and Gymnasium learns.
+
+The loops below play their own episodes and share no code with the services but the first weights and the random
+numbers: the noise of actions, the order of decisions, the draws from the buffer. From the ledger they take which draws
+a batch holds and in which order, and from a group which version decided on which step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical, Normal
+
+from penstock.services.env.simulators import describe_simulator
+from penstock.services.rollout.embodied.noise import NoiseSource
+from penstock.services.trainer.embodied_learner import EmbodiedLearner
+from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.protocol.environment import OpenEnv
+from penstock.shared.protocol.episode_group import EpisodeGroup
+from penstock.shared.protocol.events import BatchSealed, BatchTrained
+from penstock.shared.protocol.ids import Draw, derive_seed
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
+
+UPDATES = 20
+FAST = {"learning_rate": 3e-3, "eps": 1e-5, "max_grad_norm": 0.5}
+JOB: dict[str, Any] = {
+    "kind": "embodied", "name": "plain", "seed": 3, "evaluation": {"episodes": 0}, "limits": {"byte_budget": 16 << 20},
+    "train": {"batch_size": 4, "max_updates": UPDATES + 1, "max_lag": 0, "draw_timeout_s": 30},
+}  # fmt: skip
+PPO = JOB | {
+    "environment": {"task": "CartPole-v1", "horizon": 40, "num_envs": 2, "sessions": 2, "bytes_per_step": 256},
+    "policy": {"type": "categorical", "hidden_sizes": [16]},
+    "algorithm": {
+        "type": "ppo", "epochs": 2, "minibatches": 3, "value_hidden_sizes": [16], "policy": FAST, "value": FAST,
+    },
+}  # fmt: skip
+SAC = JOB | {
+    "environment": {"task": "Pendulum-v1", "horizon": 25, "num_envs": 2, "sessions": 2, "bytes_per_step": 256},
+    "policy": {"type": "squashed", "hidden_sizes": [16]},
+    "algorithm": {
+        "type": "sac", "critic_hidden_sizes": [16], "batch_size": 32, "warmup_transitions": 150, "steps_per_update": 5,
+        "tau": 0.05, "buffer": {"capacity": 800}, **dict.fromkeys(("actor", "critic", "temperature"), FAST),
+    },
+}  # fmt: skip
+
+
+class Episode(NamedTuple):
+    """T decisions: what was seen, also after the last one; actions as they were drawn, rewards."""
+
+    observations: np.ndarray[Any, Any]
+    actions: np.ndarray[Any, Any]
+    logprobs: np.ndarray[Any, Any]
+    rewards: np.ndarray[Any, Any]
+    terminated: bool
+
+
+Act = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Any]]
+"""``(step, observation [1, O], noise [1])``: the action as drawn [1], its log-prob, and what the simulator takes."""
+
+
+def play(env: Any, job: EmbodiedJob, draw: Draw, kind: Any, act: Act) -> Episode:
+    """One episode."""
+    seen = [env.reset(seed=job.environment.reset_id(draw.ordinal))[0]]
+    noise = NoiseSource(job.seed, draw, 0, kind=kind, shape=(1, 1))
+    drawn, logprobs, rewards, over = [], [], [], False
+    while len(rewards) < job.environment.horizon and not over:
+        with torch.no_grad():
+            action, logprob, executed = act(
+                len(rewards), torch.tensor(seen[-1])[None], torch.tensor(noise.next(1))[0, 0]
+            )
+        observation, reward, over, _, _ = env.step(executed)
+        seen.append(observation)
+        drawn.append(action.numpy())
+        logprobs.append(logprob.numpy())
+        rewards.append(np.float32(reward))
+    return Episode(np.stack(seen), np.stack(drawn), np.stack(logprobs), np.array(rewards), over)
+
+
+class Normal01:
+    """Mean and deviation of all that was seen."""
+
+    def __init__(self, size: int) -> None:
+        self.seen = np.zeros((0, size))
+
+    def __call__(self, numbers: Any) -> Tensor:
+        known = len(self.seen) > 0
+        mean, variance = (self.seen.mean(0), self.seen.var(0)) if known else (0.0, 1.0)
+        scaled = (np.asarray(numbers, np.float64) - mean) / np.sqrt(variance + 1e-8)
+        return torch.from_numpy(np.clip(scaled, -10, 10).astype(np.float32))
+
+    def see(self, episodes: list[Episode]) -> None:
+        self.seen = np.concatenate([self.seen, *(one.observations[:-1] for one in episodes)])
+
+
+def network(weights: dict[str, Tensor], prefix: str, activation: type[nn.Module]) -> nn.Sequential:
+    """Two linear layers with the weights of this name."""
+    first, last = (weights[f"{prefix}{i}.weight"] for i in (0, 2))
+    layers = nn.Sequential(nn.Linear(first.shape[1], len(first)), activation(), nn.Linear(len(first), len(last)))
+    layers.load_state_dict({n.removeprefix(prefix): t.clone() for n, t in weights.items() if n.startswith(prefix)})
+    return layers
+
+
+class Adam:
+    """AdamW with clipped gradients; no loss reaches other parameters."""
+
+    def __init__(self, params: Any) -> None:
+        self.params = list(params)
+        self.optimizer = torch.optim.AdamW(self.params, lr=FAST["learning_rate"], eps=FAST["eps"], weight_decay=0.0)
+
+    def step(self, loss: Tensor) -> None:
+        for param, gradient in zip(self.params, torch.autograd.grad(loss, self.params), strict=True):
+            param.grad = gradient
+        nn.utils.clip_grad_norm_(self.params, FAST["max_grad_norm"])
+        self.optimizer.step()
+
+
+class PlainPPO:
+    """PPO (arXiv 1707.06347) with GAE on whole episodes of CartPole."""
+
+    def __init__(self, job: EmbodiedJob, weights: dict[str, Tensor], rule: dict[str, Tensor]) -> None:
+        self.job, self.normal = job, Normal01(4)
+        self.actor, self.critic = network(weights, "layers.", nn.Tanh), network(rule, "value.layers.", nn.Tanh)
+        self.policy, self.value = Adam(self.actor.parameters()), Adam(self.critic.parameters())
+
+    def play(self, env: Any, group: EpisodeGroup, update: int) -> Episode:
+        assert group.spans[:, 1].tolist() == [update], "strictly on-policy"
+
+        def act(_: int, seen: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Any]:
+            logits = self.actor(self.normal(seen))
+            ends = logits[0].double().softmax(-1).cumsum(-1)
+            chosen = (ends <= noise.double()).sum()[None]
+            return chosen, Categorical(logits=logits).log_prob(chosen), int(chosen)
+
+        return play(env, self.job, group.draw, "uniform", act)
+
+    def learn(self, episodes: list[Episode], update: int) -> None:
+        c: Any = self.job.algorithm
+        x = self.normal(np.concatenate([one.observations[:-1] for one in episodes]))
+        actions = torch.from_numpy(np.concatenate([one.actions for one in episodes]))[:, 0]
+        old = torch.from_numpy(np.concatenate([one.logprobs for one in episodes]))[:, 0]
+        advantages, returns = (torch.cat(parts) for parts in zip(*map(self.gae, episodes), strict=True))
+        advantages = (advantages - advantages.mean()) / (advantages.var() + 1e-8).sqrt()
+        for epoch in range(c.epochs):
+            order = np.random.default_rng([derive_seed(self.job.seed, "rule"), update, epoch]).permutation(len(x))
+            for rows in np.array_split(order, c.minibatches):
+                ratio = (Categorical(logits=self.actor(x[rows])).log_prob(actions[rows]) - old[rows]).exp()
+                clipped = ratio.clamp(1 - c.clip_low, 1 + c.clip_high)
+                self.policy.step(-torch.minimum(ratio * advantages[rows], clipped * advantages[rows]).mean())
+                self.value.step((self.critic(x[rows])[:, 0] - returns[rows]).square().mean() / 2)
+        self.normal.see(episodes)
+
+    @torch.no_grad()
+    def gae(self, episode: Episode) -> tuple[Tensor, Tensor]:
+        c: Any = self.job.algorithm
+        values = self.critic(self.normal(episode.observations))[:, 0].tolist()
+        if episode.terminated:
+            values[-1] = 0.0
+        found, carried = [], 0.0
+        for t in reversed(range(len(episode.rewards))):
+            carried = episode.rewards[t] + c.gamma * values[t + 1] - values[t] + c.gamma * c.lam * carried
+            found.insert(0, carried)
+        return torch.tensor(found).float(), torch.tensor(np.add(found, values[:-1])).float()
+
+
+class PlainSAC:
+    """Soft actor-critic (arXiv 1812.05905) on Pendulum; episodes come from whichever version acted."""
+
+    def __init__(self, job: EmbodiedJob, weights: dict[str, Tensor], rule: dict[str, Tensor]) -> None:
+        self.job, self.normal = job, Normal01(3)
+        self.actor = network(weights, "layers.", nn.ReLU)
+        self.critics = [network(rule, f"critic.critics.{i}.", nn.ReLU) for i in (0, 1)]
+        self.targets = copy.deepcopy(self.critics)
+        self.log_alpha = nn.Parameter(rule["temperature.log_alpha"].clone())
+        self.judges, self.acts = Adam(p for q in self.critics for p in q.parameters()), Adam(self.actor.parameters())
+        self.heat = Adam([self.log_alpha])
+        self.kept: list[tuple[Any, ...]] = []
+        self.inserted = 0
+        self.versions = [(copy.deepcopy(self.actor), copy.deepcopy(self.normal))]
+
+    def play(self, env: Any, group: EpisodeGroup, update: int) -> Episode:
+        assert group.spans[:, 1].max() <= update
+
+        def act(step: int, seen: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Any]:
+            [version] = [int(v) for _, v, start, end in group.spans if start <= step < end]
+            actor, normal = self.versions[version]
+            raw, logprob = self.sample(actor, normal(seen), noise[None])
+            return raw[0], logprob[0], (2 * raw[0].double().tanh()).float().numpy()
+
+        return play(env, self.job, group.draw, "normal", act)
+
+    def sample(self, actor: nn.Sequential, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Actions before squashing and the log-probs of the squashed ones, [B, 1] both."""
+        mean, raw = actor(x).chunk(2, dim=-1)
+        dist = Normal(mean, (-5 + 7 * (torch.tanh(raw) + 1) / 2).exp())
+        u = dist.mean + dist.stddev * noise
+        return u, dist.log_prob(u) - 2 * (np.log(2) - u - nn.functional.softplus(-2 * u))
+
+    def learn(self, episodes: list[Episode], update: int) -> None:
+        c: Any = self.job.algorithm
+        for one in episodes:
+            for t, reward in enumerate(one.rewards):
+                row = one.observations[t], one.actions[t], reward, one.observations[t + 1]
+                self.kept[self.inserted % c.buffer.capacity : self.inserted % c.buffer.capacity + 1] = [row]
+                self.inserted += 1
+        for step in range(c.steps_per_update if self.inserted >= c.warmup_transitions else 0):
+            self.step(update * c.steps_per_update + step)
+        self.normal.see(episodes)
+        self.versions.append((copy.deepcopy(self.actor), copy.deepcopy(self.normal)))
+
+    def step(self, number: int) -> None:
+        c: Any = self.job.algorithm
+        seed = derive_seed(self.job.seed, "rule")
+        rows = [self.kept[i] for i in np.random.default_rng([seed, number]).integers(0, len(self.kept), c.batch_size)]
+        noise = np.random.default_rng([seed, number, 1]).standard_normal((2, c.batch_size, 1, 1), np.float32)
+        here, there = torch.from_numpy(noise)[..., 0]
+        x, y = (self.normal(np.stack([row[i] for row in rows])) for i in (0, 3))
+        a, reward = torch.tensor(np.stack([row[1] for row in rows])).tanh(), torch.tensor([float(r[2]) for r in rows])
+        alpha = self.log_alpha.detach().exp()
+        with torch.no_grad():
+            u, logprob = self.sample(self.actor, y, there)
+            goal = reward + c.gamma * (self.least(self.targets, y, u.tanh()) - alpha * logprob[:, 0])
+        errors = [critic(torch.cat([x, a], 1))[:, 0] - goal for critic in self.critics]
+        self.judges.step((errors[0].square() / 2 + errors[1].square() / 2).mean())
+        u, logprob = self.sample(self.actor, x, here)
+        self.acts.step((alpha * logprob[:, 0] - self.least(self.critics, x, u.tanh())).mean())
+        self.heat.step((-self.log_alpha.exp() * (logprob.detach()[:, 0] - 1.0)).mean())
+        with torch.no_grad():
+            for critic, target in zip(self.critics, self.targets, strict=True):
+                for param, slow in zip(critic.parameters(), target.parameters(), strict=True):
+                    slow.add_(c.tau * (param - slow))
+
+    @staticmethod
+    def least(networks: list[nn.Sequential], x: Tensor, a: Tensor) -> Tensor:
+        return torch.minimum(*(each(torch.cat([x, a], 1))[:, 0] for each in networks))
+
+
+def trained(stack: Any, job: str) -> Iterator[list[EpisodeGroup]]:
+    """The groups of every update as they were sealed."""
+    events, groups = stack.ledger(job), stack.groups(job)
+    sealed = {event.number: event for event in events if isinstance(event, BatchSealed)}
+    for event in events:
+        if isinstance(event, BatchTrained):
+            yield [groups[one.seq] for one in sealed[event.number].groups]
+
+
+@pytest.mark.parametrize(("spec", "plain"), [(PPO, PlainPPO), (SAC, PlainSAC)], ids=["ppo", "sac"])
+def test_services_learn_from_a_simulator_what_a_plain_loop_learns(stack: Any, spec: dict[str, Any], plain: Any) -> None:
+    job = stack.client.submit(spec).id
+    record = stack.finish(job, 200)
+    assert (record.status.phase, record.status.step) == ("succeeded", UPDATES + 1), record.status
+    config, task = EmbodiedJob.parse(spec), spec["environment"]["task"]
+    described = describe_simulator(OpenEnv(env_id=task, num_envs=1), stack.data_dir)
+    first = EmbodiedLearner(config, described).state()
+    loop = plain(config, {n: t.clone() for n, t in first.models["policy"].weights.items()}, first.rule)
+    env, apart, update = gymnasium.make(task), [], -1
+    for update, batch in enumerate(trained(stack, job)):
+        episodes = [loop.play(env, group, update) for group in batch]
+        for group, episode in zip(batch, episodes, strict=True):
+            steps = len(episode.rewards)
+            assert len(group.rewards) == steps, f"update {update}, draw {group.draw}"
+            for name, found, expected in (
+                ("observations", group.observations["state"], episode.observations[:-1]),
+                ("actions", group.actions.reshape(steps), episode.actions.reshape(steps)),
+                ("log-probs", group.logprobs.reshape(steps), episode.logprobs.reshape(steps)),
+                ("rewards", group.rewards[:, 0], episode.rewards),
+            ):
+                apart.append((float(np.abs(found - expected).max()), name, update))
+            assert bool(group.terminated[-1, 0]) == episode.terminated
+        loop.learn(episodes, update)
+    env.close()
+    assert update == UPDATES, "the last batch is played after twenty updates"
+    assert max(apart)[0] < 1e-3, max(apart)
+    weights = {f"layers.{name}": tensor for name, tensor in loop.actor.state_dict().items()}
+    moved = [float((tensor - first.models["policy"].weights[name]).abs().max()) for name, tensor in weights.items()]
+    assert min(moved) > 0.02, "and the policy is another one than at first"
