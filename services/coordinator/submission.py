@@ -36,6 +36,8 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.config.training_job import MAX_GROUP_BYTES
 from penstock.shared.data.check import DataSummary, check_data
+from penstock.shared.data.demonstrations import check_demonstrations, read_demonstrations
+from penstock.shared.errors import ConfigError, Conflict, DataError, NotFound, StreamFull, Unavailable
 from penstock.shared.errors import ConfigError, Conflict, DataError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
@@ -119,11 +121,17 @@ async def _plan_embodied(
     _check_entry(spec)
     sim, warnings = spec.environment, rate_warnings(spec)
     plan: dict[str, Any] = {"spec": spec.model_dump(mode="json"), "batch": _batch_of(spec)}
+    shown = None
+    if spec.warm_start is not None:
+        shown = await asyncio.to_thread(read_demonstrations, Path(spec.warm_start.demonstrations))
+        plan["warm_start"] = {"episodes": shown.num_episodes, "steps": len(shown), "about": shown.about}
     if describe is None or members is None or not members.of("env", time.monotonic()):
         warnings.append(f"no env worker runs here: {sim.backend} '{sim.task}' is checked when the job begins")
     else:
         plan["environment"] = msgspec.to_builtins(found := await describe(spec))
         warnings += check_camera(spec, found)
+        if shown is not None:
+            check_demonstrations(shown, spec.policy.observations, found)
     held_out = spec.evaluation
     return plan | {
         "evaluation": {"episodes": held_out.episodes, "metrics": held_out.metrics if held_out.episodes else []},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,15 +14,18 @@ from penstock.services.trainer.backends.base import BackendState, LearnerState
 from penstock.services.trainer.collective import Alone, Collective
 from penstock.services.trainer.environment import describe_environment
 from penstock.services.trainer.episodes import EpisodeColumns, episode_columns, episode_facts
+from penstock.services.trainer.imitation import imitate
 from penstock.services.trainer.optimizer import check_fits, copy_into
 from penstock.services.trainer.random_state import random_state, set_random_state
 from penstock.services.trainer.sharding import BatchShard
 from penstock.services.trainer.update_rules.episode_grpo import EpisodeGRPORule
 from penstock.services.trainer.update_rules.episode_ppo import EpisodePPORule
+from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.services.trainer.update_rules.soft_actor_critic import SoftActorCriticRule
 from penstock.shared.config.embodied import EpisodePPOConfig, SoftActorCriticConfig
 from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.errors import CheckpointError, ConfigError, ProtocolError
+from penstock.shared.data.demonstrations import check_demonstrations, read_demonstrations
+from penstock.shared.errors import CheckpointError, ConfigError, DataError, ProtocolError
 from penstock.shared.models.episode_policy import EpisodePolicy, SquashedPolicy, build_policy
 from penstock.shared.protocol.environment import EnvSpec
 from penstock.shared.protocol.episode_group import EpisodeGroup
@@ -139,6 +143,24 @@ class EmbodiedLearner:
         observed = {name: torch.from_numpy(columns.observations[name]) for name in self._config.policy.observations}
         self.policy.observe({name: column.to(self._device) for name, column in observed.items()})
         return episode_facts(columns) | report
+
+    def warm_start(self, on_pass: Callable[[int, float], None] = lambda number, loss: None) -> None:
+        """Learn from the demonstrations that the job names, if it does; see ``imitation.imitate``.
+
+        Raises:
+            DataError: the file cannot be read, or its numbers are such that the loss is not finite.
+            ConfigError: they were played in another space.
+        """
+        warm = self._config.warm_start
+        if warm is None:
+            return
+        demonstrations = read_demonstrations(Path(warm.demonstrations))
+        check_demonstrations(demonstrations, self.policy.observed, self._spec)
+        seed = derive_seed(self._config.seed, "warm_start")
+        try:
+            imitate(self.policy, demonstrations, warm, seed=seed, collective=self._collective, on_pass=on_pass)
+        except NonFiniteStep as error:
+            raise DataError(f"{warm.demonstrations}: the policy cannot learn from it: {error.reason}") from None
 
     def _check_space(self, columns: EpisodeColumns) -> None:
         if columns.actions_NCA.shape[1:] != self.policy.noise_shape:

@@ -17,6 +17,7 @@ from penstock.services.trainer.backends.base import LearnerState
 from penstock.services.trainer.checkpoint import help_save, load_checkpoint, save_checkpoint, verify_share
 from penstock.services.trainer.checkpoint_store import remove_leftovers
 from penstock.services.trainer.collective import Alone, Collective
+from penstock.services.trainer.embodied_learner import EmbodiedLearner
 from penstock.services.trainer.inputs import BatchInputs, Untrainable, decoder_of, fetch_shard
 from penstock.services.trainer.job_learner import JobLearner, open_learner
 from penstock.services.trainer.learner import Learner
@@ -86,8 +87,11 @@ class Replica:
         self._learner = await self.together("the model to be built", build)
 
     async def warm_start(self, on_step: Callable[[int, float], None]) -> None:
-        """Train on reference answers. Raises DataError."""
+        """Train on reference answers or demonstrations. Raises DataError, or ConfigError where they do not fit."""
         config, learner = self.config, self.learner
+        if isinstance(learner, EmbodiedLearner):
+            await self.together("the warm start", partial(learner.warm_start, on_step))
+            return
         assert isinstance(config, JobConfig), "no other job has reference answers"
         assert isinstance(learner, Learner), "open_learner chooses by the job"
         warm = config.warm_start

@@ -12,6 +12,7 @@ from penstock.services.trainer.publishing import Publishing
 from penstock.services.trainer.rank_group import RankGroup
 from penstock.services.trainer.reports import Reporter
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
+from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyTraining
 from penstock.shared.config.service import checkpoint_path
@@ -42,9 +43,9 @@ class Start:
 
     async def begin(self) -> None:
         """Version 0: warm start, publish. Its checkpoint is still to be taken."""
-        steps = self._warm_steps
-        if steps:
-            self._wait(f"the warm start: 0 of {steps} steps", subjects.report(self._job))
+        count, unit = self._warm_start
+        if count:
+            self._wait(f"the warm start: 0 of {count} {unit}", subjects.report(self._job))
             await self._rank_group.warm_start(self._on_warm_step)
         self._progress.batch, self._progress.version = 0, 0
         manifest = await self._publishing.publish(self._rank_group, version=0, epoch=self._epoch)
@@ -103,12 +104,16 @@ class Start:
             await self._reporter.ask(Report(kind="fell_back", epoch=self._epoch, batch=wanted, reason=text))
 
     def _on_warm_step(self, step: int, loss: float) -> None:
-        text = f"the warm start: {step} of {self._warm_steps} steps, loss {loss:.3f}"
-        self._wait(text, subjects.report(self._job))
+        count, unit = self._warm_start
+        self._wait(f"the warm start: {step} of {count} {unit}, loss {loss:.3f}", subjects.report(self._job))
 
     @property
-    def _warm_steps(self) -> int:
-        return self._config.warm_start.steps if isinstance(self._config, JobConfig) else 0
+    def _warm_start(self) -> tuple[int, str]:
+        """How long it takes, and in what that is counted; 0: there is none."""
+        if isinstance(self._config, JobConfig):
+            return self._config.warm_start.steps, "steps"
+        warm = self._config.warm_start if isinstance(self._config, EmbodiedJob) else None
+        return 0 if warm is None else warm.epochs, "passes"
 
     async def _repeat(self, start: dict[str, Any]) -> None:
         """Train again what was trained after the checkpoint; the digests must come out as the ledger has them.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from penstock.shared.config.algorithm import DynamicSampling
-from penstock.shared.config.base import StrictModel
+from penstock.shared.config.base import FileName, StrictModel
 from penstock.shared.config.optimizer import OptimizerConfig
 from penstock.shared.errors import ConfigError
 
@@ -17,6 +17,7 @@ __all__ = [
     "EpisodeEvaluationConfig",
     "EpisodeGRPOConfig",
     "EpisodePPOConfig",
+    "EpisodeWarmStartConfig",
     "PolicyConfig",
     "ReplayBufferConfig",
     "SimulatorConfig",
@@ -245,6 +246,19 @@ class SoftActorCriticConfig(_Alone):
 
 EmbodiedAlgorithm = Annotated[EpisodePPOConfig | EpisodeGRPOConfig | SoftActorCriticConfig, Field(discriminator="type")]
 """Which loss a group of episodes is trained with."""
+
+
+class EpisodeWarmStartConfig(StrictModel):
+    """Behaviour cloning before version 0 is published: the policy learns the actions of demonstrations."""
+
+    demonstrations: FileName
+    """File of `penstock record`, as coordinator and trainer see it."""
+    epochs: int = Field(20, ge=1)
+    """Passes over its steps."""
+    batch_size: int = Field(256, ge=1)
+    """Steps of the simulator in one optimizer step."""
+    learning_rate: float = Field(1e-3, gt=0)
+    """Learning rate of AdamW."""
 
 
 class EpisodeEvaluationConfig(StrictModel):

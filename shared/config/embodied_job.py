@@ -11,6 +11,7 @@ from penstock.shared.config.embodied import (
     EmbodiedAlgorithm,
     EpisodeEvaluationConfig,
     EpisodePPOConfig,
+    EpisodeWarmStartConfig,
     PolicyConfig,
     SimulatorConfig,
     SoftActorCriticConfig,
@@ -51,6 +52,8 @@ class EmbodiedJob(TrainingJob):
     """Batch algebra, on-policy bound, length of the run."""
     evaluation: EpisodeEvaluationConfig = EpisodeEvaluationConfig()
     """Held-out episodes."""
+    warm_start: EpisodeWarmStartConfig | None = None
+    """Demonstrations that the policy learns from before its first version; null: random weights."""
 
     @model_validator(mode="after")
     def _policy_fits_the_algorithm(self) -> EmbodiedJob:
@@ -59,6 +62,14 @@ class EmbodiedJob(TrainingJob):
             raise ValueError("policy.type: algorithm 'sac' trains a 'squashed' policy")
         if not off_policy and self.policy.type == "squashed":
             raise ValueError(f"policy.type: 'squashed' is for algorithm 'sac', found '{self.algorithm.type}'")
+        return self
+
+    @model_validator(mode="after")
+    def _warm_start_is_kept(self) -> EmbodiedJob:
+        if self.warm_start is not None and isinstance(self.algorithm, SoftActorCriticConfig):
+            raise ValueError(
+                "warm_start: 'sac' would undo it, for its critics begin without knowledge; take 'ppo' or 'grpo'"
+            )
         return self
 
     @model_validator(mode="after")

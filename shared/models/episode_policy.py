@@ -34,6 +34,8 @@ __all__ = ["Decision", "EpisodePolicy", "Evaluation", "SquashedPolicy", "build_p
 
 MIN_LOG_STD, MAX_LOG_STD = -5.0, 2.0
 """Of the squashed policy: between a deviation of 0.007 and one that tanh cuts to the bounds."""
+MOST_SQUASHED = 1 - 1e-6
+"""Nearer to a bound of [-1, 1] no action is taken to be."""
 LONGEST_DEVIATION = 10.0
 """A normalised observation is clipped here, in standard deviations."""
 
@@ -99,15 +101,18 @@ class EpisodePolicy(nn.Module, ABC):
     Attributes:
         noise: of which kind ``act`` needs its numbers, one for each number of a decision.
         noise_shape: (C, A).
+        observed: names of the observations that it reads.
+        layers: all weights but a deviation that depends on nothing.
     """
 
     noise: Noise
+    layers: nn.Sequential
 
     def __init__(self, config: PolicyConfig, spec: EnvSpec, noise_shape: tuple[int, int]) -> None:
         super().__init__()
-        self._names, self._spec = config.observations, spec
+        self.observed, self._spec = config.observations, spec
         self.noise_shape = noise_shape
-        self.num_features = sum(math.prod(spec.observations[name].shape) for name in self._names)
+        self.num_features = sum(math.prod(spec.observations[name].shape) for name in self.observed)
         self.normaliser = Normaliser(self.num_features) if config.normalise_observations else None
 
     def features(self, observations: Mapping[str, Tensor]) -> Tensor:
@@ -116,7 +121,7 @@ class EpisodePolicy(nn.Module, ABC):
 
     def numbers(self, observations: Mapping[str, Tensor]) -> Tensor:
         """The observations that the policy reads, one after another, [N, O]."""
-        return torch.cat([observations[name].flatten(1) for name in self._names], dim=1)
+        return torch.cat([observations[name].flatten(1) for name in self.observed], dim=1)
 
     def normalised(self, numbers_NO: Tensor) -> Tensor:
         """Numbers that the layers of the policy, a value network and critics read; float32 [N, O]."""
@@ -150,10 +155,18 @@ class EpisodePolicy(nn.Module, ABC):
         """Actions as the simulator takes them, [N, C, ...] in its dtype: clipped, scaled, or the centres of bins."""
 
     @abstractmethod
+    def from_environment(self, actions: NDArray[Any]) -> Tensor:
+        """Actions [N, C, ...] that a simulator took as this policy would have drawn them, [N, C, A]: an inverse of
+        ``to_environment``."""
+
+    @abstractmethod
     def _act(self, features_NO: Tensor, noise_NCA: Tensor | None) -> Decision: ...
 
     @abstractmethod
     def _evaluate(self, features_NO: Tensor, actions_NCA: Tensor) -> Evaluation: ...
+
+    def _flat(self, actions: NDArray[Any]) -> NDArray[Any]:
+        return actions.reshape(len(actions), *self.noise_shape)
 
     def _shaped(self, actions_NCA: NDArray[Any]) -> NDArray[Any]:
         return actions_NCA.astype(self._spec.action_dtype).reshape(*actions_NCA.shape[:2], *self._spec.action_shape)
@@ -172,6 +185,12 @@ class _Bounds:
     def between(self, parts_NCA: NDArray[Any]) -> NDArray[Any]:
         """From parts of the way from the lower bound to the upper one."""
         return self.clip(self._low_A + (self._high_A - self._low_A) * parts_NCA)
+
+    def parts(self, actions_NCA: NDArray[Any]) -> NDArray[Any]:
+        """Inverse of ``between``, in [0, 1]."""
+        clipped_NCA = self.clip(actions_NCA.astype(np.float64))
+        parts_NCA: NDArray[Any] = (clipped_NCA - self._low_A) / (self._high_A - self._low_A)
+        return parts_NCA
 
 
 class GaussianPolicy(EpisodePolicy):
@@ -194,6 +213,10 @@ class GaussianPolicy(EpisodePolicy):
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
         """Clipped to the bounds."""
         return self._shaped(self._bounds.clip(actions_NCA.double().cpu().numpy()))
+
+    def from_environment(self, actions: NDArray[Any]) -> Tensor:
+        """As they are."""
+        return torch.from_numpy(self._flat(actions).astype(np.float32))
 
     def facts(self) -> dict[str, float]:
         """Mean deviation."""
@@ -231,6 +254,11 @@ class SquashedPolicy(EpisodePolicy):
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
         """Squashed, and scaled to the bounds."""
         return self._shaped(self._bounds.between((torch.tanh(actions_NCA.double()).cpu().numpy() + 1) / 2))
+
+    def from_environment(self, actions: NDArray[Any]) -> Tensor:
+        """Scaled and unsquashed; those at the bounds, which no u reaches, just within."""
+        squashed_NCA = 2 * self._bounds.parts(self._flat(actions)) - 1
+        return torch.from_numpy(np.arctanh(squashed_NCA.clip(-MOST_SQUASHED, MOST_SQUASHED)).astype(np.float32))
 
     def sample(self, features_NO: Tensor, noise_NCA: Tensor) -> Decision:
         """``tanh(u)`` in [-1, 1] and its log-probs; both differentiable."""
@@ -290,6 +318,10 @@ class CategoricalPolicy(_ChoosingPolicy):
         """The choices as they are."""
         return self._shaped(actions_NCA.cpu().numpy())
 
+    def from_environment(self, actions: NDArray[Any]) -> Tensor:
+        """The choices as they are."""
+        return torch.from_numpy(self._flat(actions).astype(np.int64))
+
 
 class TokensPolicy(_ChoosingPolicy):
     """Each number of a continuous action is one of ``bins`` values between its bounds."""
@@ -301,6 +333,11 @@ class TokensPolicy(_ChoosingPolicy):
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
         """The centres of the bins."""
         return self._shaped(self._bounds.between((actions_NCA.cpu().numpy() + 0.5) / self._num_choices))
+
+    def from_environment(self, actions: NDArray[Any]) -> Tensor:
+        """The bins that they lie in."""
+        bins_NCA = np.floor(self._bounds.parts(self._flat(actions)) * self._num_choices)
+        return torch.from_numpy(bins_NCA.clip(0, self._num_choices - 1).astype(np.int64))
 
 
 _POLICIES: dict[str, type[GaussianPolicy | SquashedPolicy | CategoricalPolicy | TokensPolicy]] = {

@@ -8,11 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
+from penstock.local.recording import record
 from penstock.shared.config.base import load_yaml, with_overrides
+from penstock.shared.data.demonstrations import write_demonstrations
 from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.environment import EnvSpec, OpenEnv
 from penstock.shared.protocol.events import BatchTrained, JobStarted, LineageForked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -177,3 +181,27 @@ def test_a_robot_arm_learns_to_reach(stack: Any) -> None:
     assert sum(rates[-5:]) / 5 >= 0.8, rates
     assert held_out[-1] >= 0.8, held_out
     stack.check_books(job)
+
+
+def test_a_job_begins_with_what_it_was_shown(stack: Any, tmp_path: Path) -> None:
+    """Version 0 balances the pole as long as the expert did; it stands in the ledger like any other version."""
+
+    def balance(_: EnvSpec) -> Any:
+        return lambda seen: (seen["state"][:, 2] + 0.3 * seen["state"][:, 3] > 0).astype(np.int64)[:, None]
+
+    path = tmp_path / "balance.demonstrations"
+    with pytest.raises(ConfigError, match=r"balance\.demonstrations cannot be read"):
+        submit(stack, f"warm_start.demonstrations={path}")
+    shown = record(OpenEnv(env_id="CartPole-v1", num_envs=1), stack.data_dir, balance, reset_ids=range(16), horizon=100)
+    write_demonstrations(path, shown)
+    job = submit(
+        stack, f"warm_start={{demonstrations: {path}, epochs: 30, learning_rate: 1e-2}}", "train.max_updates=2"
+    )
+    status = stack.finish(job).status
+    assert (status.phase, status.step) == ("succeeded", 2), status
+    path.unlink()  # the first checkpoint has what was learnt
+    series = stack.client.metrics(job)["series"]
+    first = next(value for value in series["eval/length"] if value is not None)
+    assert first >= 90, "a random policy falls after some twenty steps"
+    stack.check_books(job)
+    stack.check_replay(job, at_least=2)

@@ -26,6 +26,7 @@ from penstock.cli import (
     machine,
     quarantine,
     serving,
+    record,
     sims,
     users,
     views,
@@ -102,6 +103,7 @@ for _command in (
     files.grade,
 ):
     app.command()(_command)
+app.command(name="record")(record.record_demonstrations)
 app.add_typer(checkpoints.app)
 app.add_typer(keys.app)
 app.add_typer(feedback.app)

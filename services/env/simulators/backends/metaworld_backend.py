@@ -3,7 +3,8 @@
 State ids 0 to 49 are the goals of the benchmark of seed 0 (``MT1(name, seed=0).train_tasks``); each one above is a goal
 of its own, drawn with the id as seed. ``reset(seed=...)`` of the library does not reproduce an episode.
 
-Options: ``horizon`` (steps until an episode is cut off, at most 500), ``terminate_on_success`` (default true).
+Options: ``horizon`` (steps until an episode is cut off, at most 500), ``terminate_on_success`` (default true),
+``expert`` (default false): observation ``expert_action`` is what the library's scripted policy of the task would do.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ import functools
 import importlib.metadata
 import os
 import struct
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import metaworld
+import metaworld.policies
 import numpy as np
 from numpy.typing import NDArray
 
@@ -32,7 +35,9 @@ NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the
 class MetaWorldEnvironment:
     """One task. Observation ``state``: float64 [39] (hand, gripper, objects, the same a step before, goal)."""
 
-    def __init__(self, env_id: str, *, horizon: int = 500, terminate_on_success: bool = True) -> None:
+    def __init__(
+        self, env_id: str, *, horizon: int = 500, terminate_on_success: bool = True, expert: bool = False
+    ) -> None:
         """Raises ValueError: no such task, or a horizon out of 1..500."""
         names = metaworld.MT1.ENV_NAMES
         if env_id not in names:
@@ -44,10 +49,12 @@ class MetaWorldEnvironment:
         self._tasks: list[Any] = benchmark.train_tasks
         self._env: Any = benchmark.train_classes[env_id]()
         self._steps = 0
+        warnings.filterwarnings("ignore", "Constant.s. may be too high")  # the expert's actions are cut to the bounds
+        self._expert: Any = metaworld.policies.ENV_POLICY_MAP[env_id]() if expert else None
         self.task = env_id.removesuffix("-v3").replace("-", " ")
         space = self._env.action_space
         self.spec = {
-            "observations": {"state": ([39], "float64")},
+            "observations": {"state": ([39], "float64")} | ({"expert_action": ([4], "float32")} if expert else {}),
             "action": (list(space.shape), str(space.dtype)),
             "num_actions": None,
             "low": space.low.ravel().tolist(),
@@ -62,12 +69,12 @@ class MetaWorldEnvironment:
         self._env.set_task(self._tasks[state_id % GOALS])
         self._steps = 0
         if state_id < GOALS:
-            return {"state": self._env.reset()[0]}
+            return self._named(self._env.reset()[0])
         before = np.random.get_state()
         np.random.seed(state_id % 2**32)
         self._env._freeze_rand_vec = False  # the library draws its goals so, from NumPy's global generator
         try:
-            return {"state": self._env.reset()[0]}
+            return self._named(self._env.reset()[0])
         finally:
             self._env._freeze_rand_vec = True
             np.random.set_state(before)
@@ -78,7 +85,13 @@ class MetaWorldEnvironment:
         self._steps += 1
         success = bool(info["success"])
         over = success and self._stops
-        return {"state": observation}, float(reward), over, not over and self._steps >= self._horizon, success
+        return self._named(observation), float(reward), over, not over and self._steps >= self._horizon, success
+
+    def _named(self, state: NDArray[np.float64]) -> Mapping[str, NDArray[Any]]:
+        if self._expert is None:
+            return {"state": state}
+        action = np.clip(self._expert.get_action(state), -1.0, 1.0).astype(np.float32)
+        return {"state": state, "expert_action": action}
 
     def state(self) -> bytes:
         """Physics, the gripper's target, the goal, and the observation of the step before."""

@@ -1,0 +1,65 @@
+"""``penstock record``: demonstrations of an expert, for the warm start of an embodied job."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.printing import Json, note, show_json
+from penstock.local.recording import EXPERT_OPTIONS, policy_of_checkpoint, record, scripted_expert
+from penstock.shared.config.base import load_yaml
+from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.service import load_settings
+from penstock.shared.data.demonstrations import write_demonstrations
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.environment import OpenEnv
+
+__all__ = ["record_demonstrations"]
+
+SAID_EVERY = 50
+
+
+def record_demonstrations(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML) of kind embodied: which simulator.")],
+    *,
+    to: Annotated[Path | None, typer.Option("--to", help="Default: warm_start.demonstrations of the job file.")] = None,
+    episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 50,
+    noise: Annotated[
+        float, typer.Option(min=0, max=1, help="Added to continuous actions, as part of their range, but not recorded.")
+    ] = 0.0,
+    checkpoint: Annotated[
+        Path | None, typer.Option("--checkpoint", help="Play the policy in this checkpoint, not the scripted expert.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Keep episodes that do not solve the task, too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Play episodes from the reset ids of a job, and keep them as demonstrations for its warm start."""
+    config = parse_job(load_yaml(file))
+    if not isinstance(config, EmbodiedJob):
+        raise ConfigError(f"{file}: only jobs of kind 'embodied' have a simulator")
+    target = to or (Path(config.warm_start.demonstrations) if config.warm_start is not None else None)
+    if target is None:
+        raise ConfigError(f"{file} has no warm_start.demonstrations: say with --to where they go")
+    sim = config.environment
+    options = sim.options if checkpoint is not None else sim.options | EXPERT_OPTIONS.get(sim.backend, {})
+    found = record(
+        OpenEnv(
+            env_id=sim.task, num_envs=1, backend=sim.backend, options=options, step_limit_s=sim.step_limit_s,
+            num_processes=sim.num_processes,
+        ),
+        load_settings().sims_dir.expanduser(),
+        scripted_expert if checkpoint is None else partial(policy_of_checkpoint, checkpoint),
+        reset_ids=[sim.reset_id(ordinal) for ordinal in range(episodes)],
+        horizon=sim.horizon, noise=noise, only_solved=not every,
+        source="scripted expert" if checkpoint is None else str(checkpoint),
+        on_episode=lambda count: note(f"{count} of {episodes} episodes") if count % SAID_EVERY == 0 else None,
+    )  # fmt: skip
+    write_demonstrations(target, found)
+    if as_json:
+        show_json({"path": str(target), "episodes": found.num_episodes, "steps": len(found), **found.about})
+    else:
+        note(f"{target}: {found.num_episodes} of {episodes} episodes, {len(found)} steps")

@@ -1,0 +1,206 @@
+"""Demonstrations for a warm start: episodes that an expert plays in a simulator of this host.
+
+An expert is a scripted one, which a simulator offers as the observation ``expert_action``, or the policy in a
+checkpoint of an embodied job.
+
+Shapes: B = environments side by side, n = those that still run, C = actions of a decision, ... the shape of one
+observation or action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.services.env.simulators import Named, Simulator, open_simulator
+from penstock.shared.config.embodied import PolicyConfig
+from penstock.shared.data.demonstrations import Demonstrations
+from penstock.shared.errors import CheckpointError, ConfigError, DataError
+from penstock.shared.protocol.environment import EnvSpec, OpenEnv
+
+__all__ = ["EXPERT_OPTIONS", "Expert", "policy_of_checkpoint", "record", "scripted_expert"]
+
+EXPERT_ACTION = "expert_action"
+EXPERT_OPTIONS: dict[str, dict[str, Any]] = {"metaworld": {"expert": True}}
+"""With these options a backend offers its expert."""
+MOST_ENVS = 16
+"""Environments that are played side by side."""
+
+Expert = Callable[[Named], NDArray[Any]]
+"""``observations [n, ...] by name -> actions [n, C, ...]`` as the simulator takes them; nothing may be random in it."""
+
+
+def scripted_expert(spec: EnvSpec) -> Expert:
+    """The expert that a simulator has built in.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if EXPERT_ACTION not in spec.observations:
+        raise ConfigError(
+            f"'{spec.env_id}' ({spec.backend}) has no observation '{EXPERT_ACTION}': no expert is scripted for it; "
+            "record the policy of a checkpoint instead"
+        )
+    return lambda observations: observations[EXPERT_ACTION][:, None]
+
+
+def policy_of_checkpoint(path: Path, spec: EnvSpec) -> Expert:
+    """The policy in a checkpoint of an embodied job, without noise.
+
+    Raises:
+        CheckpointError: there is none, or it was trained in another space than ``spec``.
+    """
+    import torch  # a client has none
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from penstock.shared.models.episode_policy import build_policy
+
+    try:
+        saved = msgspec.json.decode((path / "config.json").read_bytes())
+        config, chunk = PolicyConfig.parse(saved["policy"]), int(saved["action_chunk"])
+        policy = build_policy(config, spec, action_chunk=chunk, seed=0)
+        policy.load_state_dict(load_file(path / "model.safetensors"))
+    except (OSError, msgspec.DecodeError, KeyError, TypeError, RuntimeError, SafetensorError, ConfigError) as error:
+        reason = str(error).strip().split("\n", 1)[0]
+        raise CheckpointError(f"{path} holds no policy for '{spec.env_id}' ({spec.backend}): {reason}") from None
+
+    def act(observations: Named) -> NDArray[Any]:
+        seen = {name: torch.from_numpy(observations[name].copy()) for name in config.observations}
+        return policy.to_environment(policy.act(seen, None).actions_NCA)
+
+    return act
+
+
+@dataclass(slots=True)
+class _Recorded:
+    """One episode that goes on."""
+
+    observations: list[dict[str, NDArray[Any]]]
+    actions: list[NDArray[Any]]
+    rewards: list[float]
+    succeeded: bool = False
+
+
+def record(
+    request: OpenEnv,
+    sims_dir: Path,
+    expert_of: Callable[[EnvSpec], Expert],
+    *,
+    reset_ids: Sequence[int],
+    horizon: int,
+    noise: float = 0.0,
+    only_solved: bool = True,
+    source: str = "",
+    on_episode: Callable[[int], None] = lambda count: None,
+) -> Demonstrations:
+    """Play one episode from each reset id; a pure function of the arguments. Blocking.
+
+    Args:
+        request: the simulator; how many environments it has is decided here.
+        horizon: steps after which an episode is cut off.
+        noise: deviation of what is added to continuous actions, as part of their range. The file holds the expert's
+            own action in the state that the noise led to, so that a policy learns to come back (arXiv 1703.09327).
+        only_solved: leave out episodes that did not solve the task, where the simulator says so.
+        source: who acts, for people.
+        on_episode: called with the number of episodes so far.
+
+    Raises:
+        ConfigError: the simulator cannot be made, or the expert does not fit it.
+        DataError: no episode is left, or the simulator lost one.
+    """
+    simulator = open_simulator(
+        msgspec.structs.replace(request, num_envs=max(1, min(MOST_ENVS, len(reset_ids)))), sims_dir
+    )
+    try:
+        spec, found = simulator.spec, list[_Recorded]()
+        player = _Player(simulator, expert_of(spec), horizon=horizon, noise=noise)
+        for start in range(0, len(reset_ids), spec.num_envs):
+            found += player.play(reset_ids[start : start + spec.num_envs])
+            on_episode(len(found))
+    finally:
+        simulator.close()
+    kept = [one for one in found if one.succeeded or not (only_solved and spec.has_success)]
+    if not kept:
+        raise DataError(f"none of {len(found)} episodes in '{spec.env_id}' ({spec.backend}) solved the task")
+    names = [name for name in spec.observations if name != EXPERT_ACTION]
+    return Demonstrations(
+        observations={name: np.stack([seen[name] for one in kept for seen in one.observations]) for name in names},
+        actions=np.stack([action for one in kept for action in one.actions]),
+        rewards=np.array([reward for one in kept for reward in one.rewards], np.float32),
+        cu_seqlens=np.cumsum([0, *(len(one.actions) for one in kept)], dtype=np.int64),
+        succeeded=np.array([one.succeeded for one in kept]),
+        about={
+            "task": spec.env_id, "backend": spec.backend, "versions": spec.versions, "horizon": horizon,
+            "source": source, "noise": noise, "played": len(found), "first_reset_id": int(reset_ids[0]),
+        },
+    )  # fmt: skip
+
+
+class _Player:
+    def __init__(self, simulator: Simulator, expert: Expert, *, horizon: int, noise: float) -> None:
+        self._simulator, self._expert, self._horizon, self._noise = simulator, expert, horizon, noise
+        self._bounds = _bounds(simulator.spec) if noise else None
+
+    def play(self, reset_ids: Sequence[int]) -> list[_Recorded]:
+        """One episode from each of at most B reset ids."""
+        env_ids = np.arange(len(reset_ids), dtype=np.int32)
+        begun = self._simulator.reset(env_ids, np.asarray(reset_ids, np.int64))
+        _check_lost(begun.lost, reset_ids)
+        episodes = [_Recorded([], [], []) for _ in reset_ids]
+        noise = [np.random.default_rng(reset_id) for reset_id in reset_ids]
+        seen = _copied(begun.observations)
+        while len(env_ids):
+            for actions in self._chunk(seen):  # one step at a time: every observation of a chunk is kept
+                taken = np.stack([self._disturbed(a, noise[i]) for a, i in zip(actions, env_ids, strict=True)])
+                chunk = self._simulator.step(env_ids, taken[:, None], None)
+                _check_lost(chunk.lost, [reset_ids[i] for i in env_ids.tolist()])
+                over = (chunk.terminated | chunk.truncated)[:, 0]
+                for place, i in enumerate(env_ids.tolist()):
+                    one = episodes[i]
+                    one.observations.append({name: column[place] for name, column in seen.items()})
+                    one.actions.append(actions[place])
+                    one.rewards.append(float(chunk.rewards[place, 0]))
+                    one.succeeded |= bool(chunk.success[place, 0])
+                    over[place] |= len(one.actions) >= self._horizon
+                seen = _copied(chunk.observations)
+                if over.any():  # those that go on decide anew
+                    env_ids, seen = env_ids[~over], {name: column[~over] for name, column in seen.items()}
+                    break
+        return episodes
+
+    def _chunk(self, seen: Named) -> Iterator[NDArray[Any]]:
+        decided = self._expert(seen)
+        for step in range(decided.shape[1]):
+            yield decided[:, step].astype(self._simulator.spec.action_dtype)
+
+    def _disturbed(self, action: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
+        if self._bounds is None:
+            return action
+        low, high = self._bounds
+        wide = action + self._noise * (high - low) * rng.standard_normal(action.shape)
+        return np.clip(wide, low, high).astype(action.dtype)
+
+
+def _bounds(spec: EnvSpec) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Of the actions, [...] each. Raises ConfigError where there are none."""
+    low, high = np.array([spec.action_low, spec.action_high])
+    if spec.num_actions is not None or not np.isfinite(high - low).all():
+        raise ConfigError(f"noise: actions of '{spec.env_id}' ({spec.backend}) have no finite bounds")
+    return low.reshape(spec.action_shape), high.reshape(spec.action_shape)
+
+
+def _check_lost(lost: dict[int, str], reset_ids: Sequence[int]) -> None:
+    for place, reason in lost.items():
+        raise DataError(f"the simulator lost the episode of reset id {reset_ids[place]}: {reason}")
+
+
+def _copied(observations: Named) -> Named:
+    """They are valid only until the next call."""
+    return {name: column.copy() for name, column in observations.items()}
