@@ -101,7 +101,7 @@ def test_any_process_may_die_in_mid_episode(stack: Any, victim: str) -> None:
 @pytest.mark.timeout(360)
 @pytest.mark.parametrize("victim", ["simulators", "env-0", "rollout-0", "trainer-0"])
 def test_any_process_may_hang_in_mid_episode(stack: Any, victim: str) -> None:
-    """It stops for so long that somebody gives up on it, and then goes on, if it still lives."""
+    """The victim stops for so long that somebody gives up on it, and then goes on, if it still lives."""
     job = submit(
         stack, "train.max_updates=16", "train.max_lag=0", "checkpoint.every=5", "environment.horizon=200",
         "environment.step_limit_s=4", "train.draw_timeout_s=8",

@@ -46,7 +46,7 @@ def weights(learner: EmbodiedLearner) -> dict[str, Tensor]:
 
 
 def act(learner: EmbodiedLearner, shown: Demonstrations) -> np.ndarray[Any, Any]:
-    """What the policy would do without noise, [N, C, ...]."""
+    """Actions of the policy without noise, [N, C, ...]."""
     seen = {name: torch.from_numpy(column) for name, column in shown.observations.items()}
     return learner.policy.to_environment(learner.policy.act(seen, None).actions_NCA)
 
