@@ -37,7 +37,6 @@ from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.config.training_job import MAX_GROUP_BYTES
 from penstock.shared.data.check import DataSummary, check_data
 from penstock.shared.data.demonstrations import check_demonstrations, read_demonstrations
-from penstock.shared.errors import ConfigError, Conflict, DataError, NotFound, StreamFull, Unavailable
 from penstock.shared.errors import ConfigError, Conflict, DataError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time

@@ -14,6 +14,7 @@ from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.job import JobConfig
 from penstock.shared.config.kinds import AnyJob, TextJob
 from penstock.shared.config.scorers import FunctionScorer
+from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.data.rows import open_rows
 from penstock.shared.data.template import Template
 from penstock.shared.data.user_code import code_path
@@ -53,7 +54,7 @@ async def try_functions(spec: AnyJob, bench: GraderBench, members: Members) -> l
     Raises:
         ConfigError: one cannot be imported, or takes other arguments.
     """
-    if isinstance(spec, EmbodiedJob):
+    if isinstance(spec, EmbodiedJob | ServingJob):
         return []
     functions = [scorer for scorer in spec.reward.scorers if isinstance(scorer, FunctionScorer)]
     if not functions:

@@ -185,7 +185,8 @@ class _Player:
             return action
         low, high = self._bounds
         wide = action + self._noise * (high - low) * rng.standard_normal(action.shape)
-        return np.clip(wide, low, high).astype(action.dtype)
+        clipped: NDArray[Any] = np.clip(wide, low, high).astype(action.dtype)
+        return clipped
 
 
 def _bounds(spec: EnvSpec) -> tuple[NDArray[Any], NDArray[Any]]:
