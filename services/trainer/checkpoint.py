@@ -7,11 +7,12 @@
     optimizer.safetensors  reference.safetensors                   moments and reference that a process holds whole
     shards/                                                        weights, moments and reference cut over ranks (DCP)
     rng.safetensors  rule.safetensors                              generators, what the update rule remembers
+    replay/00000.safetensors ...                                   rows of a replay buffer (``replay_shards``)
     critic/...                                                     the critic, in the same files
     manifest.json  COMMIT                                          see ``checkpoint_store``
 
 Of an embodied job ``model.safetensors`` and ``config.json`` are the policy's, no model of transformers; all else is in
-``rule.safetensors``.
+``rule.safetensors`` and ``replay``.
 
 All tensors go by the names of the Hugging Face model, so a checkpoint of any backend and any number of ranks is read by
 every other. Nothing that is loaded can run code.
@@ -20,7 +21,7 @@ every other. Nothing that is loaded can run code.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,7 @@ from penstock.services.trainer.checkpoint_store import (
     write_bytes,
 )
 from penstock.services.trainer.optimizer import check_fits
+from penstock.services.trainer.replay_shards import read_shards_of_rows, write_shards_of_rows
 from penstock.services.trainer.row_shards import is_sharded, local_part, rows_of_mesh
 from penstock.services.trainer.whole_tensors import (
     TensorTable,
@@ -144,8 +146,7 @@ def save_checkpoint(
         files = gathered_files(partial, _write_shards(partial, state, ranks), ranks)
         for role, model in state.models.items():
             files |= _write_whole(partial, _MODELS[role], model)
-        if state.rule:
-            files[_RULE] = write_tensors(partial / _RULE, table_of(state.rule), state.rule.values())
+        files |= _write_rule(partial, state, list_checkpoints(root, job)[-1:] if state.columns else [])
         for directory in sorted({(partial / name).parent for name in files} - {partial}):
             sync_directory(directory)
         environment = state.models["policy"].environment
@@ -206,6 +207,16 @@ def _write_whole(partial: Path, prefix: str, model: BackendState) -> dict[str, S
     return files
 
 
+def _write_rule(partial: Path, state: LearnerState, previous: Sequence[StoredCheckpoint]) -> dict[str, StoredFile]:
+    """Write the memory of the update rule; rows that ``previous`` has, if there is one, are not written again."""
+    columns = {name: tensor for name, tensor in state.rule.items() if name in state.columns}
+    rest = {name: tensor for name, tensor in state.rule.items() if name not in state.columns}
+    files = write_shards_of_rows(partial, columns, previous[0] if previous else None)
+    if rest:
+        files[_RULE] = write_tensors(partial / _RULE, table_of(rest), rest.values())
+    return files
+
+
 def _put_together(shards: Path, part: Part, table: TensorTable) -> Iterator[Tensor]:
     """Whole tensors from the shards on disk, a bucket at a time: nothing is asked of the ranks that train on."""
     from penstock.services.trainer.sharded_tensors import read_shards
@@ -250,6 +261,7 @@ def load_checkpoint(path: Path, *, into: LearnerState | None = None, verified: b
         if prefix + _RNG in found.manifest.files:
             models[role] = _read_model(path, prefix, found.manifest, into.models.get(role) if into else None)
     rule = read_tensors(path / _RULE) if _RULE in found.manifest.files else {}
+    rule |= read_shards_of_rows(path, found.manifest)
     return Checkpoint(found, LearnerState(models=models, rule=rule))
 
 

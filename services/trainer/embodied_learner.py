@@ -101,7 +101,8 @@ class EmbodiedLearner:
             files={DESCRIPTION: msgspec.json.format(msgspec.json.encode(self._description()))},
             environment=self.environment(),
         )
-        return LearnerState(models={"policy": policy}, rule=self._rule.state())
+        columns = self._rule.columns if isinstance(self._rule, SoftActorCriticRule) else frozenset[str]()
+        return LearnerState(models={"policy": policy}, rule=self._rule.state(), columns=columns)
 
     def load_state(self, state: LearnerState) -> None:
         """Inverse of ``state``.

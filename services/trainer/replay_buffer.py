@@ -66,6 +66,11 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return min(self.inserted, self.capacity)
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names in ``state`` of what has one entry for each transition."""
+        return tuple(self._columns)
+
     def insert(self, transitions: Transitions) -> int:
         """Take in the groups that are new, in the place of the oldest transitions; returns how many were new."""
         fresh_N = self._admit(transitions)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,15 @@ from torch import Tensor
 from penstock.services.trainer.checkpoint_store import StoredFile
 from penstock.shared.errors import CheckpointError
 
-__all__ = ["TensorTable", "read_slices", "read_tensors", "table_of", "tensor_table", "write_tensors"]
+__all__ = [
+    "TensorTable",
+    "describe_tensors",
+    "read_slices",
+    "read_tensors",
+    "table_of",
+    "tensor_table",
+    "write_tensors",
+]
 
 TensorTable = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
 """(name, shape, dtype) of whole tensors, in the order in which they are stored."""
@@ -51,6 +59,27 @@ def write_tensors(path: Path, table: TensorTable, tensors: Iterable[Tensor]) -> 
     Raises:
         OSError: the disk does not take it.
     """
+    hasher = hashlib.sha256()
+    with path.open("wb") as file:
+        for piece in _pieces(table, tensors):
+            file.write(piece)
+            hasher.update(piece)
+        file.flush()
+        os.fsync(file.fileno())
+        return StoredFile(file.tell(), hasher.hexdigest())
+
+
+def describe_tensors(table: TensorTable, tensors: Iterable[Tensor]) -> StoredFile:
+    """Size and hash of the file that ``write_tensors`` would write."""
+    hasher, nbytes = hashlib.sha256(), 0
+    for piece in _pieces(table, tensors):
+        hasher.update(piece)
+        nbytes += len(piece)
+    return StoredFile(nbytes, hasher.hexdigest())
+
+
+def _pieces(table: TensorTable, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
+    """Bytes of a safetensors file, one tensor after another."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape, dtype in table:
@@ -59,22 +88,12 @@ def write_tensors(path: Path, table: TensorTable, tensors: Iterable[Tensor]) -> 
         offset = end
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
-    hasher = hashlib.sha256()
-    with path.open("wb") as file:
-
-        def put(data: bytes | memoryview) -> None:
-            file.write(data)
-            hasher.update(data)
-
-        put(len(text).to_bytes(8, "little"))
-        put(text)
-        for (name, shape, dtype), tensor in zip(table, tensors, strict=True):
-            assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
-            if tensor.numel():  # one without elements has no stride that could be viewed as bytes
-                put(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        file.flush()
-        os.fsync(file.fileno())
-        return StoredFile(file.tell(), hasher.hexdigest())
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for (name, shape, dtype), tensor in zip(table, tensors, strict=True):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
+        if tensor.numel():  # one without elements has no stride that could be viewed as bytes
+            yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -85,10 +85,12 @@ class LearnerState:
         models: state of each trained model by its role; `policy` is always there.
         rule: what the update rule itself remembers, by name: KL controller and reward statistics in float64; of an
             embodied job the networks beside the policy, all optimizers and the replay buffer.
+        columns: names in ``rule`` of columns [K, ...] that grow and change by rows; a checkpoint keeps them in shards.
     """
 
     models: dict[Role, BackendState]
     rule: dict[str, Tensor]
+    columns: frozenset[str] = frozenset()
 
 
 class Backend(Protocol):

@@ -133,6 +133,11 @@ class SoftActorCriticRule:
         networks = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()}
         return networks | {_BUFFER + name: tensor for name, tensor in self.buffer.state().items()}
 
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names in ``state`` of the columns of the buffer."""
+        return frozenset(_BUFFER + name for name in self.buffer.columns)
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Inverse of ``state``.
 

@@ -184,9 +184,9 @@ class _Player:
         if self._bounds is None:
             return action
         low, high = self._bounds
-        wide = action + self._noise * (high - low) * rng.standard_normal(action.shape)
-        clipped: NDArray[Any] = np.clip(wide, low, high).astype(action.dtype)
-        return clipped
+        wide: NDArray[Any] = action + self._noise * (high - low) * rng.standard_normal(action.shape)
+        cut: NDArray[Any] = np.clip(wide, low, high).astype(action.dtype)
+        return cut
 
 
 def _bounds(spec: EnvSpec) -> tuple[NDArray[Any], NDArray[Any]]:

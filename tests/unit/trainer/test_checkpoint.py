@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.services.trainer import checkpoint_store as module
+from penstock.services.trainer import replay_shards
 from penstock.services.trainer.backends.base import BackendState, LearnerState
 from penstock.services.trainer.checkpoint import (
     list_checkpoints,
@@ -247,3 +248,64 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, make_config: C
 def test_no_checkpoint_no_list(tmp_path: Path) -> None:
     assert list_checkpoints(tmp_path, "job_1") == []
     assert retain(tmp_path, "job_1", recorded=0, keep=1) == []
+
+
+def state_with_rows(rows: int, *, changed: slice = slice(0)) -> LearnerState:
+    """A state with two columns of so many rows, some of them different; 36 bytes a row."""
+    wide = torch.arange(8.0 * rows).view(rows, 8)
+    wide[changed] = -1
+    rule = {"buffer.wide": wide, "buffer.narrow": torch.arange(rows, dtype=torch.int32), "critic": torch.ones(3)}
+    return LearnerState(models=small_state().models, rule=rule, columns=frozenset({"buffer.wide", "buffer.narrow"}))
+
+
+def shards(path: Path) -> dict[str, int]:
+    """The shards of a checkpoint, and the files behind their names."""
+    return {one.name[:5]: one.stat().st_ino for one in sorted((path / "replay").iterdir())}
+
+
+def assert_rule(path: Path, state: LearnerState) -> None:
+    found = load_checkpoint(path).state.rule
+    assert found.keys() == state.rule.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.rule.items())
+
+
+def test_only_the_rows_that_are_new_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten rows in a shard: a buffer that grows writes its last shard, one that has come round the changed one."""
+    monkeypatch.setattr(replay_shards, "SHARD_BYTES", 360)
+    first, second, third = state_with_rows(25), state_with_rows(38), state_with_rows(38, changed=slice(12, 14))
+    paths = [save_checkpoint(tmp_path, "job_1", n, state, {}) for n, state in enumerate((first, second, third))]
+    files = [shards(path) for path in paths]
+    assert [len(each) for each in files] == [3, 4, 4]
+    assert [name for name, node in files[1].items() if files[0].get(name) == node] == ["00000", "00001"]
+    assert [name for name, node in files[2].items() if files[1].get(name) == node] == ["00000", "00002", "00003"]
+    for path, state in zip(paths, (first, second, third), strict=True):
+        assert_rule(path, state)
+    alone = save_checkpoint(tmp_path / "elsewhere", "job_1", 2, third, {})
+    assert read_manifest(alone).digest == read_manifest(paths[2]).digest, "whatever was written before"
+    retain(tmp_path, "job_1", recorded=2, keep=1)
+    assert not paths[0].exists()
+    assert_rule(paths[2], third)
+
+
+def test_where_files_cannot_have_two_names_rows_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError("no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    paths = [save_checkpoint(tmp_path, "job_1", number, state_with_rows(5), {}) for number in (0, 1)]
+    assert set(shards(paths[0]).values()).isdisjoint(shards(paths[1]).values())
+    assert_rule(paths[1], state_with_rows(5))
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_buffer_with_hardly_anything_in_it_is_kept(tmp_path: Path, rows: int) -> None:
+    state = state_with_rows(rows)
+    assert_rule(save_checkpoint(tmp_path, "job_1", 0, state, {}), state)
+
+
+def test_a_shard_that_was_changed_is_noticed(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path, "job_1", 0, state_with_rows(5), {})
+    shard = path / "replay" / "00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointError, match=r"00000\.safetensors was changed"):
+        load_checkpoint(path)
