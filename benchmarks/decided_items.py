@@ -1,4 +1,4 @@
-"""What a ledger with very many decided live items takes: its bytes, its fold, a takeover, and a feed made from it.
+"""Measures a ledger with very many decided live items: its bytes, its fold, a takeover, and a feed made from it.
 
 Items are refused ``REFUSED_TOGETHER`` at a time (``Decided``), or admitted 64 at a time, trained, and behind a
 checkpoint every 50 updates. All on a real server with fsync; the streams hold only what is undecided, in messages of

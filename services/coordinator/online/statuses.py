@@ -349,7 +349,8 @@ class FinalStatuses:
             if one.reason != DISCONNECTED:  # another worker may complete the answer of a disconnected client
                 self.targets.pin(one.ids.unpack(), one.reason)
         ends = final_ids(one for block in state.decided for one in block.feedback)
-        self._feedback.pin_all({item: _final_status(how, MAX_SEQ) for item, how in ends.items()})
+        texts = {how: _final_status(how, MAX_SEQ) for how in {*ends.values()}}
+        self._feedback.pin_all({item: texts[how] for item, how in ends.items()})
         for admission in state.admissions.values():
             self.targets.update(admission.refused)
             self.targets.pin(admission.interactions, CONSUMED)
