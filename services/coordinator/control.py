@@ -39,7 +39,7 @@ from penstock.services.coordinator.leader_rpc import Leader, LeaderRpc
 from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.members import Members
 from penstock.services.coordinator.online.admission_audit import audit_admissions
-from penstock.services.coordinator.origins import Origins
+from penstock.services.coordinator.origins import Origins, warnings_of
 from penstock.services.coordinator.removal import delete_job
 from penstock.services.coordinator.replays import replay_rows
 from penstock.services.coordinator.samples import token_texts
@@ -122,7 +122,7 @@ class CoordinatorControl:
                 return known
             raise
         record = await self.store.create(spec, id, fine_tuning=fine_tuning, origin=origin)
-        await tell(self.bus, record.id, plan["warnings"])
+        await tell(self.bus, record.id, [*plan["warnings"], *warnings_of(spec, origin)])
         return record
 
     async def dry_run(self, spec: AnyJob) -> Row:
@@ -130,7 +130,10 @@ class CoordinatorControl:
         spec, origin = await self.origins.resolve(spec)
         plan = await self._plan(spec)
         plan["warnings"] += await try_functions(spec, self.graders, self.members)
-        return plan if origin is None else plan | {"origin": origin.model_dump(mode="json")}
+        if origin is None:
+            return plan
+        plan["warnings"] += warnings_of(spec, origin)
+        return plan | {"origin": origin.model_dump(mode="json")}
 
     async def _plan(self, spec: AnyJob) -> Row:
         await asyncio.to_thread(check_uploaded, spec, self.settings.data_dir)

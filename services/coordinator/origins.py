@@ -19,7 +19,28 @@ from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol.jobs import ModelOrigin
 
-__all__ = ["Origins"]
+__all__ = ["Origins", "warnings_of"]
+
+
+def warnings_of(spec: AnyJob, origin: ModelOrigin | None) -> list[str]:
+    """Settings with which training that begins with a checkpoint of another job likely makes its policy worse."""
+    if origin is None or not isinstance(spec, JobConfig):
+        return []
+    found, start = [], spec.optimizer
+    if spec.warm_start.steps:
+        found.append(
+            f"warm_start: its {spec.warm_start.steps} supervised steps train a policy that is trained already "
+            f"({origin.model}), towards the reference answers alone: leave the section out"
+        )
+    if start.warmup_updates == 0:
+        # A first step of Adam is the gradient over its own size, so it moves every weight by the whole learning rate.
+        found.append(
+            f"optimizer.warmup_updates: 0: the optimizer begins anew, and its first updates move every weight of "
+            f"{origin.model} by about the whole learning rate ({start.learning_rate:g}), however small its gradient: "
+            "set it to 10 or so, lower optimizer.learning_rate, or go on with the job's own optimizer: penstock extend "
+            f"{origin.name}"
+        )
+    return found
 
 
 class Origins:

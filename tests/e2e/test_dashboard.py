@@ -322,6 +322,18 @@ def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, brief
     assert len(titles) == len(VIEWS), titles
 
 
+def test_a_checkpoint_is_served_from_the_page(stack: Any, page: Page, brief: str) -> None:
+    enter(page, stack, where=f"#/jobs/{brief}/checkpoints")
+    page.get_by_role("button", name=re.compile("^Serve checkpoint")).first.click()
+    page.get_by_label("Name of the model").fill("from-the-page")
+    page.get_by_role("dialog").get_by_role("button", name="Serve", exact=True).click()
+    page.get_by_text("Serving 'from-the-page' is asked for.").wait_for()
+    record = stack.client.find("from-the-page")
+    assert (record.kind, record.origin.job) == ("serving", brief)
+    stack.client.cancel(record.id)
+    assert stack.finish(record.id).status.phase == "cancelled"
+
+
 def test_samples_are_read_token_by_token(stack: Any, page: Page, brief: str) -> None:
     enter(page, stack, where=f"#/jobs/{brief}/samples")
     tokens = page.locator(".tokens .token")

@@ -79,6 +79,7 @@ def test_a_job_begins_with_a_checkpoint_by_name(stack: Any, trained: str) -> Non
     model = {"path": "job:served-from@step:2"}
     plan = stack.client.dry_run({**job_of(stack, trained), "model": model})
     assert (plan["origin"]["job"], plan["origin"]["number"]) == (trained, 2)
+    assert [text.partition(":")[0] for text in plan["warnings"]] == ["optimizer.warmup_updates"]
     record = stack.client.get(stack.submit("name=goes-on", "train.max_updates=1", model=model))
     assert record.origin is not None
     assert (record.origin.model, record.origin.job, record.origin.number) == ("job:served-from@step:2", trained, 2)
@@ -138,7 +139,20 @@ def test_a_checkpoint_is_deployed_by_asking_for_it(stack: Any, trained: str, htt
     assert say(http, deployed[0].name) == said
     missing = chat(http, "job:served-from@7")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
-    end(stack, deployed[0].id)
+    others = [
+        stack.client.submit(
+            {
+                "kind": "serving", "name": f"other-{number}", "metadata": {"deployed": "on request"},
+                "model": {"path": "job:served-from@0"},
+            }
+        ).id
+        for number in range(3)
+    ]  # fmt: skip
+    full = chat(http, "job:served-from@2")
+    assert (full.status_code, full.json()["error"]["code"]) == (503, "deployments_full")
+    assert int(full.headers["retry-after"]) > 0
+    for one in (*others, deployed[0].id):
+        end(stack, one)
     assert say(http, model) == said, "another deployment takes its place"
     end(stack, deployments(stack)[0].id)
 

@@ -15,7 +15,7 @@ from penstock.cli.printing import Json, note, number, show_json
 from penstock.cli.serving import reference_of
 from penstock.client import Client
 from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import text_job
+from penstock.shared.config.kinds import text_job, trains
 from penstock.shared.config.model import parse_reference
 from penstock.shared.errors import CheckpointError, ConfigError, Conflict, Unavailable
 from penstock.shared.protocol.jobs import JobRecord
@@ -47,7 +47,7 @@ def export(
         raise CheckpointError(f"{to} is not empty: name a new directory")
     name, which = parse_reference(reference_of(job))
     with Client() as client:
-        record = client.find(name)
+        record = _trained(client, name)
         row = choose(client.checkpoints(record.id), _flag(which))
         config = text_job(record.spec)
         if merge_lora and row["format"] == "lora":
@@ -67,6 +67,12 @@ def export(
 
 
 _METRICS = ("reward/mean", "eval/greedy")
+
+
+def _trained(client: Client, job: str) -> JobRecord:
+    """A job by id, or the newest one of that name that trained: a deployment of it may have its name, too."""
+    named = client.list(name=job, limit=50)
+    return next((record for record in named if trains(record.spec)), None) or client.find(job)
 
 
 def _flag(which: str) -> str:

@@ -16,6 +16,7 @@ from penstock.client import AsyncClient, Client
 from penstock.services.coordinator.api.open_file import byte_range, open_file, reply_of
 from penstock.services.coordinator.api.replies import HttpProblem
 from penstock.services.coordinator.checkpoints import checkpoint_row, choose_checkpoint
+from penstock.services.coordinator.origins import warnings_of
 from penstock.shared.config.job import JobConfig
 from penstock.shared.errors import CheckpointError, ConfigError, Conflict, NotFound
 from penstock.shared.protocol.events import BestCheckpoint, Checkpointed, Finished
@@ -294,6 +295,12 @@ async def test_a_model_path_may_name_a_checkpoint(submitted: tuple[Client, str],
     assert await resolved(f"job:{job['name']}@4") == await resolved(f"job:{job['name']}@step:4") == paths[4]
     assert await resolved(f"job:{name}@initial") == paths[0]
     assert await resolved("/models/tiny") == "/models/tiny"
+    fresh = JobConfig.parse({**job, "model": {"path": f"job:{name}@4"}, "warm_start": {"steps": 3}})
+    _, origin = await books.origins.resolve(fresh)
+    assert [text.partition(":")[0] for text in warnings_of(fresh, origin)] == ["warm_start", "optimizer.warmup_updates"]
+    assert not warnings_of(fresh, None)
+    gentle = {**job, "model": {"path": f"job:{name}@4"}, "optimizer": {"warmup_updates": 10}}
+    assert not warnings_of(JobConfig.parse(gentle), origin)
     wrong = {
         f"job:{name}@7": "the nearest is 8", f"job:{name}@final": "the latest one is 9", f"job:{name}@worst": "one of",
         f"job:{name}@{'9' * 5000}": "write job:NAME@final", f"job:{name}": "write job:NAME@final",
