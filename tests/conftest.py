@@ -18,6 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.local.engines import engine_python
+from penstock.shared.config.service import load_settings
+from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.bus_clock import forget_bus_clock
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
@@ -170,6 +173,21 @@ def python_of() -> Callable[[str], Path]:
                 pytest.fail(told)
             pytest.skip(told)
         return python
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def python_with() -> Callable[[str], Path]:
+    """The interpreter of an engine; without one the test is skipped, or fails if PENSTOCK_REQUIRE_ENGINES names it."""
+
+    def find(name: str) -> Path:
+        try:
+            return engine_python(name, load_settings().engines_dir)
+        except ConfigError as error:
+            if name in os.environ.get("PENSTOCK_REQUIRE_ENGINES", "").split():
+                pytest.fail(str(error))
+            pytest.skip(str(error))
 
     return find
 

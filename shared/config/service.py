@@ -47,6 +47,8 @@ class ServiceSettings(BaseSettings):
     """Checkpoints and job files."""
     sims_dir: Path = Path.home() / ".penstock" / "sims"
     """Where `penstock sims install` keeps an interpreter for each simulator (env service)."""
+    engines_dir: Path = Path.home() / ".penstock" / "engines"
+    """Where `penstock engines install` keeps an interpreter for each rollout engine that needs its own."""
     shm_dir: Path = Path("/dev/shm")
     """Directory on tmpfs for weight slots and bulk slots."""
     bulk_host: str = ""

@@ -18,6 +18,7 @@ from penstock.cli import (
     describe,
     doctor,
     export,
+    engines,
     feedback,
     files,
     jobs,
@@ -116,6 +117,7 @@ app.add_typer(webhooks.app)
 app.add_typer(quarantine.app)
 app.add_typer(users.app)
 app.add_typer(sims.app)
+app.add_typer(engines.app)
 
 
 def main() -> None:

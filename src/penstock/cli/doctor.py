@@ -20,8 +20,10 @@ from penstock.cli.printing import Json, console, note, show_json, table
 from penstock.cli.sims import find_simulators, how_to_install
 from penstock.client import Client
 from penstock.local import LARGEST, StreamSizes, plan_room, read_state
+from penstock.local.engines import engine_problem
 from penstock.local.ports import claimable
 from penstock.services.env.simulators import INSTALLED
+from penstock.shared.config.rollout import ENGINE_PACKAGES
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import ConfigError, DeadlineError, PenstockError, Unavailable
 from penstock.shared.transport.server import NatsServer, ValkeyServer
@@ -47,7 +49,7 @@ def doctor(as_json: Json = False) -> None:
     """Check this machine, with fixes; exit 1 if something needed is missing."""
     settings = load_settings()
     findings = []
-    for check in (_python, _torch, _nats, _valkey, _shm, _disk, _streams, _simulators, _port, _api):
+    for check in (_python, _torch, _nats, _valkey, _shm, _disk, _streams, _simulators, _engines, _port, _api):
         if not as_json:
             note(f"checking {check.__name__.strip('_')} ...")
         findings += list(check(settings))
@@ -124,6 +126,17 @@ def _simulators(settings: ServiceSettings) -> Iterator[Finding]:
     detail = f"{ready}; not here: {', '.join(missing)}" if missing else ready
     fix = how_to_install(broken[0], again=True) if broken else ""
     yield Finding("simulators", "warning" if broken else "ok", detail, fix)
+
+
+def _engines(settings: ServiceSettings) -> Iterator[Finding]:
+    """Engines beside the embedded one are optional: only one that was begun and does not work is a warning."""
+    for name in ENGINE_PACKAGES:
+        if not (settings.engines_dir.expanduser() / name).exists():
+            yield Finding(f"engine {name}", "ok", f"not here; penstock engines install {name} brings it")
+            continue
+        problem = engine_problem(name, settings.engines_dir)
+        said, _, fix = problem.partition("; run: ")
+        yield Finding(f"engine {name}", "warning" if problem else "ok", said or "installed, and imports", fix)
 
 
 def _streams(settings: ServiceSettings) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ import httpx
 import psutil
 import typer
 
+from penstock.cli.engines import interpreter_with
 import penstock
 from penstock.cli.exits import FAILED
 from penstock.cli.printing import Json, note, show_json, show_line
@@ -44,6 +45,10 @@ def up(
     trainer_ranks: Annotated[
         int | None, typer.Option(min=1, max=64, help="Processes of the trainer, for models cut over ranks.")
     ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Engine of the rollout workers that has an interpreter of its own: vllm, or vllm=PYTHON."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run the bus and all services here; processes that die are started again. Ctrl-C stops everything."""
@@ -57,9 +62,10 @@ def up(
         workers={"rollout": rollouts},
         trainer_ranks=trainer_ranks or settings.trainer_ranks,
         drain_s=settings.drain_s,
+        pythons={} if engine is None else {"rollout": interpreter_with(engine)},
     )
     if detach:
-        _detached(options, rollouts, as_json=as_json)
+        _detached(options, rollouts, engine, as_json=as_json)
     else:
         asyncio.run(_serve(options, as_json=as_json))
 
@@ -170,12 +176,13 @@ async def _first(stop: asyncio.Event, work: object) -> None:
         raise results[0]
 
 
-def _detached(options: StackOptions, rollouts: int, *, as_json: bool) -> None:
+def _detached(options: StackOptions, rollouts: int, engine: str | None, *, as_json: bool) -> None:
     log = options.data_dir / "logs" / "up.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "penstock.cli", "up", "--data-dir", str(options.data_dir)]
     command += ["--port", str(options.http_port), "--rollouts", str(rollouts)]
     command += ["--trainer-ranks", str(options.trainer_ranks)]
+    command += [] if engine is None else ["--engine", engine]
     start = log.stat().st_size if log.exists() else 0
     with log.open("ab") as output:
         process = subprocess.Popen(

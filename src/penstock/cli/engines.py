@@ -1,0 +1,76 @@
+"""``penstock engines``: an interpreter for each rollout engine whose libraries do not fit into this one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.printing import Json, console, note, show_json, table
+from penstock.local.engines import engine_problem, engine_python, install_engine
+from penstock.shared.config.rollout import ENGINE_PACKAGES
+from penstock.shared.config.service import load_settings
+from penstock.shared.errors import ConfigError
+
+__all__ = ["app", "interpreter_with"]
+
+app = typer.Typer(
+    name="engines",
+    help="Rollout engines with interpreters of their own: install them, and see which are here.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def install(
+    name: Annotated[str, typer.Argument(help=f"Engine: {', '.join(ENGINE_PACKAGES)}.")],
+    *,
+    python: Annotated[Path, typer.Option(help="Interpreter from which the environment is made.")] = Path(
+        sys.executable
+    ),
+    again: Annotated[bool, typer.Option("--again", help="Remove what is there and install it anew.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make an interpreter with the pinned packages of an engine, in PENSTOCK_ENGINES_DIR.
+
+    One that is complete is left as it is; an installation that was interrupted goes on.
+    """
+    found = install_engine(name, load_settings().engines_dir, base=python, tell=note, again=again)
+    if as_json:
+        show_json({"name": name, "python": str(found)})
+    else:
+        note(f"start it with: penstock up --engine {name}")
+
+
+@app.command(name="ls")
+def list_engines(*, as_json: Json = False) -> None:
+    """List the engines, and the interpreter that runs each."""
+    directory = load_settings().engines_dir
+    rows = [("embedded", sys.executable, "")]
+    for name in ENGINE_PACKAGES:
+        problem = engine_problem(name, directory)
+        rows.append((name, "" if problem else str(engine_python(name, directory)), problem))
+    if as_json:
+        show_json([{"name": name, "python": python, "problem": problem} for name, python, problem in rows])
+        return
+    shown = [(name, "missing" if problem else "ready", problem or python) for name, python, problem in rows]
+    console().print(table(("ENGINE", "", "INTERPRETER"), shown))
+
+
+def interpreter_with(engine: str) -> Path:
+    """The interpreter of `--engine NAME` or `--engine NAME=PYTHON`; it is made where it is missing.
+
+    Raises:
+        ConfigError: no such engine, or no such interpreter.
+        Unavailable: it cannot be installed.
+    """
+    name, _, python = engine.partition("=")
+    if python:
+        found = Path(python).expanduser().absolute()  # not resolved: the link into an environment is what makes it one
+        if not found.is_file():
+            raise ConfigError(f"--engine {name}: there is no interpreter {found}")
+        return found
+    return install_engine(name, load_settings().engines_dir, base=Path(sys.executable), tell=note)

@@ -1,0 +1,206 @@
+"""Interpreters of rollout engines whose libraries do not fit into this one: made step by step, found, and checked.
+
+The packages of an engine are pinned in one file beside its adapter, dependencies included, so that pip resolves
+nothing: what a resolver would add (CUDA builds of torchvision on a machine without a GPU) stays out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from penstock.services import rollout
+from penstock.shared.config.rollout import ENGINE_PACKAGES
+from penstock.shared.errors import ConfigError, DeadlineError, Unavailable
+
+__all__ = ["engine_problem", "engine_python", "install_engine"]
+
+LOCKS = Path(rollout.__file__).parent / "engines" / "requirements"
+IMPORT_LIMIT_S = 180.0
+INSTALL_LIMIT_S = 3600.0
+_LARGE = 2
+"""The first packages of a file are large: each is a step of its own, so that an interruption loses no more than one."""
+
+Tell = Callable[[str], None]
+
+
+class _Made(msgspec.Struct):
+    """State of an environment, in a file of it."""
+
+    pins: str
+    """Digest of the file of packages."""
+    begun: int = -1
+    done: int = -1
+    """Steps, by number."""
+    complete: bool = False
+
+
+def engine_python(name: str, engines_dir: Path) -> Path:
+    """The interpreter that has an engine.
+
+    Raises:
+        ConfigError: there is none, or it is not complete, or has other versions than this Penstock pins.
+    """
+    folder = engines_dir.expanduser() / name
+    made, problem = _read(folder), ""
+    if made is None:
+        problem = f"{folder} has no environment of it"
+    elif not made.complete:
+        problem = f"its installation in {folder} was interrupted"
+    elif made.pins != _digest(_pins(name)):
+        problem = f"{folder} has other versions than this Penstock needs"
+    if problem:
+        raise ConfigError(f"engine '{name}': {problem}; run: penstock engines install {name}")
+    return _python(folder)
+
+
+def engine_problem(name: str, engines_dir: Path) -> str:
+    """Why an engine does not work here, or ''. Imports it, which takes some seconds."""
+    try:
+        python = engine_python(name, engines_dir)
+        _check(python, name)
+    except (ConfigError, Unavailable) as error:
+        return str(error)
+    return ""
+
+
+def install_engine(name: str, engines_dir: Path, *, base: Path, tell: Tell, again: bool = False) -> Path:
+    """Make the environment of an engine, or complete one that was begun; nothing where it is complete. Blocks.
+
+    Args:
+        base: the interpreter from which it is made.
+        tell: hears of the progress.
+        again: remove what is there first.
+
+    Returns:
+        The interpreter.
+
+    Raises:
+        ConfigError: no such engine.
+        Unavailable: a step failed; what pip said was told. The next call goes on from there.
+    """
+    pins, folder = _pins(name), engines_dir.expanduser() / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(folder, tell):
+        made = _read(folder)
+        if again or made is None or made.pins != _digest(pins) or not _runs(_python(folder)):
+            shutil.rmtree(folder, ignore_errors=True)
+            made = None
+        if made is not None and made.complete:
+            return _python(folder)
+        began = time.monotonic()
+        if made is None:
+            _run([str(base), "-m", "venv", str(folder)], f"making an environment in {folder}", tell)
+            made = _Made(_digest(pins))
+            _write(folder, made)
+        _install(folder, made, _steps(pins), tell)
+        tell(f"importing {name} ...")
+        _check(_python(folder), name)
+        made.complete = True
+        _write(folder, made)
+        tell(f"{name} is ready after {time.monotonic() - began:.0f} s: {_python(folder)}")
+    return _python(folder)
+
+
+def _install(folder: Path, made: _Made, steps: list[list[str]], tell: Tell) -> None:
+    pip = [str(_python(folder)), "-m", "pip", "--no-input", "install", "--no-deps", "--progress-bar", "off"]
+    for number, packages in enumerate(steps):
+        if number <= made.done:
+            continue
+        torn = ["--force-reinstall"] if made.begun == number else []  # files of a package may be half there
+        made.begun = number
+        _write(folder, made)
+        what = packages[0] if len(packages) == 1 else f"{len(packages)} libraries"
+        _run([*pip, *torn, *packages], f"step {number + 1} of {len(steps)}: {what}", tell)
+        made.done = number
+        _write(folder, made)
+
+
+def _steps(pins: list[str]) -> list[list[str]]:
+    return [*([pin] for pin in pins[:_LARGE]), pins[_LARGE:]]
+
+
+def _pins(name: str) -> list[str]:
+    if name not in ENGINE_PACKAGES:
+        raise ConfigError(f"no engine '{name}' has an environment of its own; there is: {', '.join(ENGINE_PACKAGES)}")
+    lines = (LOCKS / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in (line.partition("#")[0].strip() for line in lines) if line]
+
+
+def _digest(pins: list[str]) -> str:
+    return hashlib.sha256("\n".join(pins).encode()).hexdigest()[:16]
+
+
+def _python(folder: Path) -> Path:
+    return folder / "bin" / "python"
+
+
+def _read(folder: Path) -> _Made | None:
+    try:
+        return msgspec.json.decode((folder / "penstock.json").read_bytes(), type=_Made)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _write(folder: Path, made: _Made) -> None:
+    path = folder / "penstock.json"
+    path.with_suffix(".new").write_bytes(msgspec.json.encode(made))
+    path.with_suffix(".new").replace(path)
+
+
+def _runs(python: Path) -> bool:
+    try:
+        return not subprocess.run([str(python), "-c", ""], capture_output=True, timeout=60, check=False).returncode
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _check(python: Path, name: str) -> None:
+    """Raise Unavailable where ``name`` cannot be imported."""
+    command = [str(python), "-c", f"import {name}, transformers, nats, xxhash, msgspec"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"engine '{name}': {python} does not run: {error}") from None
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or ["it does not import"])[-1]
+        raise Unavailable(f"engine '{name}': {last}; run: penstock engines install {name} --again")
+
+
+@contextmanager
+def _alone(folder: Path, tell: Tell) -> Iterator[None]:
+    """One process at a time makes the environment; the kernel drops the lock with its holder."""
+    with folder.with_suffix(".lock").open("w") as lock:
+        end, waits = time.monotonic() + INSTALL_LIMIT_S, False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waits:
+                    tell(f"another process installs into {folder}; waiting for it")
+                waits = True
+            if time.monotonic() > end:
+                raise DeadlineError(f"another process has installed into {folder} for {INSTALL_LIMIT_S:g} s; stop it")
+            time.sleep(0.2)
+        yield
+
+
+def _run(command: list[str], what: str, tell: Tell) -> None:
+    """Run one step and tell its output line by line. Raises Unavailable where it fails."""
+    tell(f"{what} ...")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(("Collecting", "Installing", "Successfully", "ERROR")) or "rror:" in line:
+                tell(f"  {line.rstrip()[:160]}")
+    if process.returncode:
+        raise Unavailable(f"{what} failed with exit status {process.returncode}; the same command goes on from here")

@@ -1,0 +1,92 @@
+"""``penstock engines``: interpreters of engines are found, and named where they are missing or not complete."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.cli.engines import interpreter_with
+from penstock.local import engines
+from penstock.local.engines import engine_problem, engine_python, install_engine
+from penstock.shared.config.rollout import ENGINE_PACKAGES
+from penstock.shared.errors import ConfigError, Unavailable
+
+
+def test_a_missing_engine_names_the_command(tmp_path: Path) -> None:
+    environment = {"PENSTOCK_ENGINES_DIR": str(tmp_path)}
+    with pytest.raises(ConfigError, match="no environment of it; run: penstock engines install vllm"):
+        engine_python("vllm", tmp_path)
+    listed = CliRunner().invoke(app, ["engines", "ls", "--json"], env=environment)
+    rows = {row["name"]: row for row in json.loads(listed.stdout)}
+    assert list(rows) == ["embedded", *ENGINE_PACKAGES]
+    assert (rows["embedded"]["problem"], rows["vllm"]["python"]) == ("", "")
+    assert "penstock engines install vllm" in rows["vllm"]["problem"]
+    result = CliRunner().invoke(app, ["engines", "install", "warp"], env=environment)
+    assert (result.exit_code, "there is: vllm" in result.output) == (2, True)
+    result = CliRunner().invoke(
+        app, ["up", "--engine", "warp"], env={**environment, "PENSTOCK_DATA_DIR": str(tmp_path)}
+    )
+    assert (result.exit_code, "no engine 'warp'" in result.output) == (2, True)
+
+
+def test_an_interpreter_of_the_user_must_be_there(tmp_path: Path) -> None:
+    assert interpreter_with(f"vllm={sys.executable}") == Path(sys.executable)
+    with pytest.raises(ConfigError, match="--engine vllm: there is no"):
+        interpreter_with(f"vllm={tmp_path}/python")
+
+
+def test_an_installation_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of pip, the second of which cannot work: the next call does not repeat the first."""
+    pins = tmp_path / "pins"
+    pins.mkdir()
+    (pins / "vllm.txt").write_text(f"# wheels\n{wheel(tmp_path, 'first')}\n{tmp_path}/second-1.0-py3-none-any.whl\n")
+    monkeypatch.setattr(engines, "LOCKS", pins)
+    told: list[str] = []
+    with pytest.raises(Unavailable, match=r"step 2 of 2.* goes on from here"):
+        install_engine("vllm", tmp_path, base=Path(sys.executable), tell=told.append)
+    assert any("step 1 of 2" in line for line in told)
+    with pytest.raises(ConfigError, match="was interrupted; run: penstock engines install vllm"):
+        engine_python("vllm", tmp_path)
+    wheel(tmp_path, "second")
+    told.clear()
+    with pytest.raises(Unavailable, match="No module named"):  # two small wheels are no vLLM
+        install_engine("vllm", tmp_path, base=Path(sys.executable), tell=told.append)
+    assert [line for line in told if line.startswith("step")] == [
+        f"step 2 of 2: {tmp_path}/second-1.0-py3-none-any.whl ..."
+    ]
+    python = tmp_path / "vllm" / "bin" / "python"
+    assert subprocess.run([str(python), "-c", "import first, second"], check=False).returncode == 0
+    (pins / "vllm.txt").write_text(f"{tmp_path}/second-1.0-py3-none-any.whl\n")
+    with pytest.raises(ConfigError, match=r"interrupted|other versions"):
+        engine_python("vllm", tmp_path)
+
+
+def wheel(folder: Path, name: str) -> Path:
+    """A package with one empty module."""
+    path, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}.py", "")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.mark.long
+def test_a_complete_engine_works_and_is_left_as_it_is(python_with: Callable[[str], Path]) -> None:
+    python = python_with("vllm")
+    folder = python.parents[2]
+    assert engine_problem("vllm", folder) == ""
+    told: list[str] = []
+    assert install_engine("vllm", folder, base=Path(sys.executable), tell=told.append) == python
+    assert told == []
