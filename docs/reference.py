@@ -42,7 +42,10 @@ _BOUNDS = {
     "max_length": "at most",
 }
 """Attributes of constraints, and how a reader says them."""
-_HOST_DEFAULTS = {"host_id": "host name", "worker_id": "host name and process id", "data_dir": "`~/.penstock`"}
+_HOST_DEFAULTS = {
+    "host_id": "host name", "worker_id": "host name and process id", "data_dir": "`~/.penstock`",
+    "sims_dir": "`~/.penstock/sims`", "engines_dir": "`~/.penstock/engines`",
+}  # fmt: skip
 """Defaults that depend on the machine: described, not evaluated."""
 
 

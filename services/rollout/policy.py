@@ -6,9 +6,12 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
-from penstock.services.rollout.engines import Updatable
+from torch import Tensor
+
+from penstock.services.rollout.engines import Updatable, UpdatableByReference
 from penstock.services.rollout.held_weights import WeightRing
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import DeadlineError, Unavailable, WeightsError
@@ -26,6 +29,25 @@ RETRY_S = 0.5
 ASK_AFTER = 4
 """Tries to open a version before its trainer is asked for it, and between two times."""
 ASK_DEADLINE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Referred:
+    """A version that processes of the engine opened and hold; a ``Staged`` without memory here."""
+
+    manifest: WeightManifest
+    way: Way
+
+    def tensors(self) -> dict[str, Tensor]:
+        """None are needed here."""
+        return {}
+
+    def intact(self) -> bool:
+        """Its holder looks after that."""
+        return True
+
+    def release(self) -> None:
+        """The engine lets go of it with the end of the update."""
 
 
 class PolicyFollower:
@@ -50,6 +72,8 @@ class PolicyFollower:
         self._bus, self._settings, self._job, self._engine = bus, settings, job, engine
         self._key, self._held, self._leaving = key or job, held, leaving
         self._receiver = open_receiver(settings)
+        self._by_reference = engine.caps.staging == "reference"
+        self._routes: WeightRoutes | None = None
         self._serving: Staged | None = None
         self._changed = asyncio.Condition()
         self.version = -1
@@ -141,11 +165,16 @@ class PolicyFollower:
         with contextlib.suppress(Unavailable):
             entry = await self._bus.kv(subjects.MANIFESTS).get(subjects.weight_routes(self._job))
             if entry is not None and entry.value is not None:
-                self._receiver.follow(self._settings.worker_id, unpack(entry.value, WeightRoutes)[0])
+                self._routes = unpack(entry.value, WeightRoutes)[0]
+                if not self._by_reference:
+                    self._receiver.follow(self._settings.worker_id, self._routes)
 
     def status(self) -> dict[str, Any]:
         """Entries of a heartbeat: what the coordinator chooses from, and how the newest version came."""
-        row = {"transports": self._receiver.transports, "pause_s": self.pause_s}
+        known = self._receiver.transports
+        if self._by_reference:
+            known = [transport for transport in known if transport in self._engine.caps.transports]
+        row = {"transports": known, "pause_s": self.pause_s}
         if self.way is None:
             return row
         return row | {
@@ -153,7 +182,13 @@ class PolicyFollower:
         }  # fmt: skip
 
     async def _stage(self, manifest: WeightManifest) -> Staged:
-        """Stage in a thread. What it reaches after this worker was told to stop is released: a lock would stay."""
+        """Stage in a thread, or have the engine do it.
+
+        What a thread reaches after this worker was told to stop is released: a lock would stay.
+        """
+        if self._by_reference:
+            engine = cast(UpdatableByReference, self._engine)
+            return _Referred(manifest, await engine.stage(manifest, self._routes))
         staging = asyncio.create_task(asyncio.to_thread(self._receiver.stage, manifest))
         try:
             return await asyncio.shield(staging)
@@ -173,11 +208,12 @@ class PolicyFollower:
             await self._engine.begin_update(
                 version=manifest.version,
                 digest=manifest.digest,
-                mode="in_place" if base else "swap",
-                guard=None if base else staged.intact,
+                mode="in_place" if base or self._by_reference else "swap",
+                guard=None if base or self._by_reference else staged.intact,
                 base=base,
             )
-            await self._engine.load_chunk(staged.tensors())
+            if not self._by_reference:
+                await self._engine.load_chunk(staged.tensors())
             pause_s = await self._engine.commit_update()
             committed = True
             await self._check_echo(manifest, base=base)

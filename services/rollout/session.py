@@ -8,7 +8,7 @@ from typing import Any
 
 from penstock.services.rollout.asking import Asking
 from penstock.services.rollout.candidate import Candidate
-from penstock.services.rollout.engines import Engine, lacks_engine, open_engine
+from penstock.services.rollout.engines import Engine, lacks_engine, open_job_engine
 from penstock.services.rollout.env_requests import EnvRequests
 from penstock.services.rollout.episode import failed_group, skipped_group, with_scores
 from penstock.services.rollout.fixed import FixedPolicy
@@ -26,7 +26,7 @@ from penstock.shared.config.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.prompts import Prompt, PromptSource
 from penstock.shared.errors import ConfigError, DataError, ProtocolError
-from penstock.shared.models.loading import build_tokenizer, resolve_device
+from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import Report, ScoreReply, Ticket
@@ -35,6 +35,9 @@ from penstock.shared.runtime.tasks import together
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["RolloutSession"]
+
+HEALTH_S = 1.0
+"""Time between two looks at an engine: its processes may die while nobody asks it for anything."""
 
 
 class RolloutSession:
@@ -90,7 +93,8 @@ class RolloutSession:
         else:
             self._policy = FixedPolicy(engine)
         async with asyncio.TaskGroup() as tasks:
-            background = [tasks.create_task(self._policy.run()), tasks.create_task(self._publisher.run())]
+            running = (self._policy.run(), self._publisher.run(), _watch(engine))
+            background = [tasks.create_task(one) for one in running]
             if self._candidate is not None:
                 background.append(tasks.create_task(self._candidate.run()))
             self._asking.wait("policy", "the first policy version", subjects.MANIFESTS)
@@ -112,10 +116,7 @@ class RolloutSession:
     def _load(self) -> None:
         self._tokenizer = build_tokenizer(self.config.model)
         self._source = PromptSource(self.config.data_config, self._tokenizer, self.config.seed)
-        self._engine = open_engine(
-            self.config.model, self._tokenizer, max_running=self.config.placement.max_running, seed=self.config.seed,
-            device=resolve_device(self.config.placement.device),
-        )  # fmt: skip
+        self._engine = open_job_engine(self.config, self._tokenizer, self._settings)
         self._maker = GroupMaker(self.job, self._settings.worker_id, self.config, self._engine, self._tokenizer)
         if Candidate.is_needed(self.config):
             self._candidate = Candidate(self._bus, self._settings, self.job, self.config, self._tokenizer)
@@ -241,3 +242,10 @@ class RolloutSession:
             "groups": self.groups,
         } | (policy.status() if policy else {})
         return row | self._tickets.status(self._publisher)
+
+
+async def _watch(engine: Engine) -> None:
+    """Raise Unavailable once an engine cannot serve any more: then the session is opened again, with another one."""
+    while True:
+        await asyncio.sleep(HEALTH_S)
+        await engine.health()

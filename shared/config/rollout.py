@@ -35,6 +35,12 @@ class VllmConfig(StrictModel):
     """
 
     engine: Literal["vllm"] = "vllm"
+    kv_cache_gib: float = Field(1.0, gt=0)
+    """Memory for keys and values, in GiB. Sequences that do not fit are computed again later, which costs time."""
+    max_length: int | None = Field(None, ge=2)
+    """Most tokens of a prompt and its completion; keys and values of one such sequence must fit in kv_cache_gib. None:
+    what the model takes, which may be too much."""
+
     caps: ClassVar[Caps] = Caps(
         transports=("shm", "tcp", "disk"), pause_modes=("abort", "drain", "keep"), native_spans=True, sleep=False,
         staging="reference", adapters=False, routers=False, held=False, candidates=False, fp32_head=False, forms=False,

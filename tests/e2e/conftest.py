@@ -80,7 +80,13 @@ class Deployment:
     """A running stack. It lives on an event loop in a thread, so tests are plain functions."""
 
     def __init__(
-        self, directory: Path, launch: Launch, *, trainer_ranks: int = 1, workers: Mapping[str, int] | None = None
+        self,
+        directory: Path,
+        launch: Launch,
+        *,
+        trainer_ranks: int = 1,
+        workers: Mapping[str, int] | None = None,
+        pythons: Mapping[str, Path] | None = None,
     ) -> None:
         self.directory, self.launch = directory, launch
         (directory / "shm").mkdir(parents=True)
@@ -106,7 +112,7 @@ class Deployment:
         self.data_dir = directory / "data"
         options = StackOptions(
             data_dir=self.data_dir, environment=self.environment, trainer_ranks=trainer_ranks, drain_s=5,
-            workers=dict(workers or {"rollout": 1}), launch=launch,
+            workers=dict(workers or {"rollout": 1}), launch=launch, pythons=dict(pythons or {}),
         )  # fmt: skip
         self.stack = Stack(options, self.told.append)
 
@@ -324,7 +330,7 @@ def stack_of_ranks(nursery: Any) -> Iterator[Deployment]:
 @pytest.fixture
 def deploy(nursery: Any) -> Callable[..., Deployment]:
     """A stack in a folder, which the test starts; its services come from the nursery, or from a launch of the test."""
-    return lambda directory, launch=nursery.launch: Deployment(directory, launch)
+    return lambda directory, launch=nursery.launch, **options: Deployment(directory, launch, **options)
 
 
 @pytest.fixture(scope="module")

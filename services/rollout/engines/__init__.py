@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
-from penstock.services.rollout.engines.base import Engine, Updatable, UpdateMode
+from penstock.services.rollout.engines.base import Engine, Updatable, UpdatableByReference, UpdateMode
 from penstock.services.rollout.engines.constraint import Grammars
 from penstock.services.rollout.engines.embedded import EmbeddedEngine
+from penstock.shared.config.kinds import TextJob
 from penstock.shared.config.model import ModelConfig
-from penstock.shared.config.rollout import ENGINE_PACKAGES, RolloutConfig
+from penstock.shared.config.rollout import ENGINE_PACKAGES, RolloutConfig, VllmConfig
+from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.architecture import plan_of
-from penstock.shared.models.loading import build_model, stop_token_ids
+from penstock.shared.models.loading import build_model, resolve_device, stop_token_ids
 from penstock.shared.models.lora import add_adapter, base_parameters
-from penstock.shared.weights import digest_of_tensors
+from penstock.shared.weights import digest_of_tensors, layout_of
 
-__all__ = ["EmbeddedEngine", "Engine", "Updatable", "UpdateMode", "lacks_engine", "open_engine"]
+__all__ = [
+    "EmbeddedEngine",
+    "Engine",
+    "Updatable",
+    "UpdatableByReference",
+    "UpdateMode",
+    "lacks_engine",
+    "open_engine",
+    "open_job_engine",
+]
 
 
 def lacks_engine(rollout: RolloutConfig) -> bool:
     """True if this interpreter has not the package of the engine."""
     return rollout.engine in ENGINE_PACKAGES and importlib.util.find_spec(rollout.engine) is None
+
+
+def open_job_engine(config: TextJob, tokenizer: PreTrainedTokenizerFast, settings: ServiceSettings) -> Engine:
+    """The engine that a job names; blocks while it loads the model.
+
+    Raises:
+        ConfigError: as ``open_engine``.
+    """
+    if isinstance(config.rollout, VllmConfig):
+        return _open_vllm(config, config.rollout, tokenizer, settings)
+    return open_engine(
+        config.model, tokenizer, max_running=config.placement.max_running, seed=config.seed,
+        device=resolve_device(config.placement.device),
+    )  # fmt: skip
 
 
 def open_engine(
@@ -52,23 +81,55 @@ def open_engine(
     if config.lora is not None and config.lora.publish == "adapters":
         add_adapter(model, config.lora, seed=seed)
         base = digest_of_tensors(base_parameters(model).items())
-
-    def detokenize(token_ids: list[int]) -> str:
-        return str(tokenizer.decode(token_ids, skip_special_tokens=False))
-
     stop_ids = stop_token_ids(tokenizer, model)
     vocab_size = model.get_output_embeddings().weight.shape[0]
     return EmbeddedEngine(
         model,
         max_running=max_running,
         stop_ids=stop_ids,
-        detokenize=detokenize,
+        detokenize=_detokenizer(tokenizer),
         version=version,
         digest=digest,
         base=base,
         record_routes=config.replay_bytes_per_token > 0,
         grammars=Grammars(tokenizer, vocab_size=vocab_size, stop_ids=stop_ids),
     )
+
+
+def _detokenizer(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[int]], str]:
+    return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+def _open_vllm(
+    config: TextJob, options: VllmConfig, tokenizer: PreTrainedTokenizerFast, settings: ServiceSettings
+) -> Engine:
+    """vLLM reads a directory: that of the job, or one that is written here and removed once it is loaded."""
+    from penstock.services.rollout.engines.vllm import VllmEngine, VllmModel
+
+    source, folder = config.model, Path(config.model.path or "")
+    is_plain = source.path is not None and (folder / "config.json").is_file()
+    if is_plain:
+        described = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(described, dtype=getattr(torch, source.dtype))
+    else:
+        model = build_model(source, len(tokenizer), seed=config.seed)
+        folder = Path(tempfile.mkdtemp(prefix="penstock-vllm-"))
+        model.save_pretrained(folder)
+    given = VllmModel(
+        path=folder, temporary=not is_plain, dtype=source.dtype, layout=layout_of(model.named_parameters()),
+        vocab_size=model.get_output_embeddings().weight.shape[0], head_dim=_head_dim(model.config),
+        max_length=options.max_length or model.config.max_position_embeddings, trusted=source.trust_remote_code,
+    )  # fmt: skip
+    return VllmEngine(
+        given, options, settings, max_running=config.placement.max_running, stop_ids=stop_token_ids(tokenizer, model),
+        detokenize=_detokenizer(tokenizer), threads=config.placement.rollout_threads,
+    )  # fmt: skip
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    own = getattr(config, "head_dim", None)
+    return int(own or config.hidden_size // config.num_attention_heads)
 
 
 def _check_routers(model: PreTrainedModel, config: ModelConfig) -> None:

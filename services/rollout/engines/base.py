@@ -18,8 +18,10 @@ from penstock.shared.protocol.generation import (
     Token,
     WeightInfo,
 )
+from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
+from penstock.shared.weights import Way
 
-__all__ = ["Engine", "Listener", "Updatable", "UpdateMode"]
+__all__ = ["Engine", "Listener", "Updatable", "UpdatableByReference", "UpdateMode"]
 
 Listener = Callable[[Token], None]
 """Takes the tokens of one request as they are sampled; called on the event loop, must be quick."""
@@ -88,6 +90,26 @@ class Updatable(Protocol):
 
     async def weight_info(self) -> WeightInfo:
         """The version that is served."""
+        ...
+
+
+class UpdatableByReference(Updatable, Protocol):
+    """Takes in versions that its own processes open: an engine whose ``caps.staging`` is 'reference'.
+
+    ``load_chunk`` is not called: between ``begin_update`` and ``commit_update`` stands what was staged last.
+    """
+
+    async def stage(self, manifest: WeightManifest, routes: WeightRoutes | None) -> Way:
+        """Open a version, hold it and prove its digest, while the engine serves on.
+
+        It is let go of when its update is committed or given up, or another one is staged.
+
+        Args:
+            routes: which transport the coordinator chose for each worker, if it did.
+
+        Raises:
+            WeightsError: it cannot be reached, is damaged, or is of another model.
+        """
         ...
 
 

@@ -16,11 +16,11 @@ from penstock.services.rollout.engines.base import Listener, UpdateMode
 from penstock.services.rollout.engines.batch import Batch, Outcome, TornWeights
 from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.engines.constraint import Grammars
-from penstock.services.rollout.engines.requests import Requests
+from penstock.services.rollout.engines.requests import Requests, check_request, check_text
 from penstock.services.rollout.engines.updates import ServedWeights, WeightUpdate, drop, lent
 from penstock.services.rollout.held_weights import HeldWeights
 from penstock.shared.config.rollout import EmbeddedConfig
-from penstock.shared.errors import ConfigError, Conflict, Unavailable, WeightsError
+from penstock.shared.errors import Conflict, Unavailable, WeightsError
 from penstock.shared.models.lora import adapter_parameters, base_parameters
 from penstock.shared.protocol.generation import (
     Constraint,
@@ -155,7 +155,8 @@ class EmbeddedEngine:
     ) -> GenResult:
         """Complete a prompt; see ``Engine.generate``."""
         matchers = await self._grammars.matchers(request)
-        self._check(request)
+        self._check_ready()
+        check_request(request, vocab_size=self._model.config.vocab_size, max_length=self.max_length)
         own = set(request.sampling.stop_token_ids)
         stop_ids = own if request.sampling.ignore_eos else own.union(self.stop_ids)
         serial, answer = self._requests.open(request, tuple(sorted(stop_ids)), on_token, on_start, matchers)
@@ -177,9 +178,7 @@ class EmbeddedEngine:
     ) -> Scores:
         """Log-probs of a text; see ``Engine.score``."""
         self._check_ready()
-        vocab = self._model.config.vocab_size
-        if not token_ids or len(token_ids) > self.max_length or not all(0 <= token < vocab for token in token_ids):
-            raise ConfigError(f"a text to score has 1 to {self.max_length} token ids in 0..{vocab - 1}")
+        check_text(token_ids, vocab_size=self._model.config.vocab_size, max_length=self.max_length)
         await self._until(lambda: self._failure is not None or (self._frozen_at is None and self._paused is None))
         self._check_ready()
 
@@ -207,23 +206,6 @@ class EmbeddedEngine:
             raise Unavailable("the engine sleeps; wake it first")
         if self._served.dirty:
             raise WeightsError("the engine is dirty after a failed update; it serves again after a full update")
-
-    def _check(self, request: GenRequest) -> None:
-        self._check_ready()
-        sampling, vocab = request.sampling, self._model.config.vocab_size
-        length = len(request.prompt_ids) + sampling.max_new_tokens
-        if not request.prompt_ids or sampling.max_new_tokens < 1 or request.n < 1:
-            raise ConfigError("a request needs a prompt, max_new_tokens >= 1 and n >= 1")
-        if length > self.max_length:
-            raise ConfigError(
-                f"{len(request.prompt_ids)} prompt tokens + {sampling.max_new_tokens} new ones exceed the "
-                f"{self.max_length} that the model takes: shorten the prompt or lower max_new_tokens"
-            )
-        if not all(
-            0 <= token < vocab
-            for token in (*request.prompt_ids, *sampling.stop_token_ids, *(token for token, _ in sampling.logit_bias))
-        ):
-            raise ConfigError(f"token ids must lie in 0..{vocab - 1}")
 
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
         """End requests with what they have; see ``Engine.abort``."""

@@ -12,10 +12,10 @@ from itertools import count
 from penstock.services.rollout.engines.base import Listener
 from penstock.services.rollout.engines.completion import Completion, Finished, finished
 from penstock.services.rollout.engines.constraint import Matcher
-from penstock.shared.errors import Conflict
+from penstock.shared.errors import ConfigError, Conflict
 from penstock.shared.protocol.generation import GenRequest, GenResult, Sample, Token
 
-__all__ = ["Requests"]
+__all__ = ["Requests", "check_request", "check_text"]
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +26,28 @@ class _Request:
     on_token: Listener | None
     on_start: Callable[[], None] | None
     started: bool = False
+
+
+def check_request(request: GenRequest, *, vocab_size: int, max_length: int) -> None:
+    """Raise ConfigError where no model of this size can serve a request."""
+    sampling = request.sampling
+    length = len(request.prompt_ids) + sampling.max_new_tokens
+    if not request.prompt_ids or sampling.max_new_tokens < 1 or request.n < 1:
+        raise ConfigError("a request needs a prompt, max_new_tokens >= 1 and n >= 1")
+    if length > max_length:
+        raise ConfigError(
+            f"{len(request.prompt_ids)} prompt tokens + {sampling.max_new_tokens} new ones exceed the "
+            f"{max_length} that the model takes: shorten the prompt or lower max_new_tokens"
+        )
+    biased = (token for token, _ in sampling.logit_bias)
+    if not all(0 <= token < vocab_size for token in (*request.prompt_ids, *sampling.stop_token_ids, *biased)):
+        raise ConfigError(f"token ids must lie in 0..{vocab_size - 1}")
+
+
+def check_text(token_ids: Sequence[int], *, vocab_size: int, max_length: int) -> None:
+    """Raise ConfigError where no model of this size can score a text."""
+    if not token_ids or len(token_ids) > max_length or not all(0 <= token < vocab_size for token in token_ids):
+        raise ConfigError(f"a text to score has 1 to {max_length} token ids in 0..{vocab_size - 1}")
 
 
 class Requests:
@@ -84,6 +106,10 @@ class Requests:
             for i in range(request.n)
         )  # fmt: skip
         return serial, answer
+
+    def waits_started(self) -> bool:
+        """True if a completion waits whose request had another one in the batch."""
+        return any(self._open[completion.request].started for completion in self._queue)
 
     def take(self, room: int, *, only_started: bool) -> list[Completion]:
         """Up to ``room`` completions for the batch, first come first served."""

@@ -1,23 +1,41 @@
-"""Engines under test, each over a small peaked model, and the plain forward that judges their log-probs."""
+"""Engines under test, each over a small peaked model, and the plain forward that judges their log-probs.
+
+The embedded engine is made anew for each test. One with processes of its own takes too long to start: all tests of a
+run share it, in its own interpreter (``PENSTOCK_TEST_ENGINE``; ``test_engine_vllm.py`` starts such a run).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.services.rollout.engines import EmbeddedEngine, Engine, UpdateMode
+from penstock.services.rollout.engines import EmbeddedEngine, Engine, UpdatableByReference, UpdateMode
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
+from penstock.shared.config.rollout import VllmConfig
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import Unavailable
 from penstock.shared.models import build_model, build_tokenizer
 from penstock.shared.protocol.generation import GenRequest, Sample, Sampling
+from penstock.shared.protocol.weights import WeightManifest
+from penstock.shared.weights import layout_of, open_publisher
+from penstock.shared.weights.open import Publisher
 
-ARCHITECTURE = ArchitectureConfig(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1)
+JOB = "job_engines"
+OWN = os.environ.get("PENSTOCK_TEST_ENGINE", "embedded")
+ARCHITECTURE = ArchitectureConfig(
+    hidden_size=32 if OWN == "embedded" else 64,  # vLLM's attention on a CPU wants heads of 32 at least
+    intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1,
+)  # fmt: skip
 CONFIG = ModelConfig(config=ARCHITECTURE, tokenizer="char")
 EOS = 2
 MAX_RUNNING = 12
@@ -51,6 +69,8 @@ class Bench:
     eos: int = EOS
     max_running: int = MAX_RUNNING
     length: int = LENGTH
+    digests: dict[int, str] = field(default_factory=dict)
+    """Of the versions that ``update`` brought."""
 
     def ask(self, id: str, *, prompt: Sequence[int] = PROMPT, n: int = 1, **sampling: object) -> GenRequest:
         """A request of 240 tokens that does not stop early, unless ``sampling`` says otherwise."""
@@ -87,7 +107,7 @@ class Bench:
     async def until_tokens(self, num_new: int) -> None:
         """Wait until the engine has sampled ``num_new`` more tokens."""
         goal = self.engine.generated_tokens + num_new
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while self.engine.generated_tokens < goal:
                 await asyncio.sleep(0.001)
 
@@ -101,11 +121,41 @@ class Bench:
         digest: str = "",
     ) -> float:
         """A full update to ``peaked_model(seed)``."""
-        await self.engine.begin_update(version=version, digest=digest or f"d{version}", mode=mode, guard=guard)
+        self.digests[version] = digest or f"d{version}"
+        await self.engine.begin_update(version=version, digest=self.digests[version], mode=mode, guard=guard)
         tensors = self.weights(seed)
         half = len(tensors) // 2
         await self.engine.load_chunk(dict(list(tensors.items())[:half]))
         await self.engine.load_chunk(dict(list(tensors.items())[half:]))
+        return await self.engine.commit_update()
+
+
+@dataclass(frozen=True)
+class ReferenceBench(Bench):
+    """An engine whose processes open versions by themselves: the same weights come through slots."""
+
+    publisher: Publisher = field(kw_only=True)
+
+    def publish(self, version: int, seed: int) -> WeightManifest:
+        """A slot with the parameters of ``peaked_model(seed)``."""
+        return self.publisher.publish(self.weights(seed).items(), version=version, epoch=1)
+
+    async def update(
+        self,
+        version: int,
+        *,
+        seed: int,
+        mode: UpdateMode = "swap",
+        guard: Callable[[], bool] | None = None,
+        digest: str = "",
+    ) -> float:
+        """A full update to ``peaked_model(seed)``; its digest is that of its bytes."""
+        assert guard is None
+        assert not digest
+        manifest = await asyncio.to_thread(self.publish, version, seed)
+        self.digests[version] = manifest.digest
+        await cast(UpdatableByReference, self.engine).stage(manifest, None)
+        await self.engine.begin_update(version=version, digest=manifest.digest, mode="in_place")
         return await self.engine.commit_update()
 
 
@@ -124,10 +174,65 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=[embedded], ids=["embedded"])
-async def bench(request: pytest.FixtureRequest, one_thread: None) -> AsyncIterator[Bench]:
-    """Each engine in turn; a new adapter joins the list."""
-    engine: Engine = request.param(peaked_model(0))
-    await engine.start()
-    yield Bench(engine)
-    await engine.close()
+@pytest.fixture(scope="session")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> ServiceSettings:
+    """With a directory for slots of this run."""
+    folder = tmp_path_factory.mktemp("engine")
+    (folder / "shm").mkdir()
+    return ServiceSettings(shm_dir=folder / "shm", data_dir=folder, host_id="here", worker_id="rollout-0")
+
+
+def vllm(folder: Path, settings: ServiceSettings) -> Engine:
+    """vLLM on the directory of a model."""
+    from penstock.services.rollout.engines.vllm import VllmEngine, VllmModel
+
+    tokenizer, model = build_tokenizer(CONFIG), peaked_model(0)
+    model.save_pretrained(folder)
+    given = VllmModel(
+        path=folder, dtype="float32", vocab_size=len(tokenizer), max_length=512,
+        layout=layout_of(model.named_parameters()),
+    )  # fmt: skip
+    return VllmEngine(
+        given, VllmConfig(kv_cache_gib=0.25), settings, max_running=MAX_RUNNING, stop_ids=[EOS],
+        detokenize=tokenizer.decode,
+    )  # fmt: skip
+
+
+_shared: list[Engine] = []
+"""The engine of the run, once it is started."""
+
+
+@pytest.fixture
+def by_tensors(bench: Bench) -> None:
+    """Only for engines that are handed tensors."""
+    if bench.engine.caps.staging != "tensors":
+        pytest.skip("this engine opens versions by itself")
+
+
+@pytest.fixture
+async def bench(request: pytest.FixtureRequest, one_thread: None, settings: ServiceSettings) -> AsyncIterator[Bench]:
+    """The engine of this run, started, with version 0."""
+    if OWN == "embedded":
+        engine = embedded(peaked_model(0))
+        await engine.start()
+        yield Bench(engine)
+        await engine.close()
+        return
+    if getattr(request.node, "callspec", None) and request.node.callspec.params.get("mode") == "swap":
+        pytest.skip("this engine copies in place")
+    if not _shared:
+        engine = vllm(settings.data_dir / "model", settings)
+        await engine.start()
+        _shared.append(engine)
+    publisher = open_publisher(JOB, layout_of(peaked_model(0).named_parameters()), settings)
+    found = ReferenceBench(_shared[0], publisher=publisher)
+    await found.update(0, seed=0)
+    yield found
+    try:
+        await found.engine.health()
+    except Unavailable:
+        _shared.clear()
+    else:
+        await found.engine.resume()
+        await found.engine.abort()
+    publisher.close()

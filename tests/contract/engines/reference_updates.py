@@ -1,0 +1,227 @@
+"""Versions that an engine's own processes open: what holds them, what proves them, and what a failure leaves behind.
+
+Runs in the interpreter of such an engine; see ``test_engine_vllm.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from penstock.shared.errors import Conflict, Unavailable, WeightsError
+from penstock.shared.protocol.generation import Token, WeightInfo
+from penstock.shared.transport.bulk_segment import LockedFile
+from penstock.shared.weights import layout_of, open_publisher
+from penstock.shared.weights.slots import slot_paths
+
+LONG = tuple(5 + i % 40 for i in range(200))
+JOB = "job_engines"
+
+
+async def completion(bench: Any, name: str, **sampling: Any) -> Any:
+    request = bench.ask(name, **{"max_new_tokens": 30, **sampling})
+    return (await bench.engine.generate(request)).samples[0]
+
+
+def holders(settings: Any) -> set[int]:
+    """Processes that hold the lock of a slot."""
+    found: set[int] = set()
+    for path in slot_paths(settings.shm_dir, JOB):
+        file = LockedFile.open(path)
+        found.update(file.holders())
+        file.close()
+    return found
+
+
+async def test_no_cached_prefix_outlives_an_update(bench: Any) -> None:
+    await completion(bench, "before", prompt=LONG)
+    await bench.update(1, seed=1)
+    sample = await completion(bench, "after", prompt=LONG)
+    assert [span.version for span in sample.spans] == [1]
+    assert bench.error(sample, prompt=LONG, seeds=(0, 1)) < 1e-4
+
+
+async def test_a_cache_that_is_not_dropped_would_be_seen(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: without the flush the label is right and the log-probs are not."""
+    halt = bench.engine._halt
+
+    async def keep(*, clear_cache: bool) -> None:
+        await halt(clear_cache=False)
+
+    async def forget() -> None:
+        return None
+
+    await completion(bench, "before", prompt=LONG)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.engine, "_halt", keep)
+        patch.setattr(bench.engine, "_flush", forget)
+        await bench.update(1, seed=1)
+    sample = await completion(bench, "stale", prompt=LONG)
+    assert [span.version for span in sample.spans] == [1]
+    assert bench.error(sample, prompt=LONG, seeds=(0, 1)) > 0.1
+
+
+async def test_streamed_tokens_have_the_labels_of_their_weights(bench: Any) -> None:
+    heard: list[Token] = []
+    asking = asyncio.create_task(bench.engine.generate(bench.ask("stream", max_new_tokens=200), heard.append))
+    await bench.until_tokens(30)
+    await bench.update(1, seed=1)
+    sample = (await asking).samples[0]
+    labels = [span.version for span in sample.spans for _ in range(span.start, span.end)]
+    assert set(labels) == {0, 1}
+    assert [(token.token_id, token.version) for token in heard] == list(
+        zip(sample.token_ids[:-1], labels[:-1], strict=True)
+    )
+
+
+async def test_tokens_tell_apart_weights_that_had_the_same_version(bench: Any) -> None:
+    asking = asyncio.create_task(bench.engine.generate(bench.ask("ghost")))
+    await bench.until_tokens(20)
+    await bench.update(1, seed=1)
+    first = bench.digests[1]
+    await bench.until_tokens(20)
+    await bench.update(1, seed=2)
+    sample = (await asking).samples[0]
+    spans = [(span.version, span.weights) for span in sample.spans]
+    assert spans[-2:] == [(1, first[:16]), (1, bench.digests[1][:16])]
+
+
+@pytest.mark.parametrize("wrong", ["missing", "name", "shape", "dtype"])
+async def test_a_version_of_another_model_is_refused_and_the_old_one_stays(
+    bench: Any, settings: Any, wrong: str
+) -> None:
+    weights = bench.weights(1)
+    name, tensor = next(iter(weights.items()))
+    if wrong == "missing":
+        weights.popitem()
+    else:
+        changed = {"name": ("nobody", tensor), "shape": (name, tensor[:-1]), "dtype": (name, tensor.to(torch.bfloat16))}
+        del weights[name]
+        weights = dict([changed[wrong]]) | weights
+    other = open_publisher("job_other", layout_of(weights.items()), settings)
+    manifest = await asyncio.to_thread(other.publish, weights.items(), version=1, epoch=1)
+    with pytest.raises(WeightsError, match=r"lacks|no parameter|the model has"):
+        await bench.engine.stage(manifest, None)
+    other.close()
+    assert await bench.engine.weight_info() == WeightInfo(version=0, digest=bench.digests[0], dirty=False)
+    assert bench.error(await completion(bench, "after")) < 1e-4
+
+
+async def test_damaged_bytes_are_refused_by_the_process_that_reads_them(bench: Any, settings: Any) -> None:
+    manifest = await asyncio.to_thread(bench.publish, 1, 1)
+    path = settings.shm_dir / manifest.refs[0].handle
+    with path.open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(WeightsError, match="do not match digest"):
+        await bench.engine.stage(manifest, None)
+    assert holders(settings) == set()
+    assert (await bench.engine.weight_info()).version == 0
+
+
+async def test_a_staged_version_is_held_until_its_update_is_over(bench: Any, settings: Any) -> None:
+    manifest = await asyncio.to_thread(bench.publish, 1, 1)
+    way = await bench.engine.stage(manifest, None)
+    assert (way.transport, way.fetched_bytes) == ("shm", 0)
+    assert len(holders(settings)) == 1
+    assert os.getpid() not in holders(settings), "the lock is that of the process that reads"
+    await bench.engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
+    with pytest.raises(Conflict, match="version 1"):
+        await bench.engine.begin_update(version=2, digest="", mode="in_place")
+    await bench.engine.abort_update()
+    await bench.engine.abort_update()
+    assert holders(settings) == set()
+    with pytest.raises(WeightsError, match="not staged"):
+        await bench.engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
+    assert not (await bench.engine.weight_info()).dirty
+    assert bench.error(await completion(bench, "after")) < 1e-4
+
+
+async def test_memory_that_was_overwritten_before_the_commit_is_refused(bench: Any, settings: Any) -> None:
+    manifest = await asyncio.to_thread(bench.publish, 1, 1)
+    await bench.engine.stage(manifest, None)
+    await bench.engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
+    overwrite(settings.shm_dir / manifest.refs[0].handle)
+    with pytest.raises(WeightsError, match="overwritten"):
+        await bench.engine.commit_update()
+    assert await bench.engine.weight_info() == WeightInfo(version=0, digest=bench.digests[0], dirty=False)
+    assert bench.error(await completion(bench, "after")) < 1e-4
+
+
+def overwrite(path: Path) -> None:
+    """Another writer begins, whatever the lock says: the sequence of the slot rises."""
+    with path.open("r+b") as file:
+        file.seek(8)
+        head = file.read(8)
+        file.seek(8)
+        file.write((int.from_bytes(head, "little") + 1).to_bytes(8, "little"))
+
+
+async def test_a_load_that_fails_makes_the_engine_dirty_until_a_full_update(
+    bench: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names are compared before anything is touched; here they are not, and vLLM meets a strange one half-way."""
+    weights = list(bench.weights(1).items())
+    strange = [*weights[: len(weights) // 2], ("model.layers.0.nobody.weight", torch.ones(3)), *weights]
+    strange = list(dict(strange).items())
+    other = open_publisher("job_strange", layout_of(strange), settings)
+    manifest = await asyncio.to_thread(other.publish, strange, version=1, epoch=1)
+    asking = asyncio.create_task(bench.engine.generate(bench.ask("cut")))
+    await bench.until_tokens(20)
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.services.rollout.engines.vllm.check_layout", lambda layout, expected: None)
+        await bench.engine.stage(manifest, None)
+    await bench.engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
+    with pytest.raises(WeightsError, match="load weights"):
+        await bench.engine.commit_update()
+    other.close()
+    cut = (await asking).samples[0]
+    assert cut.finish == "abort"
+    assert bench.error(cut) < 1e-4
+    assert (await bench.engine.weight_info()).dirty
+    with pytest.raises(WeightsError, match="dirty"):
+        await bench.engine.generate(bench.ask("refused"))
+    await bench.update(2, seed=2)
+    clean = await completion(bench, "clean")
+    assert [span.version for span in clean.spans] == [2]
+    assert bench.error(clean, seeds=(0, 1, 2)) < 1e-4
+
+
+async def test_scores_are_those_of_a_plain_forward(bench: Any) -> None:
+    text = [*bench.prompt, 20, 21, 22, 9]
+    scores = await bench.engine.score(text, top_logprobs=2)
+    plain = bench.plain(text)
+    expected = [float(plain[i, token]) for i, token in enumerate(text[1:])]
+    assert scores.version == 0
+    assert scores.logprobs == pytest.approx(expected, abs=1e-4)
+    assert [row[0][0] for row in scores.top] == plain[:-1].argmax(-1).tolist()
+
+
+async def test_a_process_that_dies_with_a_version_open_frees_it_and_the_engine_says_so(
+    bench: Any, settings: Any
+) -> None:
+    manifest = await asyncio.to_thread(bench.publish, 1, 1)
+    await bench.engine.stage(manifest, None)
+    (holder,) = holders(settings)
+    assert holder in {child.pid for child in psutil.Process().children(recursive=True)}
+    asking = asyncio.create_task(bench.engine.generate(bench.ask("lost")))
+    await bench.until_tokens(5)
+    os.kill(holder, signal.SIGKILL)
+    async with asyncio.timeout(120):
+        with pytest.raises(Unavailable):
+            await asking
+        with pytest.raises(Unavailable):
+            while True:
+                await bench.engine.health()
+                await asyncio.sleep(0.05)
+    assert holders(settings) == set()
+    await bench.engine.close()
