@@ -16,8 +16,8 @@ import httpx
 import psutil
 import typer
 
-from penstock.cli.engines import interpreter_with
 import penstock
+from penstock.cli.engines import interpreter_with
 from penstock.cli.exits import FAILED
 from penstock.cli.printing import Json, note, show_json, show_line
 from penstock.client.answers import DEFAULT_URL
