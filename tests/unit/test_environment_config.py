@@ -47,7 +47,7 @@ CALCULATOR = {"type": "calculator"}
         (["environment.max_observation_tokens=24"], "leaves no room for a prompt"),
         (
             ["evaluation.sampling={max_new_tokens: 48}"],
-            "evaluation.sampling.max_new_tokens 48 + 2 x",
+            "evaluation.sampling.max_new_tokens 48",
         ),
         (["environment.tools=[{type: function, name: f, path: a, description: d}]"], "path"),
         (["environment.tools=[{type: function, name: f, path: 'a:b', description: d, parameters: {}}]"], "JSON schema"),
