@@ -27,7 +27,7 @@ from report import Report
 from resumable import Finished, digest, run_all
 from service_run import run_job
 
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "algorithms"
 GOAL, WINDOW = 0.9, 10

@@ -17,13 +17,13 @@ from typing import Any
 
 from live_items import job
 
-from penstock.services.coordinator.journal import Journal, read_snapshots
-from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.online.decision_feed import DecisionFeed
 from penstock.services.coordinator.online.funnel import Funnel
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.retry import Retry
-from penstock.services.coordinator.snapshot import digest_of, encode_snapshot
+from penstock.services.coordinator.training.journal import Journal, read_snapshots
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.services.coordinator.training.retry import Retry
+from penstock.services.coordinator.training.snapshot import digest_of, encode_snapshot
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import (
@@ -43,7 +43,7 @@ from penstock.shared.protocol.events import (
     encode_events,
 )
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import FateBatch, Feedback, FeedbackBatch
+from penstock.shared.protocol.live.interaction import FateBatch, Feedback, FeedbackBatch
 from penstock.shared.transport.bus import Bus, Outgoing
 
 __all__ = ["DecidedItems", "Kind", "measure", "takeover_with_decisions"]

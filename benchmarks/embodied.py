@@ -34,12 +34,12 @@ from penstock.services.env.simulators.child import load_backend
 from penstock.services.rollout.embodied.engine import PolicyEngine
 from penstock.services.rollout.embodied.films import FilmMaker
 from penstock.services.rollout.embodied.session import EmbodiedSession
-from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.models.episode_policy import EpisodePolicy, build_policy
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.environment import OpenEnv
+from penstock.shared.protocol.embodied.environment import OpenEnv
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Ticket
 from penstock.shared.transport.bus import Bus

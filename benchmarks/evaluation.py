@@ -21,7 +21,7 @@ import yaml
 from report import Report
 from service_run import run_job
 
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "addition.yaml"
 

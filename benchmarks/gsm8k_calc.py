@@ -29,7 +29,7 @@ from calc.penstock_run import run_arm
 from calc.practice import write_practice
 from report import Report
 
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.data.calculator import find_annotations
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "gsm8k-calc.yaml"

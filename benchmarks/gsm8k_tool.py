@@ -27,7 +27,7 @@ from report import Report
 from resumable import Finished, digest, run_all
 from service_run import run_job
 
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "gsm8k-tool.yaml"
 SAMPLES = 4

@@ -45,12 +45,12 @@ async def serve_naively(nats_url: str, port: int, data_dir: Path) -> None:
     from penstock.services.coordinator.control import CoordinatorControl
     from penstock.services.coordinator.feedback import desk as desks
     from penstock.services.coordinator.feedback.ingest import Ingest, Stored
-    from penstock.services.coordinator.members import Members
-    from penstock.services.coordinator.store import JobStore
+    from penstock.services.coordinator.jobs.members import Members
+    from penstock.services.coordinator.jobs.store import JobStore
     from penstock.shared.config.service import ServiceSettings
     from penstock.shared.protocol import subjects
     from penstock.shared.protocol.codec import pack
-    from penstock.shared.protocol.interaction import Feedback, FeedbackBatch
+    from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch
     from penstock.shared.transport.bus import Bus
 
     class Naive(Ingest):

@@ -21,12 +21,12 @@ from typing import Any
 
 import uvloop
 
-from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.ledger import LedgerState, fold
-from penstock.services.coordinator.run import JobRun
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.service import CoordinatorService
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.training.journal import Journal
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import (

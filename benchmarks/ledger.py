@@ -26,8 +26,8 @@ import uvloop
 from decided_items import measure, takeover_with_decisions
 from report import Report
 
-from penstock.services.coordinator.journal import Journal, read_snapshots
-from penstock.services.coordinator.ledger import LedgerState, fold
+from penstock.services.coordinator.training.journal import Journal, read_snapshots
+from penstock.services.coordinator.training.ledger import LedgerState, fold
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import (
     BatchSealed,

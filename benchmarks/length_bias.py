@@ -29,7 +29,7 @@ from length.task import Run
 from report import Report
 from resumable import Finished, digest, run_all
 
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 
 TASKS = {"astray": ASTRAY, "rambling": RAMBLING}
 PROMPTS, EACH = 64, 8

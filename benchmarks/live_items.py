@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, Interaction
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch, Interaction
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Pairs", "Takeover", "matching", "takeover"]

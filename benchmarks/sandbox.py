@@ -18,7 +18,7 @@ from contextlib import closing
 from functools import partial
 from typing import get_args
 
-from penstock.shared.config.scorers import CodeScorer
+from penstock.shared.config.rewards.scorers import CodeScorer
 from penstock.shared.errors import SandboxError
 from penstock.shared.sandbox.plan import Job, Mechanism
 from penstock.shared.sandbox.sandbox import Sandbox

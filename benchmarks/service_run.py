@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.client import AsyncClient
 from penstock.local import Stack, StackOptions
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 
 __all__ = ["Finished", "run_job"]
 

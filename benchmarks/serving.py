@@ -33,7 +33,7 @@ from report import Report
 
 from penstock.client import AsyncClient
 from penstock.local import Stack, StackOptions
-from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.jobs.kinds import parse_job
 
 MODEL: dict[str, Any] = {
     "config": {

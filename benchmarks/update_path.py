@@ -29,9 +29,9 @@ import numpy as np
 import uvloop
 from report import Report as Table
 
-from penstock.services.coordinator.journal import Journal
+from penstock.services.coordinator.training.journal import Journal
 from penstock.services.rollout.publisher import GroupPublisher
-from penstock.services.trainer.inputs import BatchInputs, completions
+from penstock.services.trainer.batch.inputs import BatchInputs, completions
 from penstock.services.trainer.reports import Reporter
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack

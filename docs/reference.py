@@ -24,10 +24,10 @@ from typer.main import get_group
 from penstock.cli.app import app
 from penstock.shared import errors
 from penstock.shared.config import JobConfig, ServiceSettings
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.config.evaluation_job import EvaluationJob
-from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.config.serving_job import ServingJob
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.evaluation_job import EvaluationJob
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.jobs.serving_job import ServingJob
 
 __all__ = ["TABLES", "commands", "environment", "error_tree", "job_file", "render"]
 

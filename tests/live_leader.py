@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.online.statuses import UnrecordedDecisions
 from penstock.services.coordinator.online.supply import LiveSupply
+from penstock.services.coordinator.training.journal import Journal
+from penstock.services.coordinator.training.ledger import LedgerState, fold
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import Event, JobStarted, encode_events
-from penstock.shared.protocol.interaction import FeedbackStatus, InteractionStatus
+from penstock.shared.protocol.live.interaction import FeedbackStatus, InteractionStatus
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Recorder", "decided_events", "record_decided"]

@@ -136,7 +136,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _carry_out(task: dict[str, Any], directory: Path) -> Any:
-    from penstock.services.trainer.process_group import join, place_from_environment
+    from penstock.services.trainer.ranks.process_group import join, place_from_environment
 
     path = Path(task["file"])
     name = f"on_rank_{path.stem}"

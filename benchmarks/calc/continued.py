@@ -12,9 +12,9 @@ from calc.curve import Curve
 from penstock.services.rollout.engines.batch import Batch
 from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.episode import completion_texts
-from penstock.services.trainer.checkpoint import load_checkpoint
-from penstock.services.trainer.learner import Learner
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.checkpoint.state import load_checkpoint
+from penstock.services.trainer.learners.learner import Learner
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.data.prompts import Demonstration, PromptSource
 from penstock.shared.protocol.generation import Sampling
 from penstock.shared.protocol.ids import derive_seed

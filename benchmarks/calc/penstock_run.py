@@ -7,7 +7,7 @@ from pathlib import Path
 from service_run import run_job
 
 from calc.curve import Curve
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 
 __all__ = ["run_arm"]
 

@@ -24,9 +24,9 @@ from grpo import task
 from penstock.services.rollout.engines.batch import Batch
 from penstock.services.rollout.engines.completion import Completion, Finished
 from penstock.services.rollout.episode import build_group, completion_texts
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.data.prompts import Prompt
 from penstock.shared.protocol.generation import Sampling
 from penstock.shared.protocol.ids import Draw, derive_seed

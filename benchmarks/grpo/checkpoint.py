@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from grpo.task import WORKLOADS
-from penstock.services.trainer.learner import Learner
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.learners.learner import Learner
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.data.prompts import Demonstration
 
 __all__ = ["create"]

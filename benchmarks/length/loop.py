@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from penstock.services.rollout.engines.batch import Batch
 from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.episode import build_group, completion_texts
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.data.prompts import Prompt, PromptSource
 from penstock.shared.protocol.generation import Sample, Sampling
 from penstock.shared.protocol.ids import Draw

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from penstock.services.trainer.flops import ModelFlops, Work
-from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.learners.learner import Learner
 from penstock.shared.models.decoder import selected_logprobs
 from steps.groups import job, packed
 from steps.workload import BATCH_FILE, WORKLOADS, Batch, Workload

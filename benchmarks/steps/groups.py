@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.services.trainer.packing import Columns, Microbatch, columns_of, microbatches
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.batch.packing import Columns, Microbatch, columns_of, microbatches
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
 from steps.workload import CLIP, LEARNING_RATE, MAX_GRAD_NORM, Batch, Workload

@@ -5,8 +5,8 @@ python -m steps.penstock_step WORKLOAD MODEL [--threads 2] [--device cpu] [--dty
 
 from __future__ import annotations
 
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.sharding import BatchShard
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.sharding import BatchShard
 from steps.groups import groups_of, job
 from steps.options import note, options, parser, turns_on
 from steps.workload import BATCH_FILE, WORKLOADS, Batch

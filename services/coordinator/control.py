@@ -14,51 +14,51 @@ from pathlib import Path
 import msgspec
 
 from penstock.services.coordinator.access import AuditLog, KeyStore
-from penstock.services.coordinator.api.control import Order, Row
-from penstock.services.coordinator.api.logfiles import read_logs
-from penstock.services.coordinator.audit import Audit, audit_entries, audit_stored, sealed_by_seq
-from penstock.services.coordinator.browse import SampleBrowser, VideoBrowser
-from penstock.services.coordinator.charts import columns, metric_names, timeline
-from penstock.services.coordinator.checkpoints import (
+from penstock.services.coordinator.api.backend.control import Order, Row
+from penstock.services.coordinator.deployments import Deployments
+from penstock.services.coordinator.files import FileStore
+from penstock.services.coordinator.finetuning.desk import FineTuningDesk
+from penstock.services.coordinator.graders import GraderBench
+from penstock.services.coordinator.jobs.environments import describe_environment
+from penstock.services.coordinator.jobs.job_index import JobEntry
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.removal import delete_job
+from penstock.services.coordinator.jobs.scaling import Scaler
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.dead_letters import DeadLetterQueue
+from penstock.services.coordinator.leader.leader_rpc import Leader, LeaderRpc
+from penstock.services.coordinator.leader.weight_routes import transports_of
+from penstock.services.coordinator.online.admission_audit import audit_admissions
+from penstock.services.coordinator.origins import Origins, warnings_of
+from penstock.services.coordinator.queries.audit import Audit, audit_entries, audit_stored, sealed_by_seq
+from penstock.services.coordinator.queries.browse import SampleBrowser, VideoBrowser
+from penstock.services.coordinator.queries.charts import columns, metric_names, timeline
+from penstock.services.coordinator.queries.logfiles import read_logs
+from penstock.services.coordinator.queries.replays import replay_rows
+from penstock.services.coordinator.queries.samples import token_texts
+from penstock.services.coordinator.queries.storage_health import WriteProbe, ledger_waits, reserve_ledger
+from penstock.services.coordinator.steering import Steering
+from penstock.services.coordinator.submission import SubmissionIds, plan_job, tell
+from penstock.services.coordinator.training.checkpoints import (
     Artifacts,
     checkpoint_row,
     checkpoint_rows,
     delete_checkpoint,
     find_file,
 )
-from penstock.services.coordinator.dead_letters import DeadLetterQueue
-from penstock.services.coordinator.deployments import Deployments
-from penstock.services.coordinator.environments import describe_environment
-from penstock.services.coordinator.extension import check_extension, told_of_extension
-from penstock.services.coordinator.files import FileStore
-from penstock.services.coordinator.finetuning.desk import FineTuningDesk
-from penstock.services.coordinator.graders import GraderBench
-from penstock.services.coordinator.job_index import JobEntry
-from penstock.services.coordinator.journal import Journal, read_snapshots
-from penstock.services.coordinator.leader_rpc import Leader, LeaderRpc
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.online.admission_audit import audit_admissions
-from penstock.services.coordinator.origins import Origins, warnings_of
-from penstock.services.coordinator.removal import delete_job
-from penstock.services.coordinator.replays import replay_rows
-from penstock.services.coordinator.samples import token_texts
-from penstock.services.coordinator.scaling import Scaler
-from penstock.services.coordinator.steering import Steering
-from penstock.services.coordinator.storage_health import WriteProbe, ledger_waits, reserve_ledger
-from penstock.services.coordinator.store import JobStore
-from penstock.services.coordinator.submission import SubmissionIds, plan_job, tell
+from penstock.services.coordinator.training.extension import check_extension, told_of_extension
+from penstock.services.coordinator.training.journal import Journal, read_snapshots
+from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.user_code import check_uploaded, try_functions
 from penstock.services.coordinator.webhooks.store import WebhookStore
-from penstock.services.coordinator.weight_routes import transports_of
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.config.job import group_bytes
-from penstock.shared.config.kinds import AnyJob, AnyTraining, parse_job, parse_training, trains
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.job import group_bytes
+from penstock.shared.config.jobs.kinds import AnyJob, AnyTraining, parse_job, parse_training, trains
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ArchiveError, ConfigError, Conflict, NotFound, PenstockError
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.environment import EnvSpec
+from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.protocol.events import SealedGroup, decode_events
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, Operation
 from penstock.shared.runtime.ledger import ledger_archive, read_ledger

@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.api.serving import Servable
-from penstock.services.coordinator.checkpoints import COMMIT
-from penstock.services.coordinator.job_index import JobEntry
+from penstock.services.coordinator.jobs.job_index import JobEntry
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.origins import Origins
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.training.checkpoints import COMMIT
+from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.jobs import JobRecord, ModelOrigin
 

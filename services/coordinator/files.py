@@ -22,8 +22,8 @@ import orjson
 import uuid6
 from pydantic import ValidationError
 
-from penstock.services.coordinator.api.files_desk import CodeRecord, FileRecord, Purpose
-from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.services.coordinator.api.backend.files import CodeRecord, FileRecord, Purpose
+from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
 from penstock.shared.data.user_code import code_path
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.bus_clock import bus_time

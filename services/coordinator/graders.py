@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from penstock.shared.config.graders import AnyGrader, ScoreModelGrader, parts_of
-from penstock.shared.config.scorers import GraderScorer, ScorerConfig
+from penstock.shared.config.rewards.graders import AnyGrader, ScoreModelGrader, parts_of
+from penstock.shared.config.rewards.scorers import GraderScorer, ScorerConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Unavailable
 from penstock.shared.protocol import subjects

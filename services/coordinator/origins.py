@@ -7,15 +7,15 @@ import difflib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from penstock.services.coordinator.checkpoints import choose_checkpoint, read_stored
-from penstock.services.coordinator.job_index import JobEntry, JobIndex
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import AnyJob, parse_job
+from penstock.services.coordinator.jobs.job_index import JobEntry, JobIndex
+from penstock.services.coordinator.training.checkpoints import choose_checkpoint, read_stored
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import AnyJob, parse_job
+from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.model import REFERENCE, parse_reference
 from penstock.shared.config.service import checkpoint_path
-from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol.jobs import ModelOrigin
 

@@ -17,26 +17,26 @@ import uvicorn
 
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.dead_letters import DeadLetterScanner
-from penstock.services.coordinator.effects import purge_manifests
-from penstock.services.coordinator.evaluation_runner import EvaluationRunner
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
-from penstock.services.coordinator.gauges import StreamGauges
-from penstock.services.coordinator.journal import MIN_SEGMENT_BYTES, archive_whole
-from penstock.services.coordinator.leader_rpc import COORDINATOR, Leader
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.gauges import StreamGauges
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.retention import FULL_SHARE, GIVEN_UP, oldest_finished, without_interactions
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.dead_letters import DeadLetterScanner
+from penstock.services.coordinator.leader.effects import purge_manifests
+from penstock.services.coordinator.leader.evaluation_runner import EvaluationRunner
+from penstock.services.coordinator.leader.leader_rpc import COORDINATOR, Leader
+from penstock.services.coordinator.leader.runner import JobRunner
+from penstock.services.coordinator.leader.serving_runner import ServingRunner
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.restart import earliest_start
-from penstock.services.coordinator.retention import FULL_SHARE, GIVEN_UP, oldest_finished, without_interactions
-from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.queries.storage_health import describe_ledger, is_filling
 from penstock.services.coordinator.serving import Gateway
-from penstock.services.coordinator.serving_runner import ServingRunner
-from penstock.services.coordinator.storage_health import describe_ledger, is_filling
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.training.journal import MIN_SEGMENT_BYTES, archive_whole
+from penstock.services.coordinator.training.restart import earliest_start
 from penstock.services.coordinator.webhooks.delivery import Courier
 from penstock.services.coordinator.webserver import server_of
-from penstock.shared.config.kinds import parse_training, trains
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.kinds import parse_training, trains
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Fenced, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects

@@ -15,7 +15,7 @@ from collections import Counter
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
-from penstock.shared.protocol.interaction import sender_number, senders_of
+from penstock.shared.protocol.live.interaction import sender_number, senders_of
 from penstock.shared.protocol.parts import PART
 from penstock.shared.transport.bus import Bus, Message
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
-from penstock.services.coordinator.retention import check_room
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.jobs.retention import check_room
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.submission import check_budget
-from penstock.shared.config.amendable import changed_keys
-from penstock.shared.config.kinds import AnyJob, parse_job, parse_training
+from penstock.shared.config.jobs.amendable import changed_keys
+from penstock.shared.config.jobs.kinds import AnyJob, parse_job, parse_training
+from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.errors import StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time

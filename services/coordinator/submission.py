@@ -15,33 +15,33 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator.api.auth import is_loopback
-from penstock.services.coordinator.api.replies import HttpProblem
-from penstock.services.coordinator.environments import check_camera
-from penstock.services.coordinator.health import rate_warnings
-from penstock.services.coordinator.job_index import JobEntry
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.retention import check_room
+from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.services.coordinator.jobs.environments import check_camera
+from penstock.services.coordinator.jobs.job_index import JobEntry
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.retention import check_room
 from penstock.services.coordinator.trackers import check_trackers
+from penstock.services.coordinator.training.health import rate_warnings
 from penstock.shared.config.data import DataConfig
-from penstock.shared.config.embodied_job import EmbodiedJob
 from penstock.shared.config.environment import completion_tokens, room_of
-from penstock.shared.config.evaluation_job import EvaluationJob
-from penstock.shared.config.job import ROW_BYTES, JobConfig
-from penstock.shared.config.kinds import AnyJob, AnyTraining, TextJob
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.evaluation_job import EvaluationJob
+from penstock.shared.config.jobs.job import ROW_BYTES, JobConfig
+from penstock.shared.config.jobs.kinds import AnyJob, AnyTraining, TextJob
+from penstock.shared.config.jobs.needs import Need, needs
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.jobs.serving_job import ServingJob
+from penstock.shared.config.jobs.training_job import MAX_GROUP_BYTES
 from penstock.shared.config.model import ModelConfig
-from penstock.shared.config.needs import Need, needs
-from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.rewards.reward import RewardConfig
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.config.serving_job import ServingJob
-from penstock.shared.config.training_job import MAX_GROUP_BYTES
 from penstock.shared.data.check import DataSummary, check_data
 from penstock.shared.data.demonstrations import check_demonstrations, read_demonstrations
 from penstock.shared.errors import ConfigError, Conflict, DataError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
-from penstock.shared.protocol.environment import EnvSpec
+from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.protocol.ids import new_job_id
 from penstock.shared.transport.bus import Bus
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.services.coordinator.graders import GraderBench
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.members import Members
 from penstock.shared.config.base import named
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import AnyJob, TextJob
-from penstock.shared.config.scorers import FunctionScorer
-from penstock.shared.config.serving_job import ServingJob
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import AnyJob, TextJob
+from penstock.shared.config.jobs.serving_job import ServingJob
+from penstock.shared.config.rewards.scorers import FunctionScorer
 from penstock.shared.data.rows import open_rows
 from penstock.shared.data.template import Template
 from penstock.shared.data.user_code import code_path

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.services.env.simulators import Chunk, Simulator
 from penstock.shared.errors import Conflict, ProtocolError
-from penstock.shared.protocol.environment import (
+from penstock.shared.protocol.embodied.environment import (
     FilmReply,
     FilmRequest,
     ResetReply,

@@ -12,11 +12,11 @@ from typing import Any
 from penstock.services.env.session import EnvSession
 from penstock.services.env.simulators import describe_simulator
 from penstock.services.env.tool_session import ToolSession
-from penstock.shared.config.kinds import TextJob
+from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.environment import EnvOpened, OpenEnv
+from penstock.shared.protocol.embodied.environment import EnvOpened, OpenEnv
 from penstock.shared.runtime.jobs import watch_jobs
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus

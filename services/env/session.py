@@ -16,7 +16,7 @@ import numpy as np
 from penstock.services.env.pool import EnvPool
 from penstock.services.env.simulators import Simulator, open_simulator
 from penstock.shared.errors import Conflict, PenstockError
-from penstock.shared.protocol.environment import (
+from penstock.shared.protocol.embodied.environment import (
     Body,
     CloseRequest,
     EnvSpec,

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from penstock.services.reward.channel import Score
 from penstock.services.reward.process import ScorerProcess
-from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.rewards.reward import RewardConfig
 from penstock.shared.errors import ProtocolError, ScoringError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from penstock.services.reward.channel import Result, Score
 from penstock.services.reward.process import ScorerProcess
-from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.rewards.reward import RewardConfig
 from penstock.shared.errors import ScoringError
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.messages import ScoreReply, ScoreRequest, row_for

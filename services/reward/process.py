@@ -11,7 +11,7 @@ import sys
 from collections import deque
 
 from penstock.services.reward.channel import Decoder, FromProcess, Open, Opened, Result, Score, encode
-from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.rewards.reward import RewardConfig
 from penstock.shared.errors import ProtocolError, ScoringError
 
 __all__ = ["ScorerProcess"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.services.reward.grading import GradingDesk
 from penstock.services.reward.session import RewardSession
-from penstock.shared.config.kinds import TextJob
+from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.runtime.jobs import watch_jobs
 from penstock.shared.transport.bus import Bus

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from penstock.services.reward.pool import ScorerPool
-from penstock.shared.config.kinds import TextJob
-from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.jobs.kinds import TextJob
+from penstock.shared.config.rewards.reward import RewardConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ProtocolError, Unavailable
 from penstock.shared.protocol import subjects

@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from penstock.services.reward.channel import Decoder, Open, Opened, Result, Score, ToProcess, encode
 from penstock.services.reward.scorers import Closable, Described, GroupScorer, Scorer, open_scorer
-from penstock.shared.config.scorers import ScorerConfig
+from penstock.shared.config.rewards.scorers import ScorerConfig
 from penstock.shared.errors import ScoringError
 
 __all__ = ["main"]

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from penstock.services.rollout.engines import open_engine
 from penstock.services.rollout.group_maker import GroupMaker
 from penstock.services.rollout.policy import PolicyFollower
-from penstock.shared.config.kinds import TextJob
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.kinds import TextJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.models.loading import resolve_device
 from penstock.shared.protocol import subjects

@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 
 from msgspec.structs import replace
 
-from penstock.services.rollout.turn_clock import TurnClock
+from penstock.services.rollout.conversations.turn_clock import TurnClock
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.services.rollout.routes import group_experts
-from penstock.shared.config.evaluation_job import EvaluationJob
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.evaluation_job import EvaluationJob
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.sampling import SamplingConfig
 from penstock.shared.data.prompts import Prompt
 from penstock.shared.protocol.generation import Sample, Sampling
@@ -21,10 +21,31 @@ __all__ = [
     "build_group",
     "completion_texts",
     "failed_group",
+    "group_experts",
     "requests_for",
     "skipped_group",
     "with_scores",
 ]
+
+
+def group_experts(samples: Sequence[Sample], num_prompt: int) -> NDArray[Any] | None:
+    """Experts of the prompt and then of every completion, one after another; None where nothing was recorded.
+
+    The completions share the prompt's rows: they are those of the first sample. The last token of a completion went
+    through no layer and has a row of zeros, as have completions that ended before they began.
+    """
+    recorded = [sample.experts for sample in samples if sample.experts is not None]
+    if not recorded:
+        return None
+    empty = np.zeros((1, *recorded[0].shape[1:]), recorded[0].dtype)
+    parts = [recorded[0][:num_prompt]]
+    for sample in samples:
+        length = len(sample.token_ids)
+        if length and sample.experts is not None:
+            parts += [sample.experts[num_prompt:], empty]
+        else:
+            parts.append(np.repeat(empty, length, 0))
+    return np.concatenate(parts)
 
 
 def requests_for(config: JobConfig | EvaluationJob, ticket: Ticket) -> list[tuple[Sampling, int]]:

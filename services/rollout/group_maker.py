@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerFast
 
-from penstock.services.rollout.conversation_player import ConversationPlayer, begun_alike
+from penstock.services.rollout.conversations.episode_state import Ask
+from penstock.services.rollout.conversations.player import ConversationPlayer, begun_alike
+from penstock.services.rollout.conversations.turns import EpisodePlayer, token_of
 from penstock.services.rollout.engines import Engine
 from penstock.services.rollout.episode import build_group, completion_texts, requests_for, skipped_group
-from penstock.services.rollout.episode_state import Ask
 from penstock.services.rollout.observations import ObservationWriter
 from penstock.services.rollout.trajectory import Episode, with_episodes
-from penstock.services.rollout.turns import EpisodePlayer, token_of
 from penstock.shared.config.environment import VerifiersConfig
-from penstock.shared.config.kinds import TextJob
-from penstock.shared.config.scorers import EnvironmentScorer
+from penstock.shared.config.jobs.kinds import TextJob
+from penstock.shared.config.rewards.scorers import EnvironmentScorer
 from penstock.shared.data.prompts import Prompt
 from penstock.shared.protocol.generation import GenRequest, GenResult, Sample, Sampling
 from penstock.shared.protocol.ids import derive_seed, new_attempt

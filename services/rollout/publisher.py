@@ -8,7 +8,7 @@ import logging
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
-from penstock.shared.protocol.episode_group import EpisodeGroup, encode_episode_group
+from penstock.shared.protocol.embodied.episode_group import EpisodeGroup, encode_episode_group
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.transport.bus import Bus, Outgoing
 

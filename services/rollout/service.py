@@ -10,12 +10,11 @@ import torch
 
 from penstock.services.rollout.embodied.films import FilmMaker
 from penstock.services.rollout.embodied.session import EmbodiedSession
-from penstock.services.rollout.fixed import ServingSession
-from penstock.services.rollout.session import RolloutSession
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.config.kinds import AnyJob, TextJob
+from penstock.services.rollout.session import RolloutSession, ServingSession
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.kinds import AnyJob, TextJob
+from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.config.serving_job import ServingJob
 from penstock.shared.runtime.jobs import watch_jobs
 from penstock.shared.transport.bus import Bus
 

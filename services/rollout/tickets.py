@@ -8,7 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
-from penstock.services.rollout.asking import Asking
+from penstock.services.rollout.conversations.asking import Asking
 from penstock.services.rollout.publisher import GroupPublisher
 from penstock.shared.errors import ConfigError, DataError, DeadlineError, ProtocolError
 from penstock.shared.protocol import subjects

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from penstock.services.trainer.checkpoint import retain
+from penstock.services.trainer.checkpoint.state import retain
 from penstock.services.trainer.progress import Progress
 from penstock.services.trainer.rank_group import RankGroup
 from penstock.services.trainer.reports import Reporter
-from penstock.shared.config.kinds import AnyTraining
+from penstock.shared.config.jobs.kinds import AnyTraining
 from penstock.shared.config.service import recorded_path
 from penstock.shared.errors import CheckpointError
 from penstock.shared.protocol.messages import Report

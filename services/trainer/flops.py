@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 
 from penstock.services.trainer.backends.base import TensorLayout
-from penstock.services.trainer.packing import Microbatch
+from penstock.services.trainer.batch.packing import Microbatch
 
 __all__ = ["ModelFlops", "Work"]
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from penstock.services.trainer.inputs import BatchInputs, Untrainable
-from penstock.services.trainer.orders import (
+from penstock.services.trainer.batch.inputs import BatchInputs, Untrainable
+from penstock.services.trainer.ranks.heartbeats import Ranks
+from penstock.services.trainer.ranks.orders import (
     Close,
     Forget,
     Leave,
@@ -24,13 +25,12 @@ from penstock.services.trainer.orders import (
     Train,
     WarmStart,
 )
-from penstock.services.trainer.ranks import Ranks
 from penstock.services.trainer.replica import Replica
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
-from penstock.shared.config.kinds import AnyTraining, parse_training
+from penstock.shared.config.jobs.kinds import AnyTraining, parse_training
 from penstock.shared.errors import CheckpointError, ConfigError, DataError, ProtocolError
 from penstock.shared.protocol.bus_clock import bus_time
-from penstock.shared.protocol.environment import EnvSpec
+from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.runtime.tasks import Background
 from penstock.shared.transport.bus import Bus
 

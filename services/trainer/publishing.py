@@ -18,7 +18,7 @@ from itertools import chain
 import msgspec
 from torch import Tensor
 
-from penstock.services.trainer.job_learner import JobLearner
+from penstock.services.trainer.learners.job_learner import JobLearner
 from penstock.services.trainer.rank_group import RankGroup
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import Conflict, Fenced, Unavailable

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock.services.trainer.backends.base import LearnerState
-from penstock.services.trainer.inputs import BatchInputs
-from penstock.services.trainer.job_learner import JobLearner
-from penstock.services.trainer.orders import (
+from penstock.services.trainer.batch.inputs import BatchInputs
+from penstock.services.trainer.learners.job_learner import JobLearner
+from penstock.services.trainer.ranks.heartbeats import Ranks, to_the_end
+from penstock.services.trainer.ranks.orders import (
     Close,
     Forget,
     Load,
@@ -26,9 +27,8 @@ from penstock.services.trainer.orders import (
     Train,
     WarmStart,
 )
-from penstock.services.trainer.ranks import Ranks, to_the_end
 from penstock.services.trainer.replica import Replica
-from penstock.shared.protocol.environment import EnvSpec
+from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.protocol.messages import BatchManifest
 
 __all__ = ["RankGroup"]

@@ -20,22 +20,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.services.trainer.checkpoint import read_manifest
+from penstock.services.trainer.batch.inputs import Untrainable, read_manifests
+from penstock.services.trainer.checkpoint.state import read_manifest
 from penstock.services.trainer.environment import environment_differences
-from penstock.services.trainer.inputs import Untrainable, read_manifests
-from penstock.services.trainer.job_learner import JobLearner
-from penstock.services.trainer.nearness import Nearness, copy_weights
-from penstock.services.trainer.process_group import Place
-from penstock.services.trainer.ranks import Threads, meet
+from penstock.services.trainer.learners.job_learner import JobLearner
+from penstock.services.trainer.learners.nearness import Nearness, copy_weights
+from penstock.services.trainer.ranks.heartbeats import Threads, meet
+from penstock.services.trainer.ranks.process_group import Place
 from penstock.services.trainer.replica import Replica
 from penstock.shared.config.backend import MegatronConfig
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import AnyTraining, parse_training
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import AnyTraining, parse_training
 from penstock.shared.config.service import CHECKPOINTS, ServiceSettings, checkpoint_path, load_settings
 from penstock.shared.errors import CheckpointError, NotFound, PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.environment import EnvSpec
+from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.protocol.events import BatchTrained, Checkpointed, JobStarted, LineageForked, decode_events
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import ReplayRow

@@ -14,23 +14,23 @@ import numpy as np
 import torch
 
 from penstock.services.trainer.backends.base import LearnerState
-from penstock.services.trainer.checkpoint import help_save, load_checkpoint, save_checkpoint, verify_share
-from penstock.services.trainer.checkpoint_store import remove_leftovers
-from penstock.services.trainer.collective import Alone, Collective
-from penstock.services.trainer.embodied_learner import EmbodiedLearner
-from penstock.services.trainer.inputs import BatchInputs, Untrainable, decoder_of, fetch_shard
-from penstock.services.trainer.job_learner import JobLearner, open_learner
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.process_group import World
-from penstock.services.trainer.ranks import Threads
-from penstock.services.trainer.sharding import BatchShard, owners
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import AnyTraining
+from penstock.services.trainer.batch.inputs import BatchInputs, Untrainable, decoder_of, fetch_shard
+from penstock.services.trainer.checkpoint.state import help_save, load_checkpoint, save_checkpoint, verify_share
+from penstock.services.trainer.checkpoint.store import remove_leftovers
+from penstock.services.trainer.learners.embodied_learner import EmbodiedLearner
+from penstock.services.trainer.learners.job_learner import JobLearner, open_learner
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.collective import Alone, Collective
+from penstock.services.trainer.ranks.heartbeats import Threads
+from penstock.services.trainer.ranks.process_group import World
+from penstock.services.trainer.ranks.sharding import BatchShard, owners
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import AnyTraining
 from penstock.shared.data.prompts import PromptSource
 from penstock.shared.errors import CheckpointError, ConfigError, DataError, PenstockError
 from penstock.shared.models.loading import build_tokenizer
-from penstock.shared.protocol.environment import EnvSpec
+from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.protocol.ids import Draw, derive_seed
 from penstock.shared.protocol.messages import BatchManifest
 from penstock.shared.transport.bus import Bus

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from penstock.services.trainer.follower import Follower
-from penstock.services.trainer.orders import Leave, Orders
-from penstock.services.trainer.process_group import place_from_environment
-from penstock.services.trainer.ranks import Ranks, meet
+from penstock.services.trainer.ranks.heartbeats import Ranks, meet
+from penstock.services.trainer.ranks.orders import Leave, Orders
+from penstock.services.trainer.ranks.process_group import place_from_environment
 from penstock.services.trainer.session import TrainerSession
-from penstock.shared.config.kinds import AnyJob, AnyTraining
+from penstock.shared.config.jobs.kinds import AnyJob, AnyTraining
 from penstock.shared.config.service import CHECKPOINTS, ServiceSettings
 from penstock.shared.errors import RankLost
 from penstock.shared.protocol import subjects

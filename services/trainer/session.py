@@ -18,21 +18,20 @@ from typing import Any
 import msgspec
 import torch
 
+from penstock.services.trainer.batch.inputs import BatchInputs, Untrainable
+from penstock.services.trainer.batch.statistics import lag_facts
 from penstock.services.trainer.checkpointing import Checkpointing, pinned_in
 from penstock.services.trainer.fence import Fence
-from penstock.services.trainer.inputs import BatchInputs, Untrainable
 from penstock.services.trainer.progress import Progress
 from penstock.services.trainer.publishing import Publishing
 from penstock.services.trainer.rank_group import RankGroup
-from penstock.services.trainer.ranks import Ranks, Threads
+from penstock.services.trainer.ranks.heartbeats import Ranks, Threads
 from penstock.services.trainer.replica import Replica
 from penstock.services.trainer.reports import Reporter
 from penstock.services.trainer.start import Start
-from penstock.services.trainer.statistics import lag_facts
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
-from penstock.services.trainer.wanted import is_wanted
-from penstock.shared.config.kinds import AnyTraining
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.kinds import AnyTraining
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.service import CHECKPOINTS, ServiceSettings
 from penstock.shared.errors import (
     CheckpointError,
@@ -42,20 +41,34 @@ from penstock.shared.errors import (
     Fenced,
     ProtocolError,
     RankLost,
+    Unavailable,
 )
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.environment import EnvSpec
+from penstock.shared.protocol.embodied.environment import EnvSpec
+from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, BatchManifest, Command, Report
 from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.runtime.lease import Lease
 from penstock.shared.runtime.tasks import raise_if_cancelled
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["TrainerSession"]
+__all__ = ["TrainerSession", "is_wanted"]
 
 logger = logging.getLogger(__name__)
+
+
+async def is_wanted(bus: Bus, job: str) -> bool:
+    """True if there is such a job and nobody wants it paused; False while the bus is away."""
+    try:
+        entry = await bus.kv(subjects.JOBS).get(job)
+    except Unavailable:  # asked again soon
+        return False
+    if entry is None or entry.value is None:
+        return False
+    return JobRecord.model_validate_json(entry.value).desired_state != "paused"
+
 
 RESTART_S = 0.5
 RESUMED_POLL_S = 1.0

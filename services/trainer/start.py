@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.services.trainer.inputs import Untrainable, read_manifests
+from penstock.services.trainer.batch.inputs import Untrainable, read_manifests
 from penstock.services.trainer.progress import Progress
 from penstock.services.trainer.publishing import Publishing
 from penstock.services.trainer.rank_group import RankGroup
 from penstock.services.trainer.reports import Reporter
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import AnyTraining
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import AnyTraining
 from penstock.shared.config.service import checkpoint_path
 from penstock.shared.errors import CheckpointError, Fenced, ProtocolError
 from penstock.shared.protocol import subjects

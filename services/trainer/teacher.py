@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerFast
 
 from penstock.services.trainer.backends.base import TensorLayout
 from penstock.services.trainer.backends.frozen import FrozenModel
-from penstock.services.trainer.collective import Collective
-from penstock.services.trainer.packing import Microbatch
+from penstock.services.trainer.batch.packing import Microbatch
+from penstock.services.trainer.ranks.collective import Collective
 from penstock.shared.config.algorithm import DistillationConfig
 from penstock.shared.config.backend import FSDPConfig
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.models.compatibility import check_same_tokens
 from penstock.shared.models.loading import build_model, build_tokenizer
 from penstock.shared.weights import digest_of_tensors

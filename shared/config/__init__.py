@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.shared.config.base import StrictModel, load_yaml, with_overrides
-    from penstock.shared.config.job import JobConfig
+    from penstock.shared.config.jobs.job import JobConfig
     from penstock.shared.config.service import ServiceSettings, load_settings
 
 __all__ = ["JobConfig", "ServiceSettings", "StrictModel", "load_settings", "load_yaml", "with_overrides"]
 
 _HOMES = {
-    "JobConfig": "job",
+    "JobConfig": "jobs.job",
     "ServiceSettings": "service",
     "StrictModel": "base",
     "load_settings": "service",

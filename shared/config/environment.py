@@ -10,9 +10,9 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from penstock.shared.config.base import StrictModel
 from penstock.shared.config.data import Source, TasksSource
 from penstock.shared.config.model import ModelConfig
-from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.rewards.reward import RewardConfig
+from penstock.shared.config.rewards.scorers import EnvironmentScorer
 from penstock.shared.config.sampling import SamplingConfig
-from penstock.shared.config.scorers import EnvironmentScorer
 from penstock.shared.config.tools import MethodTool, PythonTool, ToolConfig
 
 __all__ = [

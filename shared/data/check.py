@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from penstock.shared.config.data import DataConfig, PromptConfig, Source, source_names
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.config.job import ROW_BYTES
-from penstock.shared.config.kinds import AnyTraining
-from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.job import ROW_BYTES
+from penstock.shared.config.jobs.kinds import AnyTraining
+from penstock.shared.config.rewards.reward import RewardConfig
 from penstock.shared.data.prompts import check_messages
 from penstock.shared.data.rows import Rows, check_rows, open_rows
 from penstock.shared.data.scorer_needs import ScorerNeeds

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.shared.errors import ConfigError, DataError, FrameError
 from penstock.shared.protocol.codec import SCHEMA
-from penstock.shared.protocol.environment import EnvSpec
+from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.protocol.frame import decode_frame, encode_frame
 
 __all__ = ["Demonstrations", "check_demonstrations", "read_demonstrations", "write_demonstrations"]

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.shared.config.patterns import compile_pattern
-from penstock.shared.config.redaction import RedactionConfig
+from penstock.shared.config.online.patterns import compile_pattern
+from penstock.shared.config.online.redaction import RedactionConfig
 from penstock.shared.errors import DataError
 
 __all__ = ["Finder", "Found", "Redactor"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.shared.config.graders import fields_of
-from penstock.shared.config.reward import RewardConfig
-from penstock.shared.config.scorers import (
+from penstock.shared.config.rewards.graders import fields_of
+from penstock.shared.config.rewards.reward import RewardConfig
+from penstock.shared.config.rewards.scorers import (
     CodeScorer,
     ExactScorer,
     GraderScorer,

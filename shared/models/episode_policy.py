@@ -28,7 +28,7 @@ from penstock.shared.models.distributions import (
     squashed_logprobs,
     squashed_sample,
 )
-from penstock.shared.protocol.environment import EnvSpec
+from penstock.shared.protocol.embodied.environment import EnvSpec
 
 __all__ = ["Decision", "EpisodePolicy", "Evaluation", "SquashedPolicy", "build_policy"]
 

@@ -12,11 +12,11 @@ from functools import partial
 
 import msgspec
 
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.config.evaluation_job import EvaluationJob
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import AnyJob, parse_job
-from penstock.shared.config.serving_job import ServingJob
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.evaluation_job import EvaluationJob
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import AnyJob, parse_job
+from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord

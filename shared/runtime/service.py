@@ -18,7 +18,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from penstock.shared.config.needs import ANNOUNCED
+from penstock.shared.config.jobs.needs import ANNOUNCED
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import ConfigError, DeadlineError, NotFound, Unavailable
 from penstock.shared.protocol import subjects

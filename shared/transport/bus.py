@@ -12,6 +12,7 @@ import logging
 import ssl
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -33,7 +34,6 @@ from penstock.shared.transport.message import MSG_ID, Message, Outgoing, unix_ti
 from penstock.shared.transport.publish import Publisher
 from penstock.shared.transport.pull import Delivery, Puller
 from penstock.shared.transport.serve import Server, answer_of
-from penstock.shared.transport.states import ConsumerState, StreamState
 
 __all__ = [
     "MSG_ID",
@@ -50,6 +50,37 @@ __all__ = [
     "StreamState",
     "Subscription",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """State of a stream. ``bytes`` counts the server's overhead; ``max_bytes`` is -1 without a limit; ``created``
+    (RFC 3339) tells a stream from another one of its name; ``atomic``: it stores parts of a payload all or none.
+    """
+
+    messages: int
+    bytes: int
+    max_bytes: int
+    first_seq: int
+    last_seq: int
+    created: str
+    atomic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ConsumerState:
+    """Messages not delivered yet, delivered but not acknowledged, and delivered more than once.
+
+    ``delivered_seq`` is the highest sequence that was ever delivered; the others are the consumer's settings.
+    """
+
+    pending: int
+    ack_pending: int
+    redelivered: int
+    delivered_seq: int
+    max_deliver: int
+    ack_wait_s: float
+
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import msgspec
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.environment import (
+from penstock.shared.protocol.embodied.environment import (
     Body,
     CloseRequest,
     EnvOpened,

@@ -17,7 +17,7 @@ from penstock.client import Client
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.events import Admitted, BatchTrained, Dropped, Event, LineageForked, decode_events
-from penstock.shared.protocol.interaction import Erasure, FateBatch, FeedbackBatch, FeedbackIds
+from penstock.shared.protocol.live.interaction import Erasure, FateBatch, FeedbackBatch, FeedbackIds
 from penstock.shared.runtime.ledger import ledger_archive, read_ledger
 from penstock.shared.transport.bus import Bus
 from tests.chaos.deployment import Deployment

@@ -29,7 +29,7 @@ from penstock.client import Client
 from penstock.local import Stack, StackOptions, read_state
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.protocol.live.interaction import Interaction
 from penstock.shared.transport.bus import Bus
 
 T = TypeVar("T")

@@ -17,13 +17,13 @@ import pytest
 
 from penstock.services.env.tool_session import ToolSession
 from penstock.services.env.verifiers import VerifiersHost
+from penstock.services.rollout.conversations.turn_clock import TurnClock
 from penstock.services.rollout.engines import open_engine
 from penstock.services.rollout.env_requests import EnvRequests
 from penstock.services.rollout.group_maker import GroupMaker
-from penstock.services.rollout.turn_clock import TurnClock
 from penstock.shared.config.base import with_overrides
 from penstock.shared.config.environment import VerifiersConfig
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.data.prompts import PromptSource
 from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol.ids import Draw

@@ -20,7 +20,7 @@ from penstock.services.env.service import EnvService
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Unavailable
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
-from penstock.shared.protocol.environment import OpenEnv, ResetRequest, StepRequest
+from penstock.shared.protocol.embodied.environment import OpenEnv, ResetRequest, StepRequest
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.env_client import EnvClient
@@ -132,7 +132,7 @@ async def test_what_could_never_arrive_is_refused_at_once(bus: Bus) -> None:
 CLIENT = """
 import asyncio, sys
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.protocol.environment import OpenEnv, ResetRequest
+from penstock.shared.protocol.embodied.environment import OpenEnv, ResetRequest
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.env_client import EnvClient

@@ -12,7 +12,7 @@ import orjson
 import pytest
 
 from penstock.services.reward.scorers.grader import OpenGrader
-from penstock.shared.config.scorers import GraderScorer
+from penstock.shared.config.rewards.scorers import GraderScorer
 from penstock.shared.errors import ScoringError
 
 CHECK = {"type": "string_check", "name": "right", "operation": "ilike", "input": "{{sample.output_text}}",

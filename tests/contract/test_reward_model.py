@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM, Qwen2ForSe
 
 from penstock.services.reward.pool import ScorerPool
 from penstock.services.reward.scorers.reward_model import RewardModel, weights_digest
-from penstock.shared.config.reward import RewardConfig
-from penstock.shared.config.scorers import RewardModelScorer
+from penstock.shared.config.rewards.reward import RewardConfig
+from penstock.shared.config.rewards.scorers import RewardModelScorer
 from penstock.shared.errors import ScoringError
 from penstock.shared.protocol.messages import ScoreRequest
 

@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from penstock.services.reward.scorers import Closable, GroupScorer, Scorer, open_scorer
-from penstock.shared.config.scorers import ScorerConfig
+from penstock.shared.config.rewards.scorers import ScorerConfig
 from penstock.shared.errors import ScoringError
 
 ADAPTER: TypeAdapter[ScorerConfig] = TypeAdapter(ScorerConfig)

@@ -16,9 +16,9 @@ import pytest
 from penstock.services.trainer.backends.base import Role
 from penstock.services.trainer.backends.fsdp.backend import FSDPBackend
 from penstock.services.trainer.backends.megatron.backend import MegatronBackend
-from penstock.services.trainer.process_group import World
+from penstock.services.trainer.ranks.process_group import World
 from penstock.shared.config.backend import FSDPConfig, MegatronConfig
-from penstock.shared.config.job import OptimizerConfig
+from penstock.shared.config.jobs.job import OptimizerConfig
 from penstock.shared.config.lora import LoraConfig
 from penstock.shared.models.critic import critic_of
 from penstock.shared.models.loading import build_model, build_tokenizer

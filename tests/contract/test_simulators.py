@@ -37,7 +37,7 @@ from penstock.services.env.simulators import (
 )
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Unavailable
-from penstock.shared.protocol.environment import ArraySpec, OpenEnv, ResetRequest, StepRequest
+from penstock.shared.protocol.embodied.environment import ArraySpec, OpenEnv, ResetRequest, StepRequest
 from tests.contract.simulated_envs import DIE, FOLDER, HANG, NOT_A_NUMBER, RAISE, STEP, UNSTARTABLE
 
 NOWHERE = Path("/nonexistent")

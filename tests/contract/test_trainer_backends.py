@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from penstock.services.rollout.engines import EmbeddedEngine
 from penstock.services.trainer.backends.base import Backend, Role, Scores
 from penstock.services.trainer.backends.local import LocalBackend
-from penstock.services.trainer.packing import Microbatch, columns_of_rows, microbatches
-from penstock.shared.config.job import OptimizerConfig
+from penstock.services.trainer.batch.packing import Microbatch, columns_of_rows, microbatches
+from penstock.shared.config.jobs.job import OptimizerConfig
 from penstock.shared.config.lora import LoraConfig
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.errors import CheckpointError

@@ -17,8 +17,8 @@ import pytest
 from penstock.services.reward.pool import ScorerPool
 from penstock.services.reward.scorers.http import Http
 from penstock.services.reward.scorers.judge import Judge
-from penstock.shared.config.reward import RewardConfig
-from penstock.shared.config.scorers import HttpScorer, JudgeScorer
+from penstock.shared.config.rewards.reward import RewardConfig
+from penstock.shared.config.rewards.scorers import HttpScorer, JudgeScorer
 from penstock.shared.errors import ScoringError
 from penstock.shared.protocol.messages import ScoreRequest
 from penstock.shared.transport.server import ValkeyServer

@@ -32,7 +32,7 @@ from penstock.local.ports import free_ports
 from penstock.shared.config.base import with_overrides
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.episode_group import decode_any_group
+from penstock.shared.protocol.embodied.episode_group import decode_any_group
 from penstock.shared.protocol.events import Event, Finished, decode_events
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 from penstock.shared.runtime.ledger import ledger_archive, read_ledger

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import ConfigError, NotFound, PenstockError, StreamFull
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import BatchSealed, Checkpointed, Dropped

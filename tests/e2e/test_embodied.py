@@ -16,7 +16,7 @@ from penstock.local.recording import record
 from penstock.shared.config.base import load_yaml, with_overrides
 from penstock.shared.data.demonstrations import write_demonstrations
 from penstock.shared.errors import ConfigError
-from penstock.shared.protocol.environment import EnvSpec, OpenEnv
+from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
 from penstock.shared.protocol.events import BatchTrained, JobStarted, LineageForked
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]

@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from penstock.services.trainer.checkpoint import load_checkpoint
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.checkpoint.state import load_checkpoint
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.data.prompts import PromptSource
 from penstock.shared.models.loading import build_tokenizer, stop_token_ids
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, Checkpointed, Event

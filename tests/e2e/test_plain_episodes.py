@@ -20,10 +20,10 @@ from torch.distributions import Categorical, Normal
 
 from penstock.services.env.simulators import describe_simulator
 from penstock.services.rollout.embodied.noise import NoiseSource
-from penstock.services.trainer.embodied_learner import EmbodiedLearner
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.protocol.environment import OpenEnv
-from penstock.shared.protocol.episode_group import EpisodeGroup
+from penstock.services.trainer.learners.embodied_learner import EmbodiedLearner
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.protocol.embodied.environment import OpenEnv
+from penstock.shared.protocol.embodied.episode_group import EpisodeGroup
 from penstock.shared.protocol.events import BatchSealed, BatchTrained
 from penstock.shared.protocol.ids import Draw, derive_seed
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from penstock.services.rollout.engines.sampling import stream_of, uniforms
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.data.prompts import PromptSource
 from penstock.shared.models.loading import build_model, build_tokenizer
 from penstock.shared.protocol.events import BatchSealed, BatchTrained

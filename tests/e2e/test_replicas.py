@@ -18,12 +18,12 @@ import pytest
 
 from penstock.client import Client
 from penstock.local.ports import free_ports
-from penstock.services.coordinator.leader_rpc import COORDINATOR
+from penstock.services.coordinator.leader.leader_rpc import COORDINATOR
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.events import BatchTrained
-from penstock.shared.protocol.interaction import FeedbackBatch, Interaction
+from penstock.shared.protocol.live.interaction import FeedbackBatch, Interaction
 from penstock.shared.runtime.lease import LeaseRecord
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]

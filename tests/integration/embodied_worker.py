@@ -13,13 +13,13 @@ from penstock.services.env.service import EnvService
 from penstock.services.env.simulators import describe_simulator
 from penstock.services.rollout.embodied.films import FilmMaker
 from penstock.services.rollout.embodied.session import EmbodiedSession
-from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.models.episode_policy import EpisodePolicy, build_policy
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.environment import EnvSpec, OpenEnv
-from penstock.shared.protocol.episode_group import EpisodeGroup, decode_episode_group
+from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
+from penstock.shared.protocol.embodied.episode_group import EpisodeGroup, decode_episode_group
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Ack, EvalResult, Ticket
 from penstock.shared.protocol.trajectory import GroupHeader, parse_group_header

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from penstock.local.backup import load_backup, restore_files, restore_streams, take_backup
-from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.leader_rpc import LeaderRpc
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.kinds import parse_job
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.leader_rpc import LeaderRpc
+from penstock.services.coordinator.training.journal import Journal
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.errors import ConfigError, Conflict, DataError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import Checkpointed, LineageForked, encode_events

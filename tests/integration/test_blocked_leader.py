@@ -13,19 +13,19 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.effects import EffectPublisher
-from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.leader_rpc import LeaderRpc
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.retry import Retry
-from penstock.services.coordinator.run import Effects, JobRun
-from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.effects import EffectPublisher
+from penstock.services.coordinator.leader.leader_rpc import LeaderRpc
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.service import CoordinatorService
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.training.journal import Journal
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.retry import Retry
+from penstock.services.coordinator.training.run import Effects, JobRun
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import StreamFull
 from penstock.shared.protocol import subjects

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from penstock.services.coordinator import service as module
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.service import CoordinatorService
-from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import JobRecord

@@ -11,20 +11,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from penstock.services.coordinator.audit import audit_ledger
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.queries.audit import audit_ledger
 from penstock.services.rollout.session import RolloutSession
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.events import CanaryBegun, CanaryJudged, Promoted, PromotionRefused, decode_events
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import CANARY, Feedback, FeedbackBatch, Interaction, new_marked_id
 from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.live.interaction import CANARY, Feedback, FeedbackBatch, Interaction, new_marked_id
 from penstock.shared.transport.bus import Bus
 
 

@@ -13,14 +13,14 @@ import torch
 
 from penstock.services.trainer import checkpointing as module
 from penstock.services.trainer.backends.base import BackendState, LearnerState
-from penstock.services.trainer.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from penstock.services.trainer.checkpoint.state import list_checkpoints, load_checkpoint, save_checkpoint
 from penstock.services.trainer.checkpointing import Checkpointing
 from penstock.services.trainer.progress import Progress
 from penstock.services.trainer.rank_group import RankGroup
-from penstock.services.trainer.ranks import Threads
+from penstock.services.trainer.ranks.heartbeats import Threads
 from penstock.services.trainer.replica import Replica
 from penstock.services.trainer.reports import Reporter
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import Ack, Report

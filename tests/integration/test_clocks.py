@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time, clock_skew_s
 from penstock.shared.protocol.jobs import Condition, JobRecord

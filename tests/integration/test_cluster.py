@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from penstock.local.ports import free_ports
-from penstock.services.coordinator.audit import audit_ledger
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.runner import JobRunner
+from penstock.services.coordinator.queries.audit import audit_ledger
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import ConfigError, Conflict, NotFound, Unavailable
 from penstock.shared.protocol import subjects

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.services.reward.scorers.code import Code
-from penstock.shared.config.scorers import CodeScorer
+from penstock.shared.config.rewards.scorers import CodeScorer
 from penstock.shared.errors import ScoringError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containment is made of Linux features")

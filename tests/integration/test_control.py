@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from penstock.services.coordinator import control as control_module
-from penstock.services.coordinator import storage_health
-from penstock.services.coordinator.api.samples import SAMPLE_ID
+from penstock.services.coordinator.api.jobs.samples import SAMPLE_ID
 from penstock.services.coordinator.control import CoordinatorControl, chunks_of, largest_size
-from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.leader_rpc import LeaderRpc
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import parse_job
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.leader_rpc import LeaderRpc
+from penstock.services.coordinator.queries import storage_health
+from penstock.services.coordinator.training.journal import Journal
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol import subjects

@@ -16,12 +16,12 @@ import torch
 
 from penstock.services.env.pool import EnvPool
 from penstock.services.env.simulators import open_simulator
-from penstock.services.trainer.embodied_learner import EmbodiedLearner
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.services.trainer.learners.embodied_learner import EmbodiedLearner
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.models.episode_policy import EpisodePolicy
-from penstock.shared.protocol.environment import OpenEnv, ResetRequest, StepReply, StepRequest
-from penstock.shared.protocol.episode_group import EpisodeGroup
+from penstock.shared.protocol.embodied.environment import OpenEnv, ResetRequest, StepReply, StepRequest
+from penstock.shared.protocol.embodied.episode_group import EpisodeGroup
 from penstock.shared.protocol.ids import Draw
 from tests.contract.simulated_envs import FOLDER
 

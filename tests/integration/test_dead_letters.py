@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.services.coordinator.dead_letters import DeadLetterQueue, DeadLetterScanner
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.run import REPLAYED
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.dead_letters import DeadLetterQueue, DeadLetterScanner
+from penstock.services.coordinator.leader.runner import JobRunner
+from penstock.services.coordinator.training.run import REPLAYED
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import SCHEMA, pack, unpack

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from penstock.services.env.simulators import Simulator, open_simulator
 from penstock.services.rollout.embodied.engine import PolicyEngine
-from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.models.episode_policy import EpisodePolicy, build_policy
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.environment import OpenEnv
-from penstock.shared.protocol.episode_group import EpisodeGroup
+from penstock.shared.protocol.embodied.environment import OpenEnv
+from penstock.shared.protocol.embodied.episode_group import EpisodeGroup
 from penstock.shared.protocol.ids import Draw, derive_seed
 from penstock.shared.protocol.weights import short_digest
 from penstock.shared.transport.bus import Bus

@@ -17,12 +17,12 @@ import pytest
 
 from penstock.services.trainer.replay import Replay
 from penstock.services.trainer.session import TrainerSession
-from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.models.episode_policy import build_policy
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.episode_group import encode_episode_group
+from penstock.shared.protocol.embodied.episode_group import encode_episode_group
 from penstock.shared.protocol.events import (
     BatchSealed,
     BatchTrained,

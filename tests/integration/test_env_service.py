@@ -16,13 +16,13 @@ import numpy as np
 import psutil
 import pytest
 
-from penstock.services.coordinator.api.logfiles import read_logs
+from penstock.services.coordinator.queries.logfiles import read_logs
 from penstock.services.env.service import EnvService
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Conflict, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.environment import (
+from penstock.shared.protocol.embodied.environment import (
     CloseRequest,
     EnvOpened,
     EnvSpec,

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.services.rollout.calls import find_calls
+from penstock.services.rollout.conversations.episode_state import Ask
+from penstock.services.rollout.conversations.turn_clock import TurnClock
+from penstock.services.rollout.conversations.turns import find_calls
 from penstock.services.rollout.engines import Engine, open_engine
-from penstock.services.rollout.episode_state import Ask
 from penstock.services.rollout.group_maker import GroupMaker
-from penstock.services.rollout.turn_clock import TurnClock
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.sharding import BatchShard
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.sharding import BatchShard
 from penstock.shared.config.base import with_overrides
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.data.prompts import PromptSource
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.loading import build_tokenizer

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from penstock.services.coordinator.feedback.erasure import Eraser
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.rollout.conversations.rendering import Renderer
 from penstock.services.rollout.engines import open_engine
 from penstock.services.rollout.held_weights import WeightRing
-from penstock.services.rollout.rendering import Renderer
 from penstock.services.rollout.serving.reading import Reader
 from penstock.services.trainer.session import TrainerSession
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings, checkpoint_path
 from penstock.shared.errors import Unavailable
 from penstock.shared.models.loading import build_tokenizer
@@ -45,7 +45,8 @@ from penstock.shared.protocol.events import (
     encode_events,
 )
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import (
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.live.interaction import (
     RESTORED_HEADER,
     UNDECIDED,
     Erasure,
@@ -56,7 +57,6 @@ from penstock.shared.protocol.interaction import (
     FeedbackStatus,
     new_marked_id,
 )
-from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, Command, Report
 from penstock.shared.protocol.trajectory import GroupHeader, group_headers, parse_group_header
 from penstock.shared.transport.bus import Bus

@@ -11,11 +11,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.services.coordinator import evaluation_runner
-from penstock.services.coordinator.evaluation_runner import EvaluationRunner
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.kinds import parse_job
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader import evaluation_runner
+from penstock.services.coordinator.leader.evaluation_runner import EvaluationRunner
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.ids import Draw, new_attempt

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online import interaction_reader as reader_module
 from penstock.services.coordinator.online import supply as supply_module
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.retry import Retry
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.retry import Retry
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import (
+from penstock.shared.protocol.live.interaction import (
     Erasure,
     FateBatch,
     Feedback,

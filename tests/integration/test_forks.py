@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.services.trainer.checkpoint import load_checkpoint, save_checkpoint
+from penstock.services.trainer.checkpoint.state import load_checkpoint, save_checkpoint
 from penstock.services.trainer.progress import Progress
 from penstock.services.trainer.publishing import Publishing
 from penstock.services.trainer.rank_group import RankGroup
-from penstock.services.trainer.ranks import Threads
+from penstock.services.trainer.ranks.heartbeats import Threads
 from penstock.services.trainer.replica import Replica
 from penstock.services.trainer.reports import Reporter
 from penstock.services.trainer.start import Start
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import Fenced
 from penstock.shared.protocol import subjects

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from penstock.services.coordinator.outbox import Outbox
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.outbox import Outbox
 from penstock.shared.runtime import metrics
 from penstock.shared.transport.bus import Bus
 

@@ -14,8 +14,8 @@ import pytest
 from penstock.services.coordinator import graders
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.reward.grading import GradingDesk
 from penstock.services.reward.service import RewardService
 from penstock.shared.config.service import ServiceSettings

@@ -23,7 +23,7 @@ from penstock.services.reward.scorers import open_scorer
 from penstock.services.rollout.engines import open_engine
 from penstock.services.rollout.episode import build_group, completion_texts, requests_for
 from penstock.shared.config.base import load_yaml, with_overrides
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.data.check import check_data
 from penstock.shared.data.prompts import PromptSource
 from penstock.shared.models.loading import build_tokenizer

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.job_index import JobIndex
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.kinds import parse_job
+from penstock.services.coordinator.jobs.job_index import JobIndex
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.ids import new_job_id

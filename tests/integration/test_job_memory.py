@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.reward.service import RewardService
 from penstock.services.rollout.service import RolloutService
 from penstock.services.trainer.service import TrainerService

@@ -11,17 +11,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.services.coordinator import outbox as outbox_module
-from penstock.services.coordinator import runner as runner_module
-from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.outbox import Outbox
-from penstock.services.coordinator.run import JobRun
-from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader import outbox as outbox_module
+from penstock.services.coordinator.leader import runner as runner_module
+from penstock.services.coordinator.leader.outbox import Outbox
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.service import CoordinatorService
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import parse_job
+from penstock.services.coordinator.training.journal import Journal
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack

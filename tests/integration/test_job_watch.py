@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from penstock.shared.config.evaluation_job import EvaluationJob
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.evaluation_job import EvaluationJob
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import Fenced
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import JobRecord, JobStatus

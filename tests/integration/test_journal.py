@@ -6,10 +6,10 @@ import logging
 
 import pytest
 
-from penstock.services.coordinator import journal as journal_module
-from penstock.services.coordinator.journal import KEEP, Journal, read_snapshots
-from penstock.services.coordinator.ledger import LedgerState, fold
-from penstock.services.coordinator.snapshot import encode_snapshot
+from penstock.services.coordinator.training import journal as journal_module
+from penstock.services.coordinator.training.journal import KEEP, Journal, read_snapshots
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.services.coordinator.training.snapshot import encode_snapshot
 from penstock.shared.errors import Fenced
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator import journal as journal_module
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.journal import Journal, archive_whole
-from penstock.services.coordinator.ledger import LedgerState, fold
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.removal import delete_job
-from penstock.services.coordinator.retry import Retry
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.removal import delete_job
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.training import journal as journal_module
+from penstock.services.coordinator.training.journal import Journal, archive_whole
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.services.coordinator.training.retry import Retry
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ArchiveError, Fenced, StreamFull
 from penstock.shared.protocol import subjects

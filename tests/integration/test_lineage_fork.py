@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.trainer import checkpointing
 from penstock.services.trainer.session import TrainerSession
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack

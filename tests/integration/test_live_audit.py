@@ -10,10 +10,10 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.training.journal import Journal
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import (

@@ -9,26 +9,27 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from penstock.services.coordinator.audit import audit_group, audit_ledger, sealed_by_seq
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.samples import sample_rows
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.queries.audit import audit_group, audit_ledger, sealed_by_seq
+from penstock.services.coordinator.queries.samples import sample_rows
+from penstock.services.rollout.conversations.rendering import Renderer
 from penstock.services.rollout.engines import Engine, open_engine
 from penstock.services.rollout.held_weights import WeightRing
-from penstock.services.rollout.rendering import Renderer
 from penstock.services.rollout.serving.reading import Reader
-from penstock.services.trainer.inputs import decoder_of, fetch_shard, read_manifests
-from penstock.services.trainer.learner import Learner
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.trainer.batch.inputs import decoder_of, fetch_shard, read_manifests
+from penstock.services.trainer.learners.learner import Learner
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import Unavailable
 from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import decode_events
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import (
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.live.interaction import (
     FateBatch,
     Feedback,
     FeedbackBatch,
@@ -36,7 +37,6 @@ from penstock.shared.protocol.interaction import (
     Interaction,
     new_marked_id,
 )
-from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, BatchManifest, Report
 from penstock.shared.protocol.trajectory import Group, decode_group
 from penstock.shared.transport.bus import Bus

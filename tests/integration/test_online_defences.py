@@ -8,17 +8,17 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
 from penstock.shared.config.base import load_yaml, with_overrides
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.events import Admitted, BatchSealed, Event, decode_events
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, Interaction, new_marked_id
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch, Interaction, new_marked_id
 from penstock.shared.protocol.messages import Report
 from penstock.shared.transport.bus import Bus, Outgoing
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from penstock.services.coordinator.feedback.erasure import Eraser
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.run import JobRun
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
@@ -33,7 +33,7 @@ from penstock.shared.protocol.events import (
 )
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackBatch, Interaction, new_marked_id
+from penstock.shared.protocol.live.interaction import Erasure, Feedback, FeedbackBatch, Interaction, new_marked_id
 from penstock.shared.protocol.messages import Report
 from penstock.shared.transport.bus import Bus
 

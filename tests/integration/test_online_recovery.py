@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.ledger import fold
 from penstock.services.coordinator.online import decision_feed
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.journal import Journal
+from penstock.services.coordinator.training.ledger import fold
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import StreamFull
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import Drawn, encode_events
-from penstock.shared.protocol.interaction import FateBatch, Feedback, FeedbackBatch, FeedbackStatus
+from penstock.shared.protocol.live.interaction import FateBatch, Feedback, FeedbackBatch, FeedbackStatus
 from penstock.shared.transport.bus import Bus
 from tests.live_leader import Recorder, decided_events, record_decided
 
@@ -102,7 +102,7 @@ async def test_a_new_leader_completes_the_feed(
         seq = await journal.append(events)
         fold(events, state)
         if start == 3 and with_snapshot:
-            monkeypatch.setattr("penstock.services.coordinator.journal.SNAPSHOT_ENTRIES", 1)
+            monkeypatch.setattr("penstock.services.coordinator.training.journal.SNAPSHOT_ENTRIES", 1)
             write = journal.snapshot(state)
             assert write is not None
             await write()

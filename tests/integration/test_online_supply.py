@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.services.coordinator.audit import audit_group, audit_ledger, sealed_by_seq
-from penstock.services.coordinator.draws import TrainedBatch
 from penstock.services.coordinator.feedback.privacy import Consents
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.online import supply as supply_module
 from penstock.services.coordinator.online.admission_audit import audit_admissions
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.queries.audit import audit_group, audit_ledger, sealed_by_seq
+from penstock.services.coordinator.training.draws import TrainedBatch
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
@@ -39,7 +39,8 @@ from penstock.shared.protocol.events import (
 )
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import (
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.live.interaction import (
     Erasure,
     FateBatch,
     Feedback,
@@ -48,7 +49,6 @@ from penstock.shared.protocol.interaction import (
     Interaction,
     new_marked_id,
 )
-from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, Report
 from penstock.shared.protocol.parts import PARTS
 from penstock.shared.protocol.trajectory import decode_group

@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.weight_routes import WeightRouter
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.leader.weight_routes import WeightRouter
 from penstock.services.rollout.engines import open_engine
 from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.service import RolloutService

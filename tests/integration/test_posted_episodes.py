@@ -6,9 +6,9 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from penstock.services.coordinator.audit import audit_ledger
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.online.admission_audit import audit_admissions
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.queries.audit import audit_ledger
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import decode_events
 from penstock.shared.transport.bus import Bus

@@ -15,18 +15,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.services.coordinator.audit import audit_ledger
-from penstock.services.coordinator.evaluation import EvaluationPlan
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.evaluation import EvaluationPlan
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.promotion import Rollback
-from penstock.services.coordinator.run import JobRun
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.queries.audit import audit_ledger
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.promotion import Rollback
+from penstock.services.coordinator.training.run import JobRun
 from penstock.services.rollout.session import RolloutSession
 from penstock.services.trainer.session import TrainerSession
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.check import SourceSummary
 from penstock.shared.errors import NotFound
@@ -35,8 +35,8 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import Checkpointed, LineageForked, Promoted, PromotionRefused, decode_events
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, Interaction, new_marked_id
 from penstock.shared.protocol.jobs import Operation
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch, Interaction, new_marked_id
 from penstock.shared.protocol.messages import ScoreReply, ScoreRequest, Ticket
 from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bus import Bus

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.journal import Journal, archive_whole
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.training.journal import Journal, archive_whole
 from penstock.shared.config.service import ServiceSettings, checkpoint_path
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.interaction import FeedbackBatch, Interaction
+from penstock.shared.protocol.live.interaction import FeedbackBatch, Interaction
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.local.recording import Named, policy_of_checkpoint, record, scripted_expert
 from penstock.services.env.simulators import describe_simulator
-from penstock.services.trainer.checkpoint import save_checkpoint
-from penstock.services.trainer.embodied_learner import EmbodiedLearner
-from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.services.trainer.checkpoint.state import save_checkpoint
+from penstock.services.trainer.learners.embodied_learner import EmbodiedLearner
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.data.demonstrations import read_demonstrations
 from penstock.shared.errors import CheckpointError, ConfigError, DataError
-from penstock.shared.protocol.environment import EnvSpec, OpenEnv
+from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
 from tests.contract.simulated_envs import DIE, FOLDER
 
 CARTPOLE, PENDULUM = OpenEnv(env_id="CartPole-v1", num_envs=1), OpenEnv(env_id="Pendulum-v1", num_envs=1)

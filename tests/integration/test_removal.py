@@ -10,12 +10,12 @@ import pytest
 
 from penstock.services.coordinator import service as module
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.removal import STREAMS
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.removal import STREAMS
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.service import CoordinatorService
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.training.journal import Journal
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import Conflict, NotFound
 from penstock.shared.protocol import subjects

@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import pytest
 
-from penstock.services.coordinator import replays as module
-from penstock.services.coordinator.replays import replay_rows
+from penstock.services.coordinator.queries import replays as module
+from penstock.services.coordinator.queries.replays import replay_rows
 from penstock.shared.errors import Conflict
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.leader_rpc import Leader
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.leader_rpc import Leader
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.submission import SubmissionIds
-from penstock.shared.config.kinds import parse_training
+from penstock.shared.config.jobs.kinds import parse_training
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.transport.bus import Bus
 

@@ -16,7 +16,7 @@ import pytest
 import uvloop
 
 from penstock.services.reward.pool import ScorerPool
-from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.rewards.reward import RewardConfig
 from penstock.shared.protocol.messages import JUDGEMENTS, ScoreRequest
 
 USER_CODE = """

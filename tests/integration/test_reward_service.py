@@ -19,7 +19,7 @@ import pytest
 
 from penstock.services.reward import session
 from penstock.services.reward.service import RewardService
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol import subjects

@@ -16,7 +16,7 @@ import pytest
 
 from penstock.services.env.service import EnvService
 from penstock.services.rollout.session import RolloutSession
-from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import StreamFull, ToolError
 from penstock.shared.protocol import subjects

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from penstock.services.coordinator import service as service_module
-from penstock.services.coordinator.effects import batch_id, purge_manifests
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.outbox import Outbox
-from penstock.services.coordinator.retention import GIVEN_UP
-from penstock.services.coordinator.run import JobRun
-from penstock.services.coordinator.runner import JobRunner
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.retention import GIVEN_UP
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.effects import batch_id, purge_manifests
+from penstock.services.coordinator.leader.outbox import Outbox
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.service import CoordinatorService
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import StreamFull
 from penstock.shared.protocol import subjects

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import pytest
 
-from penstock.shared.config.scorers import CodeScorer
+from penstock.shared.config.rewards.scorers import CodeScorer
 from penstock.shared.errors import SandboxError
 from penstock.shared.sandbox.collect import Outcome
 from penstock.shared.sandbox.landlock import landlock_version
@@ -429,7 +429,7 @@ OWNER = """
 import sys
 from penstock.shared.sandbox.plan import Job
 from penstock.shared.sandbox.sandbox import Sandbox
-from penstock.shared.config.scorers import CodeScorer
+from penstock.shared.config.rewards.scorers import CodeScorer
 sandbox = Sandbox(CodeScorer(), [sys.argv[1]])
 print(sandbox._process.pid, flush=True)
 sandbox.run(Job("while True: pass", [], ""), "", 600.0)
@@ -462,7 +462,7 @@ REFUSING = """
 import json, os, sys
 from penstock.shared.sandbox import kernel, seccomp
 from penstock.shared.sandbox.sandbox import Sandbox
-from penstock.shared.config.scorers import CodeScorer
+from penstock.shared.config.rewards.scorers import CodeScorer
 from penstock.shared.errors import SandboxError
 
 def refuse(numbers):

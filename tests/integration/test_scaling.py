@@ -22,9 +22,9 @@ from penstock.local.leash import leashed
 from penstock.local.ports import free_ports
 from penstock.local.stack import SERVICES
 from penstock.local.supervisor import Supervisor
-from penstock.services.coordinator.scaling import Scaler
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.jobs.scaling import Scaler
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import Conflict, DeadlineError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from penstock.services.coordinator.promotion import PromotionGate
-from penstock.services.coordinator.served_version import ServedVersionPublisher
-from penstock.shared.config.promotion import PromotionConfig
+from penstock.services.coordinator.leader.served_version import ServedVersionPublisher
+from penstock.services.coordinator.training.promotion import PromotionGate
+from penstock.shared.config.online.promotion import PromotionConfig
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import Promoted

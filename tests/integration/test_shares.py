@@ -11,7 +11,13 @@ from penstock.services.coordinator import shares as shares_module
 from penstock.services.coordinator.feedback.ingest import Ingest
 from penstock.services.coordinator.shares import EntryShares, FeedbackShares
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.interaction import SENDERS_HEADER, Feedback, sender_number, senders_header, senders_of
+from penstock.shared.protocol.live.interaction import (
+    SENDERS_HEADER,
+    Feedback,
+    sender_number,
+    senders_header,
+    senders_of,
+)
 from penstock.shared.transport.bus import Bus, Outgoing
 
 DEADLINE_S = 30

@@ -15,7 +15,7 @@ from penstock.cli import app
 from penstock.cli import sims as command
 from penstock.services.env.simulators import INSTALLED, interpreter_of, open_simulator
 from penstock.shared.errors import ConfigError
-from penstock.shared.protocol.environment import OpenEnv
+from penstock.shared.protocol.embodied.environment import OpenEnv
 
 
 def test_a_simulator_that_is_not_installed_names_the_command(tmp_path: Path) -> None:

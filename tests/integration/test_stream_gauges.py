@@ -7,8 +7,8 @@ import contextlib
 import time
 from typing import Any
 
-from penstock.services.coordinator.gauges import StreamGauges
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.gauges import StreamGauges
+from penstock.services.coordinator.jobs.members import Members
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.messages import Heartbeat
 from penstock.shared.runtime import metrics

@@ -11,16 +11,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.services.coordinator.effects import EffectPublisher
-from penstock.services.coordinator.evaluation import evaluation_tickets
-from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.outbox import Outbox
-from penstock.services.coordinator.run import JobRun
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.effects import EffectPublisher
+from penstock.services.coordinator.leader.evaluation import evaluation_tickets
+from penstock.services.coordinator.leader.outbox import Outbox
+from penstock.services.coordinator.leader.runner import JobRunner
+from penstock.services.coordinator.training.journal import Journal
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import Event

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.outbox import Outbox
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.outbox import Outbox
+from penstock.services.coordinator.leader.tracking import Tracking
 from penstock.services.coordinator.trackers import Run, check_trackers, open_tracker
-from penstock.services.coordinator.tracking import Tracking
 from penstock.shared.config.tracking import SwanLabTracker, TensorBoardTracker, TrackerConfig, WandbTracker
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects

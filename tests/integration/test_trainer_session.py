@@ -19,12 +19,11 @@ from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.trainer.fence import Fence
 from penstock.services.trainer.publishing import Publishing
 from penstock.services.trainer.rank_group import RankGroup
-from penstock.services.trainer.ranks import Threads
+from penstock.services.trainer.ranks.heartbeats import Threads
 from penstock.services.trainer.replica import Replica
 from penstock.services.trainer.reports import Reporter
-from penstock.services.trainer.session import TrainerSession
-from penstock.services.trainer.wanted import is_wanted
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.session import TrainerSession, is_wanted
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.loading import build_tokenizer

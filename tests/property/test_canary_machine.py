@@ -12,12 +12,12 @@ from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from penstock.services.coordinator.canary import is_in_canary
-from penstock.shared.config.canary import CanaryConfig
-from penstock.shared.config.promotion import PromotionConfig
+from penstock.services.coordinator.training.canary import is_in_canary
+from penstock.shared.config.online.canary import CanaryConfig
+from penstock.shared.config.online.promotion import PromotionConfig
 from penstock.shared.protocol.events import CanaryBegun, CanaryJudged, Promoted, PromotionRefused
 from penstock.shared.protocol.generation import Span
-from penstock.shared.protocol.interaction import CANARY, Feedback
+from penstock.shared.protocol.live.interaction import CANARY, Feedback
 from penstock.shared.protocol.messages import Report
 
 

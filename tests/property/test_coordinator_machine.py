@@ -15,14 +15,14 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.services.coordinator import decision
-from penstock.services.coordinator.audit import audit_ledger
-from penstock.services.coordinator.gate import MAX_REDRAWS, Verdict
-from penstock.services.coordinator.ledger import LedgerState, fold
-from penstock.services.coordinator.reports import Refusal
-from penstock.services.coordinator.run import Effects, JobRun
-from penstock.services.coordinator.snapshot import decode_snapshot, encode_snapshot
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.queries.audit import audit_ledger
+from penstock.services.coordinator.training import decision
+from penstock.services.coordinator.training.gate import MAX_REDRAWS, Verdict
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.services.coordinator.training.reports import Refusal
+from penstock.services.coordinator.training.run import Effects, JobRun
+from penstock.services.coordinator.training.snapshot import decode_snapshot, encode_snapshot
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import Conflict, ProtocolError
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, Drawn, Dropped, Event, LineageForked, Redrawn
 from penstock.shared.protocol.ids import Draw

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.services.trainer.episodes import episode_columns, episode_facts
+from penstock.services.trainer.batch.episodes import episode_columns, episode_facts
 from penstock.shared.errors import ProtocolError
-from penstock.shared.protocol.episode_group import EpisodeGroup
+from penstock.shared.protocol.embodied.episode_group import EpisodeGroup
 from penstock.shared.protocol.ids import Draw
 
 CHUNK = 3

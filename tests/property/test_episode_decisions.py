@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from penstock.services.coordinator.online.admission_audit import StoredFacts, replay_admissions
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.turns import Trajectory
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.live.interaction import Feedback, Interaction
 
 EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
 NOW, LATER = 1000.0, 99_999.0

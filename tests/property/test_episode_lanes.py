@@ -16,9 +16,9 @@ from penstock.services.rollout.embodied.episodes import Episode, Record, episode
 from penstock.services.rollout.embodied.lanes import FIRST_LENGTH, Lanes
 from penstock.services.rollout.embodied.noise import NoiseSource
 from penstock.services.rollout.embodied.queue import EpisodeQueue
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.protocol.environment import ArraySpec, EnvSpec, ResetReply, StepReply
-from penstock.shared.protocol.episode_group import decode_episode_group, encode_episode_group
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec, ResetReply, StepReply
+from penstock.shared.protocol.embodied.episode_group import decode_episode_group, encode_episode_group
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Ticket
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.services.coordinator.online.matching import Matching
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import Feedback, FeedbackStatus, Interaction
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackStatus, Interaction
 
 EPISODE = "0192f0c1-0000-7000-8000-00000000000e"
 IDLE, AGE, END = 8, 20, 60

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from penstock.services.coordinator.ledger import LedgerState, fold
-from penstock.services.coordinator.snapshot import Snapshot, decode_snapshot, encode_snapshot
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.services.coordinator.training.snapshot import Snapshot, decode_snapshot, encode_snapshot
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import (

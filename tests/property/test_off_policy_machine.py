@@ -12,14 +12,14 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, rule
 
-from penstock.services.coordinator.decided import block_of_decision, episode_digest
 from penstock.services.coordinator.online.admission_audit import replay_posted_admissions
 from penstock.services.coordinator.online.examples import InteractionRecord
 from penstock.services.coordinator.online.groups import example_group, group_of
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.decided import block_of_decision, episode_digest
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admitted, BatchSealed, Decided, Event
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Feedback
+from penstock.shared.protocol.live.interaction import Feedback
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.trajectory import Group, encode_group
 

@@ -13,8 +13,6 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.services.coordinator.audit import audit_ledger
-from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
@@ -23,12 +21,14 @@ from penstock.services.coordinator.online.statuses import (
     feedback_statuses,
     interaction_statuses,
 )
-from penstock.services.coordinator.run import JobRun
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.queries.audit import audit_ledger
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Event, Finished
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Feedback, FeedbackStatus, Interaction, InteractionStatus
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackStatus, Interaction, InteractionStatus
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.trajectory import GroupHeader, encode_group
 

@@ -12,8 +12,6 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from penstock.services.coordinator.audit import audit_ledger
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.fairness import (
     InFlightBounds,
     Owners,
@@ -24,12 +22,14 @@ from penstock.services.coordinator.online.fairness import (
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource, within_shares
-from penstock.services.coordinator.run import JobRun
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.queries.audit import audit_ledger
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Event
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.live.interaction import Feedback, Interaction
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.objective import Objective
 from penstock.shared.protocol.trajectory import encode_group

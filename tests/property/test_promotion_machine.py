@@ -11,10 +11,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.promotion import PromotionGate, Rollback, flaw_of_rollback
-from penstock.services.coordinator.run import JobRun
-from penstock.shared.config.promotion import PromotionConfig
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.promotion import PromotionGate, Rollback, flaw_of_rollback
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.online.promotion import PromotionConfig
 from penstock.shared.protocol.events import Promoted, PromotionRefused
 from penstock.shared.protocol.messages import Report
 

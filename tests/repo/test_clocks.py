@@ -10,7 +10,7 @@ import pytest
 SERVICES = Path(__file__).resolve().parents[2] / "services"
 WALL_CLOCK = re.compile(r"\btime\.time\(|\btime\.time_ns\(|\bdatetime\.(?:now|utcnow)\(|=time\.time\b")
 ALLOWED = {
-    "coordinator/api/ratelimit.py",  # the limits of this process count by it
+    "coordinator/api/http/ratelimit.py",  # the limits of this process count by it
     "env/verifiers/child.py",  # shown, compared with nothing
     "reward/scorers/http.py",  # of a signature that the other side checks by its own clock; a child has no bus
 }

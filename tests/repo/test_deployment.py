@@ -18,8 +18,8 @@ from packaging.requirements import Requirement
 
 from penstock.shared.config import ServiceSettings
 from penstock.shared.config.base import load_yaml
-from penstock.shared.config.kinds import parse_job
-from penstock.shared.config.needs import OPTIONAL, needs
+from penstock.shared.config.jobs.kinds import parse_job
+from penstock.shared.config.jobs.needs import OPTIONAL, needs
 from penstock.shared.protocol.permissions import ROLES
 from penstock.shared.transport.streams import AUDIT_BYTES, BUCKET_BYTES, BUCKETS, SNAPSHOT_BYTES, VIDEO_BYTES, max_bytes
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from penstock.shared.config import ServiceSettings, load_yaml
 from penstock.shared.config.base import StrictModel
-from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.jobs.kinds import parse_job
 
 ROOT = Path(__file__).resolve().parents[2]
 JOBS = sorted([*(ROOT / "examples").rglob("*.yaml"), *(ROOT / "deploy").glob("smoke.yaml")])

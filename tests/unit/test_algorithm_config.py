@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from penstock.shared.config.algorithm import AlgorithmConfig
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import ConfigError
 
 TYPES = [model.model_fields["type"].default for model in get_args(get_args(AlgorithmConfig)[0])]

@@ -16,11 +16,11 @@ from msgspec import inspect
 from penstock.client import results
 from penstock.client.results import Fate, Funnel, LogLine, MetricName, Sample, StageSpan, TokenSample
 from penstock.client.results.reading import many, one
-from penstock.client.sse import EventReader
-from penstock.services.coordinator.api.logfiles import read_logs
-from penstock.services.coordinator.charts import metric_names, timeline
+from penstock.client.streams import EventReader
 from penstock.services.coordinator.online.groups import example_group
-from penstock.services.coordinator.samples import sample_detail, sample_rows
+from penstock.services.coordinator.queries.charts import metric_names, timeline
+from penstock.services.coordinator.queries.logfiles import read_logs
+from penstock.services.coordinator.queries.samples import sample_detail, sample_rows
 from penstock.shared.errors import NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, SealedGroup
 from penstock.shared.protocol.ids import Draw

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from penstock.services.coordinator.submission import plan_job
 from penstock.shared.config.data import DataConfig, PromptConfig, source_names
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data import check
 from penstock.shared.data.check import check_data

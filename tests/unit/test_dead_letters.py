@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.services.coordinator.dead_letters import Suspects
+from penstock.services.coordinator.leader.dead_letters import Suspects
 
 RIPE_S = 10.0
 

@@ -16,7 +16,7 @@ from penstock.shared.data.demonstrations import (
     write_demonstrations,
 )
 from penstock.shared.errors import ConfigError, DataError
-from penstock.shared.protocol.environment import ArraySpec, EnvSpec
+from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec
 from penstock.shared.protocol.frame import encode_frame
 
 SHOWN = Demonstrations(

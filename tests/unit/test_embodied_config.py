@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.environments import bytes_per_step, check_camera, check_spec
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.config.kinds import parse_job, parse_training, text_job, trains
-from penstock.shared.config.training_job import TrainingJob
+from penstock.services.coordinator.jobs.environments import bytes_per_step, check_camera, check_spec
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.kinds import parse_job, parse_training, text_job, trains
+from penstock.shared.config.jobs.training_job import TrainingJob
 from penstock.shared.errors import ConfigError
-from penstock.shared.protocol.environment import ArraySpec, EnvSpec
+from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec
 
 JOB: dict[str, Any] = {
     "kind": "embodied",

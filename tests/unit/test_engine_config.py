@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.submission import check_packages
 from penstock.shared.config.base import load_yaml
-from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.rollout import EmbeddedConfig, VllmConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.messages import Heartbeat

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from penstock.services.env.pool import EnvPool
 from penstock.services.env.simulators import Simulator, open_simulator
 from penstock.shared.errors import Conflict, PenstockError, ProtocolError
-from penstock.shared.protocol.environment import (
+from penstock.shared.protocol.embodied.environment import (
     OpenEnv,
     ResetReply,
     ResetRequest,

@@ -9,8 +9,8 @@ import pytest
 from penstock.shared.config.base import with_overrides
 from penstock.shared.config.data import TasksSource
 from penstock.shared.config.environment import EnvironmentConfig, VerifiersConfig
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.data.check import check_data
 from penstock.shared.data.rows import open_rows
 from penstock.shared.errors import ConfigError

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import xxhash
 
-from penstock.services.coordinator.audit import Audit, audit_group
-from penstock.services.coordinator.samples import sample_detail, sample_rows
+from penstock.services.coordinator.queries.audit import Audit, audit_group
+from penstock.services.coordinator.queries.samples import sample_detail, sample_rows
 from penstock.shared.errors import ProtocolError
-from penstock.shared.protocol.episode_group import (
+from penstock.shared.protocol.embodied.episode_group import (
     EpisodeGroup,
     decode_any_group,
     decode_episode_group,

@@ -16,7 +16,7 @@ from penstock.shared.config.embodied import PolicyConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.distributions import squashed_logprobs
 from penstock.shared.models.episode_policy import EpisodePolicy, GaussianPolicy, SquashedPolicy, build_policy
-from penstock.shared.protocol.environment import ArraySpec, EnvSpec
+from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec
 
 N, CHUNK = 40, 3
 KINDS = ("gaussian", "categorical", "tokens", "squashed")

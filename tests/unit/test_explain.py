@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.shared.config.base import load_yaml, with_overrides
-from penstock.shared.config.kinds import KINDS, parse_job
-from penstock.shared.config.training_job import KIND_NAMES
+from penstock.shared.config.jobs.kinds import KINDS, parse_job
+from penstock.shared.config.jobs.training_job import KIND_NAMES
 from penstock.shared.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -10,11 +10,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from penstock.services.coordinator.graders import scorer_of
 from penstock.services.reward.scorers.similarity import bleu, common_length, fuzzy_match, gleu, rouge_l, rouge_n
-from penstock.shared.config.formula import Formula
-from penstock.shared.config.graders import Grader, fields_of, parts_of, total_of
-from penstock.shared.config.scorers import GraderScorer
+from penstock.shared.config.rewards.formula import Formula
+from penstock.shared.config.rewards.graders import Grader, fields_of, parts_of, total_of
+from penstock.shared.config.rewards.scorers import GraderScorer
+from penstock.shared.config.rewards.slots import check_slots, fill_slots, item_fields
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.config.slots import check_slots, fill_slots, item_fields
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.grading import GRADER_ERRORS, error_text, split_error
 

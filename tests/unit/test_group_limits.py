@@ -10,8 +10,8 @@ import pytest
 
 from penstock.services.coordinator.submission import check_groups
 from penstock.shared.config.data import DataConfig
-from penstock.shared.config.evaluation_job import EvaluationJob
-from penstock.shared.config.job import ROW_BYTES, JobConfig
+from penstock.shared.config.jobs.evaluation_job import EvaluationJob
+from penstock.shared.config.jobs.job import ROW_BYTES, JobConfig
 from penstock.shared.data.check import check_data
 from penstock.shared.errors import ConfigError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.services.coordinator.api.logfiles import read_logs
+from penstock.services.coordinator.queries.logfiles import read_logs
 from penstock.shared.errors import NotFound
 
 OURS, THEIRS = "job_" + "0" * 32, "job_" + "1" * 32

@@ -13,9 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
-from penstock.shared.config.experts import ExpertsConfig
 from penstock.shared.config.lora import LoraConfig
-from penstock.shared.config.model import ArchitectureConfig, ModelConfig
+from penstock.shared.config.model import ArchitectureConfig, ExpertsConfig, ModelConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.models import build_model, hidden_states, pack, supports
 from penstock.shared.models.lora import (

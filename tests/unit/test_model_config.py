@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.errors import ConfigError
 

@@ -9,10 +9,9 @@ import pytest
 
 from penstock.services.coordinator.submission import plan_job
 from penstock.shared.config.base import load_yaml
-from penstock.shared.config.defences import STANDARD
-from penstock.shared.config.kinds import parse_job
-from penstock.shared.config.online import OnlineConfig
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.kinds import parse_job
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.online.section import STANDARD, OnlineConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 

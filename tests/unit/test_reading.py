@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from penstock.services.rollout.conversations.rendering import Renderer
 from penstock.services.rollout.held_weights import WeightRing
-from penstock.services.rollout.rendering import Renderer
 from penstock.services.rollout.serving.reading import Reader
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.models.loading import build_tokenizer

@@ -9,18 +9,18 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.services.coordinator.api.feedback_models import POST
-from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.services.coordinator.api.live.feedback_models import POST
 from penstock.services.coordinator.feedback.items import Identity, item_of
 from penstock.services.coordinator.feedback.jobs import LiveJob
 from penstock.services.rollout.serving.redaction import UNTRAINABLE, RecordRedactor
-from penstock.shared.config.online import OnlineConfig
-from penstock.shared.config.redaction import RedactionConfig
+from penstock.shared.config.online.redaction import RedactionConfig
+from penstock.shared.config.online.section import OnlineConfig
 from penstock.shared.data.redaction import Found, Redactor
 from penstock.shared.errors import ConfigError, DataError
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.inference import ToolCall
-from penstock.shared.protocol.interaction import Interaction, Redacted
+from penstock.shared.protocol.live.inference import ToolCall
+from penstock.shared.protocol.live.interaction import Interaction, Redacted
 
 EMAIL = r"[a-z.]+@[a-z.]+"
 PHONE = r"\d{3}-\d{4}"

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from penstock.services.coordinator.job_index import JobEntry, entry_of
-from penstock.services.coordinator.retention import check_room, oldest_finished, without_interactions
+from penstock.services.coordinator.jobs.job_index import JobEntry, entry_of
+from penstock.services.coordinator.jobs.retention import check_room, oldest_finished, without_interactions
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.jobs import JobRecord, JobStatus, Phase
 

@@ -12,8 +12,8 @@ from penstock.services.coordinator.submission import plan_job
 from penstock.services.reward.scorers.code import equal_values, program_of
 from penstock.services.reward.session import num_processes
 from penstock.shared.config.data import DataConfig
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.reward import RewardConfig
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.rewards.reward import RewardConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.check import check_data
 from penstock.shared.data.code_tests import CallTest, StatementTest, StreamTest, parse_tests

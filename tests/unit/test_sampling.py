@@ -12,14 +12,14 @@ from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.engines.rows import Rows
 from penstock.services.rollout.engines.sampling import Draws, draw, stream_of, uniforms
 from penstock.services.rollout.episode import requests_for
-from penstock.services.rollout.serving.sampling import replayable, sampling_for
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import parse_job
+from penstock.services.rollout.serving.server import replayable, sampling_for
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.sampling import SamplingConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.generation import Sampling
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.inference import ClientSampling
+from penstock.shared.protocol.live.inference import ClientSampling
 from penstock.shared.protocol.messages import Ticket
 
 LOGITS_V = torch.tensor([2.0, 1.0, 0.5, 0.0, -1.0, -3.0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.services.rollout.scoring import TEXT_BYTES, joined, score_requests
+from penstock.services.rollout.session import TEXT_BYTES, joined, score_requests
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import JUDGEMENTS, ScoreReply

@@ -10,15 +10,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from penstock.services.coordinator.api.completion_format import ChatFormat
+from penstock.services.coordinator.api.live.completion_format import ChatFormat
 from penstock.services.coordinator.api.serving import Served
 from penstock.services.coordinator.serving.answer import Answer
 from penstock.services.rollout.serving.choice import Choice
 from penstock.services.rollout.serving.outbox import messages_of
-from penstock.services.rollout.serving.presence import MAX_SILENT, Presence
+from penstock.services.rollout.serving.server import MAX_SILENT, Presence
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES, unpack
 from penstock.shared.protocol.generation import Sampling, Token
-from penstock.shared.protocol.inference import Chunk, Chunks, ClientSampling, InferenceReply, InferenceRequest, ToolCall
+from penstock.shared.protocol.live.inference import (
+    Chunk,
+    Chunks,
+    ClientSampling,
+    InferenceReply,
+    InferenceRequest,
+    ToolCall,
+)
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": "é"}}</tool_call>'
 EOS = 0

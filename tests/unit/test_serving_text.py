@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.services.rollout.text_stream import MAX_BLOCK, TextStream, ToolCalls, held_back
+from penstock.services.rollout.conversations.text_stream import MAX_BLOCK, TextStream, ToolCalls, held_back
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é"}}\n</tool_call>'
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.services.rollout.calls import Call, find_calls
+from penstock.services.rollout.conversations.turns import Call, find_calls, token_of
 from penstock.services.rollout.observations import ObservationWriter
-from penstock.services.rollout.turns import token_of
 from penstock.shared.config.environment import CallFormat, ObservationFormat
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.tools import CalculatorTool, PythonTool

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from penstock.services.rollout.turn_clock import TurnClock
+from penstock.services.rollout.conversations.turn_clock import TurnClock
 
 
 async def test_time_in_which_it_is_stopped_does_not_count() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from penstock.client.beside import MAX_CODE_BYTES, read_job
-from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.user_code import check_uploaded
 from penstock.services.reward.scorers.function import Function
-from penstock.shared.config.kinds import parse_job
-from penstock.shared.config.scorers import FunctionScorer
+from penstock.shared.config.jobs.kinds import parse_job
+from penstock.shared.config.rewards.scorers import FunctionScorer
 from penstock.shared.errors import ConfigError, ScoringError
 
 SOURCE = "def score(prompt, completion, answer, row, *, bonus=0.0):\n    return float(completion == answer) + bonus\n"

@@ -10,13 +10,13 @@ from typing import Annotated, Any
 from fastapi import Depends, Path, Query, Request
 
 from penstock.services.coordinator.api.auth import KeyRing
-from penstock.services.coordinator.api.control import Control
+from penstock.services.coordinator.api.backend.control import Control
 from penstock.services.coordinator.api.feedback_desk import FeedbackDesk
 from penstock.services.coordinator.api.feeds import Feeds
-from penstock.services.coordinator.api.occupancy import Occupancy
-from penstock.services.coordinator.api.ratelimit import RateLimiter
+from penstock.services.coordinator.api.http.occupancy import Occupancy
+from penstock.services.coordinator.api.http.ratelimit import RateLimiter
+from penstock.services.coordinator.api.http.volatile import Volatile
 from penstock.services.coordinator.api.serving import Serving
-from penstock.services.coordinator.api.volatile import Volatile
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import NotFound
 

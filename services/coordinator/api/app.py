@@ -10,54 +10,76 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock import __version__
 from penstock.services.coordinator.api import (
-    amend,
     audit_log,
-    checkpoints,
     dashboard,
-    deadletters,
-    episodes,
-    feedback,
-    feedback_tokens,
     files,
     fine_tuning,
     graders,
-    inference,
-    jobs,
     keys,
-    model_versions,
-    observe,
     openapi,
-    quarantine,
-    samples,
-    scaling,
     system,
-    versions,
     webhooks,
 )
 from penstock.services.coordinator.api.access import Backend
 from penstock.services.coordinator.api.audited import Audited, audited_routes
 from penstock.services.coordinator.api.auth import KeyRing
-from penstock.services.coordinator.api.control import Control
-from penstock.services.coordinator.api.direct import Direct
+from penstock.services.coordinator.api.backend.control import Control
 from penstock.services.coordinator.api.feedback_desk import FeedbackDesk
 from penstock.services.coordinator.api.feeds import Feeds
 from penstock.services.coordinator.api.guard import Guard, Measured
-from penstock.services.coordinator.api.idempotency import Idempotency, ReplyStore
-from penstock.services.coordinator.api.occupancy import Occupancy
-from penstock.services.coordinator.api.ratelimit import RateLimiter
-from penstock.services.coordinator.api.replies import Flaw, HttpProblem, from_error, problem_response
+from penstock.services.coordinator.api.http.idempotency import Idempotency, ReplyStore
+from penstock.services.coordinator.api.http.occupancy import Occupancy
+from penstock.services.coordinator.api.http.ratelimit import RateLimiter
+from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem, from_error, problem_response
+from penstock.services.coordinator.api.http.volatile import Volatile
+from penstock.services.coordinator.api.jobs import (
+    amend,
+    checkpoints,
+    deadletters,
+    jobs,
+    observe,
+    samples,
+    scaling,
+    versions,
+)
+from penstock.services.coordinator.api.live import (
+    episodes,
+    feedback,
+    feedback_tokens,
+    inference,
+    model_versions,
+    quarantine,
+)
+from penstock.services.coordinator.api.live.direct import Direct
 from penstock.services.coordinator.api.serving import Serving
-from penstock.services.coordinator.api.tracing import Traced
-from penstock.services.coordinator.api.volatile import Volatile
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import PenstockError
+from penstock.shared.protocol.trace import new_trace, trace_of, tracing
 
-__all__ = ["ROUTERS", "create_app"]
+__all__ = ["ROUTERS", "Traced", "create_app"]
+
+
+class Traced:
+    """ASGI middleware: a request goes on with the trace of its ``traceparent`` header, or begins one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        with tracing(trace_of(Headers(scope=scope).get("traceparent", "")) or new_trace()):
+            await self.app(scope, receive, send)
+
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep, SomeJob
-from penstock.services.coordinator.api.replies import Json
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.scopes import require
 
 __all__ = ["router"]

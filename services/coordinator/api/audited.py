@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.services.coordinator.api.access import Backend
 from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.guard import is_live
-from penstock.services.coordinator.api.replies import from_error
+from penstock.services.coordinator.api.http.replies import from_error
 from penstock.services.coordinator.api.scopes import ScopeCheck, check_of
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol.audit_log import AuditRecord

@@ -12,16 +12,16 @@ from functools import lru_cache
 
 from starlette.datastructures import Headers
 
-from penstock.services.coordinator.api.control import Keys
-from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.backend.control import Keys
+from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.bus_clock import bus_time
-from penstock.shared.protocol.episode_keys import PREFIX as EPISODE_PREFIX
-from penstock.shared.protocol.episode_keys import read_episode_key
-from penstock.shared.protocol.feedback_tokens import PREFIX as TOKEN_PREFIX
-from penstock.shared.protocol.feedback_tokens import TOKENS, FeedbackGrant
 from penstock.shared.protocol.keys import Scope, StoredKey, key_id
+from penstock.shared.protocol.live.episode_keys import PREFIX as EPISODE_PREFIX
+from penstock.shared.protocol.live.episode_keys import read_episode_key
+from penstock.shared.protocol.live.feedback_tokens import PREFIX as TOKEN_PREFIX
+from penstock.shared.protocol.live.feedback_tokens import TOKENS, FeedbackGrant
 
 __all__ = ["ANONYMOUS", "Caller", "KeyRing", "is_loopback", "needs_key"]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.control import Row
-from penstock.services.coordinator.api.replies import HttpProblem
-from penstock.shared.protocol.interaction import Interaction
+from penstock.services.coordinator.api.backend.control import Row
+from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.shared.protocol.live.interaction import Interaction
 
 __all__ = ["FeedbackDesk", "HeldFeedback"]
 

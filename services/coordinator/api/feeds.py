@@ -11,9 +11,9 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from penstock.services.coordinator.api.control import Control, Row
-from penstock.services.coordinator.api.sse import END, PING, PING_S, RETRY, failure
-from penstock.services.coordinator.api.turns import Turns
+from penstock.services.coordinator.api.backend.control import Control, Row
+from penstock.services.coordinator.api.http.sse import END, PING, PING_S, RETRY, failure
+from penstock.services.coordinator.api.http.turns import Turns
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.runtime.tasks import end_tasks

@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
 from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.bodies import body_schema, read_model
 from penstock.services.coordinator.api.fine_tuning_models import (
     CheckpointPage,
     EventPage,
@@ -18,8 +17,9 @@ from penstock.services.coordinator.api.fine_tuning_models import (
     FineTuningRequest,
     JobPage,
 )
-from penstock.services.coordinator.api.idempotency import token_of
-from penstock.services.coordinator.api.replies import Json
+from penstock.services.coordinator.api.http.bodies import body_schema, read_model
+from penstock.services.coordinator.api.http.idempotency import token_of
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.protocol.jobs import DesiredState
 

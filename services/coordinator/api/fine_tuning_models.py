@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from penstock.shared.config.graders import Grader
+from penstock.shared.config.rewards.graders import Grader
 
 __all__ = [
     "Checkpoint",

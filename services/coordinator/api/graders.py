@@ -9,10 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep
-from penstock.services.coordinator.api.bodies import body_schema, read_model
-from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
+from penstock.services.coordinator.api.http.bodies import body_schema, read_model
+from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
-from penstock.shared.config.graders import AnyGrader, Grader, MultiGrader, ScoreModelGrader, parts_of, total_of
+from penstock.shared.config.rewards.graders import AnyGrader, Grader, MultiGrader, ScoreModelGrader, parts_of, total_of
 from penstock.shared.protocol.grading import GRADER_ERRORS, GradeReply, error_text, split_error
 
 __all__ = ["router"]

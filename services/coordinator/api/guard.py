@@ -10,10 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.services.coordinator.api.auth import ANONYMOUS, KeyRing
 from penstock.services.coordinator.api.dashboard import is_asset
-from penstock.services.coordinator.api.occupancy import LargeBody, Occupancy
-from penstock.services.coordinator.api.ratelimit import RateLimiter
-from penstock.services.coordinator.api.replies import HttpProblem, from_error, problem_response
-from penstock.services.coordinator.api.turns import Turns
+from penstock.services.coordinator.api.http.occupancy import LargeBody, Occupancy
+from penstock.services.coordinator.api.http.ratelimit import RateLimiter
+from penstock.services.coordinator.api.http.replies import HttpProblem, from_error, problem_response
+from penstock.services.coordinator.api.http.turns import Turns
 from penstock.shared.errors import PenstockError
 from penstock.shared.runtime import metrics
 

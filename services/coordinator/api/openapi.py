@@ -13,10 +13,10 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
-from penstock.services.coordinator.api.bodies import BODIES, YAML_TYPES
-from penstock.services.coordinator.api.replies import Problem
+from penstock.services.coordinator.api.http.bodies import BODIES, YAML_TYPES
+from penstock.services.coordinator.api.http.replies import Problem
 from penstock.services.coordinator.api.scopes import scope_of
-from penstock.shared.config.kinds import KINDS
+from penstock.shared.config.jobs.kinds import KINDS
 
 __all__ = ["Document", "describe", "methods_of"]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
-from penstock.shared.protocol.episode import EpisodeRecord
-from penstock.shared.protocol.inference import Chunk, InferenceRequest
-from penstock.shared.protocol.interaction import Interaction
 from penstock.shared.protocol.jobs import ModelOrigin
+from penstock.shared.protocol.live.episode import EpisodeRecord
+from penstock.shared.protocol.live.inference import Chunk, InferenceRequest
+from penstock.shared.protocol.live.interaction import Interaction
 
 __all__ = ["MAX_IN_FLIGHT", "Answer", "Ask", "Deployments", "EpisodeBook", "Servable", "Served", "Serving"]
 

@@ -12,9 +12,9 @@ from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep
 from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.bodies import body_schema, read_model
-from penstock.services.coordinator.api.idempotency import token_of
-from penstock.services.coordinator.api.replies import Flaw, HttpProblem, Json
+from penstock.services.coordinator.api.http.bodies import body_schema, read_model
+from penstock.services.coordinator.api.http.idempotency import token_of
+from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem, Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.cloudevents import EVENT_TYPES

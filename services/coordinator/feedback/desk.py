@@ -14,8 +14,8 @@ import msgspec
 import uuid6
 
 from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.feedback_models import Metric, PostedInteraction, PostedPreference
-from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
+from penstock.services.coordinator.api.live.feedback_models import Metric, PostedInteraction, PostedPreference
 from penstock.services.coordinator.feedback.erasure import Eraser, Report
 from penstock.services.coordinator.feedback.held import HeldFeedback
 from penstock.services.coordinator.feedback.index import FeedbackIndex
@@ -30,13 +30,13 @@ from penstock.services.coordinator.feedback.items import (
 )
 from penstock.services.coordinator.feedback.jobs import LiveJobs, no_job
 from penstock.services.coordinator.feedback.privacy import Consents, Pseudonyms
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.payload import whole_of
 from penstock.services.coordinator.shares import FeedbackShares
-from penstock.services.coordinator.store import JobStore
 from penstock.shared.errors import Conflict, NotFound, PenstockError, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
-from penstock.shared.protocol.interaction import UNDECIDED, Feedback, Interaction, bare_id, marked_id, time_of_id
+from penstock.shared.protocol.live.interaction import UNDECIDED, Feedback, Interaction, bare_id, marked_id, time_of_id
 from penstock.shared.runtime.ledger import ledger_archive
 from penstock.shared.transport.bus import Bus, Message
 

@@ -23,9 +23,9 @@ from penstock.shared.errors import Conflict, ProtocolError, StreamFull, Unavaila
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.episode import KEEP_S, EpisodeRecord
 from penstock.shared.protocol.events import decode_events
-from penstock.shared.protocol.interaction import (
+from penstock.shared.protocol.live.episode import KEEP_S, EpisodeRecord
+from penstock.shared.protocol.live.interaction import (
     RESTORED_HEADER,
     SENDERS_HEADER,
     Erasure,

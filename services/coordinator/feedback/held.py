@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.feedback.index import FeedbackIndex
 from penstock.services.coordinator.feedback.ingest import Ingest, Stored
 from penstock.services.coordinator.feedback.items import Identity, derived_id, verdict_of
@@ -14,7 +14,7 @@ from penstock.services.coordinator.feedback.privacy import Pseudonyms
 from penstock.shared.errors import Conflict, NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, bare_id
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch, bare_id
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["HeldFeedback"]

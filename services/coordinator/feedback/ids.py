@@ -10,7 +10,7 @@ from penstock.services.coordinator.payload import whole_of
 from penstock.shared.errors import NotFound, ProtocolError, StreamFull
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, FeedbackIds
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch, FeedbackIds
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["keep_ids", "purge_feedback"]

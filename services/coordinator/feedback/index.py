@@ -19,7 +19,7 @@ from penstock.services.coordinator.feedback.projection import Place, Projection,
 from penstock.shared.errors import ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.interaction import (
+from penstock.shared.protocol.live.interaction import (
     EPISODE_HEADER,
     Erasure,
     FateBatch,

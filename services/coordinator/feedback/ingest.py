@@ -21,11 +21,11 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
 from penstock.shared.errors import PenstockError, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack
-from penstock.shared.protocol.interaction import SENDERS_HEADER, Feedback, FeedbackBatch, senders_header
+from penstock.shared.protocol.live.interaction import SENDERS_HEADER, Feedback, FeedbackBatch, senders_header
 from penstock.shared.runtime import metrics
 from penstock.shared.runtime.tasks import unexpected
 from penstock.shared.transport.bus import Bus, Outgoing

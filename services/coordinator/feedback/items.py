@@ -10,7 +10,8 @@ from uuid import UUID
 
 import msgspec
 
-from penstock.services.coordinator.api.feedback_models import (
+from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
+from penstock.services.coordinator.api.live.feedback_models import (
     MAX_COMMENT,
     Correction,
     Metric,
@@ -19,12 +20,11 @@ from penstock.services.coordinator.api.feedback_models import (
     Preference,
     is_number,
 )
-from penstock.services.coordinator.api.replies import Flaw, HttpProblem
 from penstock.services.coordinator.feedback.jobs import LiveJob
-from penstock.shared.config.online import REWARD, MetricConfig
+from penstock.shared.config.online.section import REWARD, MetricConfig
 from penstock.shared.data.redaction import Redactor
 from penstock.shared.protocol.bus_clock import bus_time
-from penstock.shared.protocol.interaction import USER_TAG, Feedback
+from penstock.shared.protocol.live.interaction import USER_TAG, Feedback
 
 __all__ = ["Identity", "derived_id", "item_of", "retraction_of", "target_of", "verdict_of"]
 

@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.services.coordinator.api.replies import Flaw, HttpProblem
-from penstock.services.coordinator.job_index import JobEntry
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.online import RESERVED_METRICS, REWARD, MetricConfig, OnlineConfig
+from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
+from penstock.services.coordinator.jobs.job_index import JobEntry
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.shared.config.online.section import RESERVED_METRICS, REWARD, MetricConfig, OnlineConfig
 from penstock.shared.data.redaction import Redactor
 from penstock.shared.errors import ConfigError, ProtocolError, Unavailable
 from penstock.shared.protocol.jobs import TERMINAL_PHASES

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection, Container
 from typing import NamedTuple
 
-from penstock.services.coordinator.dead_letters import read_dead_letters
-from penstock.services.coordinator.decided import final_ids
 from penstock.services.coordinator.feedback.pieces import erase_letter, erase_message
+from penstock.services.coordinator.leader.dead_letters import read_dead_letters
+from penstock.services.coordinator.training.decided import final_ids
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import (
@@ -27,7 +27,7 @@ from penstock.shared.protocol.events import (
     LineageForked,
     Promoted,
 )
-from penstock.shared.protocol.interaction import bare_id
+from penstock.shared.protocol.live.interaction import bare_id
 from penstock.shared.protocol.trajectory import parse_group_header
 from penstock.shared.transport.bus import Bus, Message
 

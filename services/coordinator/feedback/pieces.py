@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.services.coordinator.dead_letters import DeadLetter
+from penstock.services.coordinator.leader.dead_letters import DeadLetter
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.parts import PART, count_of, part_subject

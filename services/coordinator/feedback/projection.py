@@ -21,7 +21,7 @@ import msgspec
 
 from penstock.services.coordinator.feedback.ingest import Known
 from penstock.services.coordinator.feedback.leaders import Leaders
-from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackStatus, InteractionStatus
+from penstock.shared.protocol.live.interaction import Erasure, Feedback, FeedbackStatus, InteractionStatus
 
 __all__ = ["Place", "Projection", "Target", "drop_abandoned", "open_projection"]
 

@@ -14,12 +14,12 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
-from penstock.services.coordinator.dead_letters import DeadLetter, payload_of, read_dead_letters
 from penstock.services.coordinator.feedback.pieces import data_of
+from penstock.services.coordinator.leader.dead_letters import DeadLetter, payload_of, read_dead_letters
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.interaction import (
+from penstock.shared.protocol.live.interaction import (
     EPISODE_HEADER,
     Erasure,
     Feedback,

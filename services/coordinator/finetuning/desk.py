@@ -13,16 +13,16 @@ from penstock.services.coordinator.api.fine_tuning_models import (
     FineTuningRequest,
     JobPage,
 )
-from penstock.services.coordinator.api.replies import Flaw, HttpProblem
+from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.base import BaseModelFile, open_base
 from penstock.services.coordinator.finetuning.job_file import DataFile, job_file
 from penstock.services.coordinator.finetuning.shown import shown_checkpoint, shown_event, shown_job
 from penstock.services.coordinator.graders import scorer_of
-from penstock.services.coordinator.job_index import JobEntry
+from penstock.services.coordinator.jobs.job_index import JobEntry
 from penstock.services.coordinator.origins import Origins
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import AnyJob
 from penstock.shared.config.model import REFERENCE, parse_reference
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, NotFound

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from penstock.shared.config.online import Level, MetricConfig, OnlineConfig
-from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.interaction import CANARY, CONSTRAINED, Feedback, Interaction
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.online.section import Level, MetricConfig, OnlineConfig
+from penstock.shared.protocol.live.interaction import CANARY, CONSTRAINED, Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
 
 __all__ = [

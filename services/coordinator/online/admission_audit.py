@@ -15,12 +15,12 @@ from penstock.services.coordinator.online.fairness import flaws_of_shares, owner
 from penstock.services.coordinator.online.posted_episode import PostedEpisode, PostedTurn, facts_of, tokens_of
 from penstock.services.coordinator.online.served_episode import ServedEpisode
 from penstock.services.coordinator.online.turns import FeedbackItem, Turn, canonical_id, episode_key
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Event
-from penstock.shared.protocol.interaction import EPISODE_HEADER, MAX_TURNS, Feedback, FeedbackBatch, Interaction
+from penstock.shared.protocol.live.interaction import EPISODE_HEADER, MAX_TURNS, Feedback, FeedbackBatch, Interaction
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["StoredFacts", "audit_admissions", "flaws_of_admission", "replay_admissions", "replay_posted_admissions"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.turns import episode_key
+from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.algorithms.baseline import EVERYTHING, Tracked, mean_without, sums_of, track, value_of
 from penstock.shared.config.algorithm import ReinforcePPConfig, ValueTracker
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, BatchSealed, Tracking
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.protocol.live.interaction import Interaction
 
 __all__ = ["baselines_of", "bucket_of", "flaws_of_baselines", "origin_of", "siblings_of", "tracked_by"]
 

@@ -14,17 +14,17 @@ from functools import partial
 import msgspec
 import xxhash
 
-from penstock.services.coordinator.journal import read_snapshots
-from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.online.funnel import Funnel
 from penstock.services.coordinator.online.statuses import feedback_statuses, interaction_statuses
-from penstock.services.coordinator.retry import Retry
-from penstock.services.coordinator.snapshot import digest_of
+from penstock.services.coordinator.training.journal import read_snapshots
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.services.coordinator.training.retry import Retry
+from penstock.services.coordinator.training.snapshot import digest_of
 from penstock.shared.errors import ArchiveError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.events import Event, decode_events
-from penstock.shared.protocol.interaction import FateBatch, FeedbackStatus, InteractionStatus
+from penstock.shared.protocol.live.interaction import FateBatch, FeedbackStatus, InteractionStatus
 from penstock.shared.runtime.ledger import LedgerArchive, LedgerEntry, scan_ledger
 from penstock.shared.transport.bus import Bus, Outgoing
 

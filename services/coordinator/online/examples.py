@@ -13,7 +13,7 @@ from penstock.services.coordinator.online.fairness import Owners
 from penstock.services.coordinator.online.posted_episode import PolicyState, PostedFacts, PostedTrajectory, PostedUse
 from penstock.services.coordinator.online.turns import FeedbackItem, canonical_id
 from penstock.shared.protocol.events import Admission
-from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.live.interaction import Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
 
 __all__ = [

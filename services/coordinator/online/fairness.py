@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.shared.config.online import OnlineConfig
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.online.section import OnlineConfig
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.objective import Objective
 

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.services.coordinator.online.admission import out_of_range
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
-from penstock.shared.protocol.interaction import Feedback, FeedbackStatus, InteractionStatus
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackStatus, InteractionStatus
 from penstock.shared.runtime import metrics
 
 __all__ = ["Funnel"]

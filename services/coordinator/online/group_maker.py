@@ -9,16 +9,16 @@ from typing import Any
 
 import xxhash
 
-from penstock.services.coordinator.ledger import LOGPROBS_DIFFER
 from penstock.services.coordinator.online.groups import empty_group, example_group, group_of, turn_of
 from penstock.services.coordinator.online.redelivered import find_restored_copies
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.ledger import LOGPROBS_DIFFER
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, Interaction
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch, Interaction
 from penstock.shared.protocol.reading import ReadReply, ReadRequest
 from penstock.shared.protocol.trajectory import Group
 from penstock.shared.transport.bus import Bus

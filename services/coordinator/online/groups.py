@@ -11,7 +11,7 @@ import numpy as np
 
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.live.interaction import Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
 from penstock.shared.protocol.reading import ReadReply
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group

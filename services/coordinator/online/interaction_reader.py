@@ -13,11 +13,11 @@ import msgspec
 from penstock.services.coordinator.online.examples import InteractionRecord
 from penstock.services.coordinator.online.statuses import DecidedNames
 from penstock.services.coordinator.payload import whole_of
-from penstock.services.coordinator.retry import Retry
+from penstock.services.coordinator.training.retry import Retry
 from penstock.shared.errors import NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.protocol.live.interaction import Interaction
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["InteractionReader"]

@@ -17,7 +17,6 @@ from sys import intern
 
 import msgspec
 
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import out_of_range
 from penstock.services.coordinator.online.examples import targets_of
 from penstock.services.coordinator.online.lazy_heap import LazyHeap
@@ -42,9 +41,17 @@ from penstock.services.coordinator.online.turns import (
     episode_key,
 )
 from penstock.services.coordinator.online.unmatched import PendingRetractions, UnmatchedFeedback
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
-from penstock.shared.protocol.interaction import MAX_TURNS, Erasure, Feedback, FeedbackStatus, Interaction, StatusName
+from penstock.shared.protocol.live.interaction import (
+    MAX_TURNS,
+    Erasure,
+    Feedback,
+    FeedbackStatus,
+    Interaction,
+    StatusName,
+)
 
 __all__ = ["ERASED", "MAX_WAITING", "Matching", "max_ready", "overload_victims"]
 

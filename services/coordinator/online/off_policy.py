@@ -14,8 +14,6 @@ from typing import Any
 
 import msgspec
 
-from penstock.services.coordinator.decided import episode_digest
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import DRAWN_OTHERWISE
 from penstock.services.coordinator.online.examples import (
     InteractionRecord,
@@ -40,9 +38,11 @@ from penstock.services.coordinator.online.posted_episode import (
     use_of,
 )
 from penstock.services.coordinator.online.turns import MAX_SEQ, FeedbackItem, canonical_id
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.decided import episode_digest
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
-from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.live.interaction import Feedback, Interaction
 
 __all__ = ["ClosedEpisodes", "OffPolicyExamples"]
 

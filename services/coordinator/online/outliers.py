@@ -21,7 +21,7 @@ from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from penstock.shared.config.quarantine import QuarantineConfig
+from penstock.shared.config.online.quarantine import QuarantineConfig
 
 __all__ = ["Outliers", "Window"]
 

@@ -34,9 +34,9 @@ from penstock.services.coordinator.online.credit import (
 )
 from penstock.services.coordinator.online.fairness import Owners, within_bounds
 from penstock.services.coordinator.online.turns import FeedbackItem
-from penstock.shared.config.online import REWARD, MetricConfig, OnlineConfig
-from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.interaction import MAX_TURNS, Feedback
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.online.section import REWARD, MetricConfig, OnlineConfig
+from penstock.shared.protocol.live.interaction import MAX_TURNS, Feedback
 from penstock.shared.protocol.objective import Objective
 
 __all__ = [

@@ -11,16 +11,16 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from penstock.services.coordinator.decision import Draft
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import out_of_range
 from penstock.services.coordinator.online.outliers import Outliers
 from penstock.services.coordinator.online.statuses import feedback_status, quarantine_rejections
 from penstock.services.coordinator.online.turns import MAX_SEQ, FeedbackItem
-from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.config.quarantine import QuarantineConfig
+from penstock.services.coordinator.training.decision import Draft
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.online.quarantine import QuarantineConfig
 from penstock.shared.protocol.events import Quarantined
-from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackStatus, bare_id
+from penstock.shared.protocol.live.interaction import Erasure, Feedback, FeedbackStatus, bare_id
 
 __all__ = ["DECIDING", "Quarantine"]
 

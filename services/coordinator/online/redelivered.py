@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.services.coordinator.decided import final_ids
 from penstock.services.coordinator.feedback.erasure import target_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.turns import DISCONNECTED, canonical_id
-from penstock.services.coordinator.supply import LiveDeadLetter
+from penstock.services.coordinator.training.decided import final_ids
+from penstock.services.coordinator.training.supply import LiveDeadLetter
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import Admitted, Decided, decode_events
-from penstock.shared.protocol.interaction import (
+from penstock.shared.protocol.live.interaction import (
     RESTORED_HEADER,
     Erasure,
     Feedback,

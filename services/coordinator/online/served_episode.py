@@ -37,8 +37,8 @@ from penstock.services.coordinator.online.turns import (
     canonical_id,
     owners_of_turns,
 )
-from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.interaction import CANARY, NOT_COMPARED, Feedback, Interaction
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.protocol.live.interaction import CANARY, NOT_COMPARED, Feedback, Interaction
 
 __all__ = ["EpisodeOutcome", "ServedEpisode", "feedback_before", "first_late_time", "turns_before"]
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.services.coordinator.decision import Draft, Progress
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.baselines import baselines_of, bucket_of, origin_of, siblings_of
 from penstock.services.coordinator.online.examples import OffPolicyExample
 from penstock.services.coordinator.online.fairness import (
@@ -21,10 +19,12 @@ from penstock.services.coordinator.online.matching import ERASED, Matching
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.source_trust import comparisons, weight_of
 from penstock.services.coordinator.online.turns import Trajectory
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.decision import Draft, Progress
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, Drawn, Tracking
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import bare_id
+from penstock.shared.protocol.live.interaction import bare_id
 
 __all__ = ["ASSUMED", "LiveSource", "batch_of", "within_shares"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.services.coordinator.online.admission import MASKED, arrival_order, reward_of_value
 from penstock.shared.algorithms.agreement import Paired, add_pairs, concordance
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Event
-from penstock.shared.protocol.interaction import Feedback
+from penstock.shared.protocol.live.interaction import Feedback
 
 __all__ = ["comparisons", "flaws_of_weights", "weight_of"]
 

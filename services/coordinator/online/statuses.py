@@ -6,7 +6,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from penstock.services.coordinator.decided import (
+from penstock.services.coordinator.online.turns import DISCONNECTED, MAX_SEQ, Turn, canonical_id
+from penstock.services.coordinator.training.decided import (
     ADMITTED,
     QUARANTINE_PREFIX,
     RETRACTED_BY,
@@ -15,8 +16,7 @@ from penstock.services.coordinator.decided import (
     is_quarantine_rejection,
     reasons_of,
 )
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.online.turns import DISCONNECTED, MAX_SEQ, Turn, canonical_id
+from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.protocol.events import (
     Admission,
     Admitted,
@@ -30,7 +30,7 @@ from penstock.shared.protocol.events import (
     PackedIds,
 )
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import (
+from penstock.shared.protocol.live.interaction import (
     TOO_LATE,
     Feedback,
     FeedbackStatus,

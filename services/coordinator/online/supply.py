@@ -13,7 +13,7 @@ from typing import Any
 from penstock.services.coordinator.feedback.ids import purge_feedback
 from penstock.services.coordinator.feedback.made import erase_groups, is_made_of, is_of_user
 from penstock.services.coordinator.feedback.privacy import Consents, objection
-from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.leader.why import wait_row
 from penstock.services.coordinator.online.decision_feed import DecisionFeed
 from penstock.services.coordinator.online.funnel import Funnel
 from penstock.services.coordinator.online.group_maker import GroupMaker
@@ -26,13 +26,13 @@ from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.statuses import UnrecordedDecisions
 from penstock.services.coordinator.online.turns import canonical_id
 from penstock.services.coordinator.payload import whole_of
-from penstock.services.coordinator.restart import earliest_start
-from penstock.services.coordinator.retry import Retry
-from penstock.services.coordinator.run import JobRun
-from penstock.services.coordinator.supply import Fact, LiveDeadLetter, Unreadable
-from penstock.services.coordinator.why import wait_row
-from penstock.shared.config.amendable import TEMPERATURE
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.restart import earliest_start
+from penstock.services.coordinator.training.retry import Retry
+from penstock.services.coordinator.training.run import JobRun
+from penstock.services.coordinator.training.supply import Fact, LiveDeadLetter, Unreadable
+from penstock.shared.config.jobs.amendable import TEMPERATURE
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
@@ -50,7 +50,14 @@ from penstock.shared.protocol.events import (
     PromotionRefused,
 )
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackBatch, FeedbackStatus, Interaction, bare_id
+from penstock.shared.protocol.live.interaction import (
+    Erasure,
+    Feedback,
+    FeedbackBatch,
+    FeedbackStatus,
+    Interaction,
+    bare_id,
+)
 from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.runtime.ledger import LedgerArchive
 from penstock.shared.transport.bus import Bus, Message, Outgoing, StreamState

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from penstock.services.coordinator.decision import Draft
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import Decision, refusal_of
 from penstock.services.coordinator.online.fairness import Owners, OwnerShares
 from penstock.services.coordinator.online.turns import Turn, canonical_id, episode_key
-from penstock.shared.config.canary import CanaryConfig
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.decision import Draft
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.online.canary import CanaryConfig
 from penstock.shared.protocol.events import CanaryBegun, CanaryJudged, Judged
-from penstock.shared.protocol.interaction import CANARY
+from penstock.shared.protocol.live.interaction import CANARY
 
 __all__ = ["TrialSample", "TrialSamples", "trial_sample_of"]
 

@@ -10,7 +10,7 @@ import msgspec
 
 from penstock.services.coordinator.online.admission import arrival_order
 from penstock.services.coordinator.online.fairness import Owners
-from penstock.shared.protocol.interaction import Feedback, Interaction, bare_id
+from penstock.shared.protocol.live.interaction import Feedback, Interaction, bare_id
 from penstock.shared.protocol.objective import Objective
 
 __all__ = ["FeedbackItem", "Trajectory", "Turn", "UndecidedFeedback", "canonical_id", "episode_key", "owners_of_turns"]

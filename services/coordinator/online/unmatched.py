@@ -8,7 +8,7 @@ from itertools import islice
 
 from penstock.services.coordinator.online.lazy_heap import LazyHeap
 from penstock.services.coordinator.online.turns import FeedbackItem
-from penstock.shared.protocol.interaction import Feedback
+from penstock.shared.protocol.live.interaction import Feedback
 
 __all__ = ["MAX_PER_KEY", "MAX_RETRACTIONS", "MAX_UNMATCHED", "PendingRetractions", "UnmatchedFeedback"]
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from penstock.services.coordinator.api.serving import Served
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.generation import Span
-from penstock.shared.protocol.inference import Begun, Chunk, InferenceReply, InferenceRequest
-from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.protocol.live.inference import Begun, Chunk, InferenceReply, InferenceRequest
+from penstock.shared.protocol.live.interaction import Interaction
 
 __all__ = ["Answer"]
 

@@ -10,15 +10,22 @@ from datetime import timedelta
 
 from pydantic import ValidationError
 
-from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.api.serving import Served
 from penstock.services.coordinator.shares import EntryShares
 from penstock.shared.errors import Conflict, NotFound, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.episode import KEEP_S, EpisodeRecord
-from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, bare_id, job_mark, marked_id, new_marked_id
+from penstock.shared.protocol.live.episode import KEEP_S, EpisodeRecord
+from penstock.shared.protocol.live.interaction import (
+    Feedback,
+    FeedbackBatch,
+    bare_id,
+    job_mark,
+    marked_id,
+    new_marked_id,
+)
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Episodes"]

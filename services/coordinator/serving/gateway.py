@@ -11,9 +11,8 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from penstock.services.coordinator.api.replies import HttpProblem
+from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.api.serving import MAX_IN_FLIGHT, Ask, Served
-from penstock.services.coordinator.canary import is_in_canary
 from penstock.services.coordinator.feedback.privacy import objection
 from penstock.services.coordinator.payload import whole_of
 from penstock.services.coordinator.serving.answer import Answer
@@ -23,13 +22,14 @@ from penstock.services.coordinator.serving.models import ModelTable
 from penstock.services.coordinator.serving.replicas import Replicas
 from penstock.services.coordinator.serving.retries import Retries, key_of
 from penstock.services.coordinator.serving.threads import KEEP_S, Threads
+from penstock.services.coordinator.training.canary import is_in_canary
 from penstock.shared import errors
 from penstock.shared.errors import NotFound, PenstockError, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.episode import EpisodeRecord
-from penstock.shared.protocol.inference import SIGN_EVERY_S, Cancel, Chunks, Failure, InferenceReply, Present
-from penstock.shared.protocol.interaction import CANARY, USER_TAG, Interaction, bare_id, named_tags, new_marked_id
+from penstock.shared.protocol.live.episode import EpisodeRecord
+from penstock.shared.protocol.live.inference import SIGN_EVERY_S, Cancel, Chunks, Failure, InferenceReply, Present
+from penstock.shared.protocol.live.interaction import CANARY, USER_TAG, Interaction, bare_id, named_tags, new_marked_id
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.connection import NoResponders
 

@@ -18,7 +18,7 @@ from penstock.shared import errors
 from penstock.shared.errors import Conflict, PenstockError, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.inference import (
+from penstock.shared.protocol.live.inference import (
     SIGN_EVERY_S,
     Cancel,
     Chunks,

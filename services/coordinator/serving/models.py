@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 
 from penstock.services.coordinator.api.serving import Served
-from penstock.services.coordinator.job_index import entry_of
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import parse_job
-from penstock.shared.config.online import OnlineConfig
-from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.config.serving_job import ServingJob
+from penstock.services.coordinator.jobs.job_index import entry_of
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import parse_job
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.jobs.serving_job import ServingJob
+from penstock.shared.config.online.section import OnlineConfig
 from penstock.shared.errors import ConfigError, NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import JobRecord

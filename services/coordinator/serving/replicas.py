@@ -15,8 +15,8 @@ from penstock.services.coordinator.serving.retries import Retries
 from penstock.shared.errors import ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.inference import SIGN_EVERY_S, Chunks, Claim, Claimed, InferenceReply, Whereabouts
-from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.protocol.live.inference import SIGN_EVERY_S, Chunks, Claim, Claimed, InferenceReply, Whereabouts
+from penstock.shared.protocol.live.interaction import Interaction
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Holder", "Replicas"]

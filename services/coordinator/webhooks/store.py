@@ -11,7 +11,7 @@ from typing import Any
 import uuid6
 from pydantic import ValidationError
 
-from penstock.services.coordinator.api.webhooks_desk import MAX_WEBHOOKS
+from penstock.services.coordinator.api.backend.control import MAX_WEBHOOKS
 from penstock.services.coordinator.webhooks.cloudevent import trial_event
 from penstock.services.coordinator.webhooks.posting import GoneError, open_http, post_event
 from penstock.services.coordinator.webhooks.signing import new_secret

@@ -17,7 +17,7 @@ import numpy as np
 from penstock.services.env.simulators.base import Chunk, Named, Simulator, Started
 from penstock.services.env.simulators.process import ProcessSimulator
 from penstock.shared.errors import ConfigError, PenstockError
-from penstock.shared.protocol.environment import EnvSpec, OpenEnv
+from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
 
 __all__ = [
     "ADAPTER",

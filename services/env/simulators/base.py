@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.shared.protocol.environment import EnvSpec
+from penstock.shared.protocol.embodied.environment import EnvSpec
 
 __all__ = ["Chunk", "Named", "Simulator", "Started"]
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from penstock.services.env.simulators.base import Chunk, Named, Started
 from penstock.services.env.simulators.child import Channel, Message, SharedObservations
 from penstock.shared.errors import ConfigError, ProtocolError, Unavailable
-from penstock.shared.protocol.environment import ArraySpec, EnvSpec, OpenEnv
+from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec, OpenEnv
 
 __all__ = ["ProcessSimulator"]
 

@@ -1,4 +1,4 @@
-"""Scorers. Adding one: a config class in ``shared/config/scorers.py``, one file here, one line in ``open_scorer``."""
+"""Scorers. To add one: a class in ``shared/config/rewards/scorers.py``, one file here, one line in ``open_scorer``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.services.reward.scorers.exact import Exact
 from penstock.services.reward.scorers.format import Format
 from penstock.services.reward.scorers.function import Function
 from penstock.services.reward.scorers.math import Math
-from penstock.shared.config.scorers import (
+from penstock.shared.config.rewards.scorers import (
     CodeScorer,
     EnvironmentScorer,
     ExactScorer,

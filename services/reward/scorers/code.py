@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.shared.config.scorers import CodeScorer
+from penstock.shared.config.rewards.scorers import CodeScorer
 from penstock.shared.data.code_tests import CallTest, StatementTest, StreamTest, parse_tests
 from penstock.shared.errors import DataError, SandboxError, ScoringError
 from penstock.shared.sandbox.plan import Job

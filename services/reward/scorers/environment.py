@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.shared.config.scorers import EnvironmentScorer
+from penstock.shared.config.rewards.scorers import EnvironmentScorer
 from penstock.shared.errors import ScoringError
 from penstock.shared.protocol.messages import JUDGEMENTS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.services.reward.scorers.base import need_answer
-from penstock.shared.config.scorers import ExactScorer
+from penstock.shared.config.rewards.scorers import ExactScorer
 
 __all__ = ["Exact"]
 

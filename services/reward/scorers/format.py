@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from penstock.shared.config.scorers import FormatScorer
+from penstock.shared.config.rewards.scorers import FormatScorer
 
 __all__ = ["Format"]
 

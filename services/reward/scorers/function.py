@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from penstock.shared.config.scorers import FunctionScorer
+from penstock.shared.config.rewards.scorers import FunctionScorer
 from penstock.shared.data.user_code import import_named
 from penstock.shared.errors import ScoringError
 

@@ -15,7 +15,7 @@ from penstock.services.reward.scorers.grader_parts import (
     TextSimilarity,
     sample_of,
 )
-from penstock.shared.config.graders import (
+from penstock.shared.config.rewards.graders import (
     Part,
     PythonGrader,
     StringCheckGrader,
@@ -23,7 +23,7 @@ from penstock.shared.config.graders import (
     parts_of,
     total_of,
 )
-from penstock.shared.config.scorers import GraderScorer
+from penstock.shared.config.rewards.scorers import GraderScorer
 from penstock.shared.errors import ScoringError
 
 __all__ = ["OpenGrader"]

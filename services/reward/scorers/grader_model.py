@@ -11,8 +11,8 @@ import orjson
 
 from penstock.services.reward.scorers.endpoint import Call, Endpoint, variable
 from penstock.services.reward.scorers.grader_parts import GradingError, Sample, Score, fill
-from penstock.shared.config.graders import ScoreModelGrader
-from penstock.shared.config.scorers import GraderScorer
+from penstock.shared.config.rewards.graders import ScoreModelGrader
+from penstock.shared.config.rewards.scorers import GraderScorer
 from penstock.shared.errors import ScoringError
 
 __all__ = ["ScoreModelPart"]

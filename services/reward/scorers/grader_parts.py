@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import orjson
 
 from penstock.services.reward.scorers.similarity import similarity
-from penstock.shared.config.graders import PythonGrader, StringCheckGrader, TextSimilarityGrader
-from penstock.shared.config.scorers import CodeScorer
-from penstock.shared.config.slots import fill_slots
+from penstock.shared.config.rewards.graders import PythonGrader, StringCheckGrader, TextSimilarityGrader
+from penstock.shared.config.rewards.scorers import CodeScorer
+from penstock.shared.config.rewards.slots import fill_slots
 from penstock.shared.errors import SandboxError, ScoringError
 from penstock.shared.protocol.grading import error_text
 from penstock.shared.sandbox.plan import Job

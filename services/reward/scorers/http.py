@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from penstock.services.reward.scorers.endpoint import Call, Endpoint, variable
-from penstock.shared.config.scorers import HttpScorer
+from penstock.shared.config.rewards.scorers import HttpScorer
 from penstock.shared.errors import ScoringError
 
 __all__ = ["Http", "signature"]

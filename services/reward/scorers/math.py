@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 from penstock.services.reward.scorers.base import need_answer
-from penstock.shared.config.scorers import MathScorer
+from penstock.shared.config.rewards.scorers import MathScorer
 from penstock.shared.errors import ScoringError
 
 __all__ = ["Math"]

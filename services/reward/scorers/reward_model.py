@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.shared.config.scorers import RewardModelScorer
+from penstock.shared.config.rewards.scorers import RewardModelScorer
 from penstock.shared.data.prompts import check_messages
 from penstock.shared.errors import DataError, ScoringError
 

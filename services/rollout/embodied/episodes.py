@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from penstock.services.rollout.embodied.noise import NoiseSource
 from penstock.shared.config.embodied import SoftActorCriticConfig
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.protocol.episode_group import EpisodeGroup
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.protocol.embodied.episode_group import EpisodeGroup
 from penstock.shared.protocol.ids import new_attempt
 from penstock.shared.protocol.messages import Ticket
 

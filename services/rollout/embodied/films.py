@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from penstock.services.rollout.embodied.engine import PolicyEngine
-from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, PenstockError
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.environment import OpenEnv, ResetReply, ResetRequest, StepReply, StepRequest
-from penstock.shared.protocol.video import Video, video_headers
+from penstock.shared.protocol.embodied.environment import OpenEnv, ResetReply, ResetRequest, StepReply, StepRequest
+from penstock.shared.protocol.embodied.video import Video, video_headers
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus, Outgoing
 from penstock.shared.transport.env_client import EnvClient

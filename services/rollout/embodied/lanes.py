@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock.services.rollout.embodied.engine import Decided
 from penstock.services.rollout.embodied.episodes import Episode, Label, Record
-from penstock.shared.protocol.environment import EnvSpec, ResetReply, StepReply
+from penstock.shared.protocol.embodied.environment import EnvSpec, ResetReply, StepReply
 
 __all__ = ["Lanes"]
 

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Any
 
-from penstock.services.rollout.asking import Asking
+from penstock.services.rollout.conversations.asking import Asking
 from penstock.services.rollout.embodied.engine import PolicyEngine
 from penstock.services.rollout.embodied.episodes import UNEQUAL, Episode, episode_group, failed_episodes
 from penstock.services.rollout.embodied.films import FilmMaker, Shot
@@ -17,7 +17,7 @@ from penstock.services.rollout.embodied.simulators import SimulatorSession
 from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.publisher import GroupPublisher
 from penstock.services.rollout.tickets import LeftBehind, TicketTaker
-from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.models.episode_policy import build_policy
 from penstock.shared.models.loading import resolve_device

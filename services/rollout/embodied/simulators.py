@@ -10,14 +10,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from penstock.services.rollout.asking import Asking
+from penstock.services.rollout.conversations.asking import Asking
 from penstock.services.rollout.embodied.engine import PolicyEngine
 from penstock.services.rollout.embodied.lanes import Lanes, Rows
 from penstock.services.rollout.embodied.queue import EpisodeQueue
 from penstock.shared.config.embodied import SimulatorConfig
 from penstock.shared.errors import ConfigError, PenstockError, Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.environment import EnvSpec, OpenEnv, ResetRequest, StepRequest
+from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv, ResetRequest, StepRequest
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.env_client import EnvClient

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from penstock.services.rollout.engines.base import Engine, Updatable, UpdatableByReference, UpdateMode
 from penstock.services.rollout.engines.constraint import Grammars
 from penstock.services.rollout.engines.embedded import EmbeddedEngine
-from penstock.shared.config.kinds import TextJob
+from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.rollout import ENGINE_PACKAGES, RolloutConfig, VllmConfig
 from penstock.shared.config.service import ServiceSettings

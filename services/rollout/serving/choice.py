@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from penstock.services.rollout.text_stream import TextStream, ToolCalls
+from penstock.services.rollout.conversations.text_stream import TextStream, ToolCalls
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.generation import Likely, Sample, Sampling, Scores, Span, Token
 from penstock.shared.protocol.ids import derive_seed
-from penstock.shared.protocol.inference import Begun, Chunk, InferenceRequest, ToolCall
-from penstock.shared.protocol.interaction import FinishReason, Interaction, bare_id
+from penstock.shared.protocol.live.inference import Begun, Chunk, InferenceRequest, ToolCall
+from penstock.shared.protocol.live.interaction import FinishReason, Interaction, bare_id
 
 __all__ = ["Choice", "Decode"]
 

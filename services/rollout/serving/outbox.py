@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack
-from penstock.shared.protocol.inference import SIGN_EVERY_S, Chunk, Chunks, Failure
+from penstock.shared.protocol.live.inference import SIGN_EVERY_S, Chunk, Chunks, Failure
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Outbox", "messages_of"]

@@ -10,10 +10,10 @@ from typing import Any
 from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
+from penstock.services.rollout.conversations.rendering import Renderer
+from penstock.services.rollout.conversations.text_stream import CLOSE, OPEN
 from penstock.services.rollout.engines import Engine
 from penstock.services.rollout.held_weights import WeightRing
-from penstock.services.rollout.rendering import Renderer
-from penstock.services.rollout.text_stream import CLOSE, OPEN
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.reading import ReadReply, ReadRequest

@@ -11,7 +11,7 @@ from penstock.services.rollout.serving.redaction import RecordRedactor
 from penstock.shared.errors import Conflict, DataError, PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack
-from penstock.shared.protocol.interaction import EPISODE_HEADER, Interaction
+from penstock.shared.protocol.live.interaction import EPISODE_HEADER, Interaction
 from penstock.shared.runtime import metrics
 from penstock.shared.transport.bus import Bus, Outgoing
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
-from penstock.shared.config.redaction import RedactionConfig
+from penstock.shared.config.online.redaction import RedactionConfig
 from penstock.shared.data.redaction import Redactor
 from penstock.shared.data.user_code import import_named
 from penstock.shared.errors import ConfigError, DataError
-from penstock.shared.protocol.interaction import USER_TAG, Interaction, Redacted
+from penstock.shared.protocol.live.interaction import USER_TAG, Interaction, Redacted
 
 __all__ = ["UNTRAINABLE", "RecordRedactor"]
 

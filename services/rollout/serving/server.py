@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,38 +15,116 @@ from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
 from penstock.services.rollout.candidate import Candidate
+from penstock.services.rollout.conversations.rendering import Prompt, Renderer
 from penstock.services.rollout.engines import Engine
 from penstock.services.rollout.held_weights import WeightRing
-from penstock.services.rollout.rendering import Prompt, Renderer
 from penstock.services.rollout.serving.choice import Choice
 from penstock.services.rollout.serving.outbox import Outbox
-from penstock.services.rollout.serving.presence import Presence
 from penstock.services.rollout.serving.reading import Reader
 from penstock.services.rollout.serving.recorder import Recorder
 from penstock.services.rollout.serving.redaction import RecordRedactor
-from penstock.services.rollout.serving.sampling import NOT_REPLAYABLE, as_trained, replayable, sampling_for
-from penstock.shared.config.redaction import RedactionConfig
+from penstock.shared.config.online.redaction import RedactionConfig
 from penstock.shared.config.sampling import SamplingConfig
-from penstock.shared.errors import PenstockError, ProtocolError, Unavailable, WeightsError
+from penstock.shared.errors import ConfigError, PenstockError, ProtocolError, Unavailable, WeightsError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.generation import GenRequest, Token
-from penstock.shared.protocol.inference import (
+from penstock.shared.protocol.generation import GenRequest, Sampling, Token
+from penstock.shared.protocol.live.inference import (
     SIGN_EVERY_S,
     Cancel,
+    ClientSampling,
     Failure,
     InferenceReply,
     InferenceRequest,
     Present,
 )
-from penstock.shared.protocol.interaction import CANARY, CONSTRAINED, NOT_COMPARED
+from penstock.shared.protocol.live.interaction import CANARY, CONSTRAINED, NOT_COMPARED
 from penstock.shared.runtime import metrics
 from penstock.shared.runtime.tasks import end_tasks, unexpected
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["InferenceServer"]
+__all__ = ["MAX_SILENT", "NOT_REPLAYABLE", "InferenceServer", "Presence", "as_trained", "replayable", "sampling_for"]
 
 logger = logging.getLogger(__name__)
+
+
+NOT_REPLAYABLE = "sampling_not_replayable"
+
+
+def sampling_for(
+    config: SamplingConfig, client: ClientSampling, *, num_prompt: int, max_length: int, constrained: bool = False
+) -> Sampling:
+    """The client's wishes over the job's defaults; a default length is cut to what is left beside the prompt.
+
+    A ``constrained`` answer ends where its form does, however short it is.
+
+    Raises:
+        ConfigError: prompt and completion are longer than the model takes.
+    """
+    room = max_length - num_prompt
+    most = client.max_new_tokens if client.max_new_tokens is not None else max(1, min(config.max_new_tokens, room))
+    if most > room:
+        raise ConfigError(
+            f"{num_prompt} prompt tokens and {most} new ones exceed the {max_length} that the model takes: "
+            "shorten the prompt or lower max_tokens"
+        )
+    least = client.min_new_tokens if client.min_new_tokens is not None else config.min_new_tokens
+    if constrained:
+        least = 0
+    return Sampling(
+        max_new_tokens=most,
+        min_new_tokens=min(least, most),
+        temperature=config.temperature if client.temperature is None else client.temperature,
+        top_p=1.0 if client.top_p is None else client.top_p,
+        top_k=0 if client.top_k is None else client.top_k,
+        frequency_penalty=client.frequency_penalty,
+        presence_penalty=client.presence_penalty,
+        logit_bias=tuple(client.logit_bias),
+        stop_token_ids=tuple({*config.stop_token_ids, *client.stop_token_ids}),
+        stop_strings=tuple(client.stop or config.stop),
+        ignore_eos=client.ignore_eos or (config.ignore_eos and not constrained),
+        seed=client.seed,
+    )
+
+
+def as_trained(client: ClientSampling) -> ClientSampling:
+    """The client's wishes without those that would keep the trainer from repeating what was sampled.
+
+    Its temperature is the job's already: the gateway says it, for workers that go on with an answer need the same one.
+    """
+    return replace(
+        client, top_p=None, top_k=None, min_new_tokens=None, frequency_penalty=0.0,
+        presence_penalty=0.0, logit_bias=[],
+    )  # fmt: skip
+
+
+def replayable(sampling: Sampling, config: SamplingConfig) -> bool:
+    """True if the trainer's log-probs are of the distribution that was sampled: no truncation, no other temperature."""
+    nudged = sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias
+    plain = sampling.top_p == 1 and sampling.top_k == 0 and not sampling.min_new_tokens and not nudged
+    return plain and sampling.temperature == config.temperature
+
+
+MAX_SILENT = 6
+"""A gateway that was not heard of at so many looks in a row is gone, and the clients behind it with it."""
+
+
+class Presence:
+    """Counts looks without a sign. Looks, not seconds: who was stalled itself has not listened either."""
+
+    def __init__(self) -> None:
+        self._silent: Counter[str] = Counter()
+
+    def seen(self, gateway: str) -> None:
+        """A sign of life."""
+        del self._silent[gateway]
+
+    def look(self, busy: Iterable[str]) -> set[str]:
+        """Count one more look for each gateway that has requests here; those that are gone."""
+        busy = set(busy)
+        self._silent = Counter({gateway: self._silent[gateway] + 1 for gateway in busy})
+        return {gateway for gateway, looks in self._silent.items() if looks > MAX_SILENT}
+
 
 QUEUE = "rollout"
 WAITING_PER_SLOT = 4

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from penstock.services.trainer.backends.base import Backend, Role
 from penstock.services.trainer.backends.local import open_local
-from penstock.services.trainer.collective import Collective
+from penstock.services.trainer.ranks.collective import Collective
 from penstock.shared.config.backend import FSDPConfig, LocalConfig, MegatronConfig
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 
 __all__ = ["open_backend"]
 

@@ -12,9 +12,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.packing import Microbatch
-from penstock.services.trainer.routers import Routers
-from penstock.shared.config.job import OptimizerConfig
+from penstock.services.trainer.batch.packing import Microbatch
+from penstock.services.trainer.batch.routers import Routers
+from penstock.shared.config.jobs.job import OptimizerConfig
 
 __all__ = ["Backend", "BackendState", "LearnerState", "LossFunction", "Role", "Scores", "Seconds", "TensorLayout"]
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from penstock.services.trainer.backends.base import TensorLayout
 from penstock.services.trainer.backends.scoring import score_tensors
-from penstock.services.trainer.packing import Microbatch
+from penstock.services.trainer.batch.packing import Microbatch
 
 __all__ = ["FrozenModel", "layout_of_module"]
 

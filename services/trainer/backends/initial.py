@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from penstock.services.trainer.backends.base import Role
-from penstock.shared.config.job import JobConfig, OptimizerConfig
+from penstock.shared.config.jobs.job import JobConfig, OptimizerConfig
 from penstock.shared.config.lora import LoraConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.architecture import plan_of

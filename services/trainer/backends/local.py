@@ -19,12 +19,12 @@ from penstock.services.trainer.backends.initial import initial_model
 from penstock.services.trainer.backends.parameters import Parameters, WholeModel, reference_of
 from penstock.services.trainer.backends.scoring import score_tensors
 from penstock.services.trainer.backends.stopwatch import Stopwatch
+from penstock.services.trainer.batch.packing import Microbatch
+from penstock.services.trainer.batch.routers import Routers
 from penstock.services.trainer.environment import describe_environment
 from penstock.services.trainer.optimizer import Optimizer, check_fits, copy_into
-from penstock.services.trainer.packing import Microbatch
 from penstock.services.trainer.random_state import random_state, set_random_state
-from penstock.services.trainer.routers import Routers
-from penstock.shared.config.job import JobConfig, OptimizerConfig
+from penstock.shared.config.jobs.job import JobConfig, OptimizerConfig
 from penstock.shared.config.lora import LoraConfig
 from penstock.shared.errors import CheckpointError
 from penstock.shared.models.architecture import plan_of

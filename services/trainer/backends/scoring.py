@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.services.trainer.backends.base import Role
-from penstock.services.trainer.packing import Microbatch
+from penstock.services.trainer.batch.packing import Microbatch
 from penstock.shared.models.critic import selected_values
 from penstock.shared.models.decoder import selected_logprobs
 from penstock.shared.models.divergence import exact_scores

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from penstock.services.trainer.backends.base import Backend, Scores
-from penstock.services.trainer.collective import Collective
-from penstock.services.trainer.minibatches import Minibatch
-from penstock.services.trainer.packing import Microbatch
-from penstock.services.trainer.statistics import optimizer_facts
+from penstock.services.trainer.batch.minibatches import Minibatch
+from penstock.services.trainer.batch.packing import Microbatch
+from penstock.services.trainer.batch.statistics import optimizer_facts
+from penstock.services.trainer.ranks.collective import Collective
 from penstock.shared.algorithms.aggregation import token_mean
 from penstock.shared.algorithms.statistics import moments
 from penstock.shared.algorithms.value_loss import (

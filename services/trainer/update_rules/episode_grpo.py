@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.collective import Collective
-from penstock.services.trainer.episodes import EpisodeColumns
+from penstock.services.trainer.batch.episodes import EpisodeColumns
+from penstock.services.trainer.ranks.collective import Collective
 from penstock.services.trainer.update_rules.episode_passes import EpisodePasses, decisions_of
 from penstock.services.trainer.update_rules.networks import TrainedNetworks
 from penstock.shared.algorithms.advantages import grpo_advantages

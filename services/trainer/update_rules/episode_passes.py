@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.services.trainer.collective import Collective
-from penstock.services.trainer.episodes import EpisodeColumns
-from penstock.services.trainer.statistics import Mismatch
+from penstock.services.trainer.batch.episodes import EpisodeColumns
+from penstock.services.trainer.batch.statistics import Mismatch
+from penstock.services.trainer.ranks.collective import Collective
 from penstock.services.trainer.update_rules.networks import TrainedNetworks
 from penstock.shared.algorithms.kl import kl_estimate
 from penstock.shared.algorithms.policy_loss import PolicyLoss, clipped_ratio_loss

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.services.trainer.collective import Collective
+from penstock.services.trainer.batch.statistics import optimizer_facts
 from penstock.services.trainer.optimizer import Optimizer, copy_into
+from penstock.services.trainer.ranks.collective import Collective
 from penstock.services.trainer.schedule import learning_rate
-from penstock.services.trainer.statistics import optimizer_facts
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.shared.config.optimizer import OptimizerConfig
 

@@ -17,13 +17,20 @@ import torch
 from torch import Tensor
 
 from penstock.services.trainer.backends.base import Backend, Scores
-from penstock.services.trainer.collective import Collective
-from penstock.services.trainer.packing import Columns, Ints, Microbatch, columns_of, microbatches, pair_microbatches
-from penstock.services.trainer.sharding import BatchShard
+from penstock.services.trainer.batch.packing import (
+    Columns,
+    Ints,
+    Microbatch,
+    columns_of,
+    microbatches,
+    pair_microbatches,
+)
+from penstock.services.trainer.ranks.collective import Collective
+from penstock.services.trainer.ranks.sharding import BatchShard
 from penstock.shared.algorithms.aggregation import token_mean
 from penstock.shared.algorithms.supervised import dpo_loss, sequence_logprobs, supervised_loss
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.off_policy import PreferenceConfig
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.online.off_policy import PreferenceConfig
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.trajectory import Group
 

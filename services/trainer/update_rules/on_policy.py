@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import numpy as np
@@ -20,33 +20,78 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.services.trainer.backends.base import Backend, Role
-from penstock.services.trainer.collective import Collective
-from penstock.services.trainer.flops import ModelFlops, Work
-from penstock.services.trainer.minibatches import Minibatch
-from penstock.services.trainer.packing import Ints, Microbatch
-from penstock.services.trainer.schedule import learning_rate
-from penstock.services.trainer.sharding import BatchShard
-from penstock.services.trainer.statistics import (
+from penstock.services.trainer.batch.minibatches import Minibatch
+from penstock.services.trainer.batch.packing import Ints, Microbatch
+from penstock.services.trainer.batch.statistics import (
     advantage_facts,
     batch_facts,
     optimizer_facts,
     sampled_entropy_of,
 )
+from penstock.services.trainer.flops import ModelFlops, Work
+from penstock.services.trainer.ranks.collective import Collective
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.services.trainer.schedule import learning_rate
 from penstock.services.trainer.teacher import Teacher
-from penstock.services.trainer.update_rules.balance import balance
 from penstock.services.trainer.update_rules.critic import CriticSteps, value_facts
-from penstock.services.trainer.update_rules.kl_coefficient import KLCoefficient
 from penstock.services.trainer.update_rules.off_policy import OffPolicySteps, off_policy_steps
 from penstock.services.trainer.update_rules.policy_steps import PolicySteps, TokenColumns
 from penstock.services.trainer.update_rules.preparation import PreparedBatch, cut, prepare
 from penstock.services.trainer.update_rules.recipes import Credit, recipe_of
 from penstock.services.trainer.update_rules.shaping import RewardShaper
-from penstock.shared.config.job import JobConfig
+from penstock.shared.algorithms.kl_control import adapt_kl_coef
+from penstock.shared.config.correction import KLConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.protocol.events import Hyperparameters
 from penstock.shared.protocol.ids import derive_seed
 from penstock.shared.protocol.trajectory import Group
 
-__all__ = ["NonFiniteStep", "OnPolicyRule"]
+__all__ = ["KLCoefficient", "NonFiniteStep", "OnPolicyRule", "balance"]
+
+
+class KLCoefficient:
+    """Weight of the KL term; with ``adaptive`` it changes after each update (arXiv 1909.08593, §2.2)."""
+
+    def __init__(self, config: KLConfig) -> None:
+        self._adaptive = config.adaptive
+        self.value = config.coef
+
+    def follow(self, coef: float | None) -> None:
+        """Take the coefficient that a batch was sealed with, unless it is steered here."""
+        if self._adaptive is None and coef is not None:
+            self.value = coef
+
+    def adapt(self, kl_per_sequence: float, num_sequences: int) -> None:
+        """Count one update.
+
+        Args:
+            kl_per_sequence: mean over sequences of the KL of a whole sequence, in nats.
+        """
+        if self._adaptive is not None:
+            self.value = adapt_kl_coef(
+                self.value,
+                kl_per_sequence,
+                target=self._adaptive.target,
+                horizon=self._adaptive.horizon,
+                num_sequences=num_sequences,
+            )
+
+    def state(self) -> dict[str, Tensor]:
+        """The coefficient, where it changes."""
+        return {"kl_coef": torch.tensor([self.value], dtype=torch.float64)} if self._adaptive is not None else {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of ``state``."""
+        if self._adaptive is not None:
+            self.value = float(state["kl_coef"][0])
+
+
+def balance(backend: Backend, microbatches: Iterable[Microbatch | None], collective: Collective) -> None:
+    """Count the expert loads of the coming minibatch over all ranks, where a load-balancing loss needs them."""
+    if backend.routers is not None and backend.routers.coef:
+        for microbatch in microbatches:
+            backend.route(microbatch)
+        backend.routers.aim(collective)
 
 
 class NonFiniteStep(Exception):  # noqa: N818

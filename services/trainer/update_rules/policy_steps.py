@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.services.trainer.backends.base import Backend, Scores
-from penstock.services.trainer.collective import Collective
-from penstock.services.trainer.minibatches import Minibatch
-from penstock.services.trainer.packing import Microbatch
-from penstock.services.trainer.statistics import Mismatch, TokenSums, optimizer_facts
+from penstock.services.trainer.batch.minibatches import Minibatch
+from penstock.services.trainer.batch.packing import Microbatch
+from penstock.services.trainer.batch.statistics import Mismatch, TokenSums, optimizer_facts
+from penstock.services.trainer.ranks.collective import Collective
 from penstock.services.trainer.update_rules.recipes import Recipe, Tokens
 from penstock.shared.algorithms.aggregation import aggregate
 from penstock.shared.algorithms.kl import kl_estimate
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 
 __all__ = ["PolicySteps", "TokenColumns"]
 

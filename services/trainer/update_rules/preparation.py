@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.services.trainer.backends.base import Backend, Role
-from penstock.services.trainer.collective import Collective
-from penstock.services.trainer.facts import BatchFacts, gather_facts
+from penstock.services.trainer.batch.facts import BatchFacts, gather_facts
+from penstock.services.trainer.batch.minibatches import Minibatch, minibatches
+from penstock.services.trainer.batch.packing import Columns, Ints, Microbatch, columns_of, concatenated_ranges
+from penstock.services.trainer.batch.routers import check_table
 from penstock.services.trainer.flops import Work
-from penstock.services.trainer.minibatches import Minibatch, minibatches
-from penstock.services.trainer.packing import Columns, Ints, Microbatch, columns_of, concatenated_ranges
-from penstock.services.trainer.routers import check_table
-from penstock.services.trainer.sharding import BatchShard
+from penstock.services.trainer.ranks.collective import Collective
+from penstock.services.trainer.ranks.sharding import BatchShard
 from penstock.services.trainer.teacher import Teacher
 from penstock.services.trainer.update_rules.recipes import Experience
 from penstock.services.trainer.update_rules.shaping import RewardShaper, Shaped
 from penstock.shared.algorithms.kl import k1, kl_estimate
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.trajectory import Group
 

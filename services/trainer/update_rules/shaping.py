@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.facts import BatchFacts
+from penstock.services.trainer.batch.facts import BatchFacts
 from penstock.shared.algorithms.overlong import soft_overlong_punishment
 from penstock.shared.algorithms.rewards import normalise_rewards, scale_and_clip
 from penstock.shared.algorithms.statistics import Moments, moments

@@ -23,11 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.services.trainer.collective import Collective
-from penstock.services.trainer.episodes import EpisodeColumns, Transitions
+from penstock.services.trainer.batch.episodes import EpisodeColumns, Transitions
+from penstock.services.trainer.batch.replay_buffer import ReplayBuffer
+from penstock.services.trainer.batch.statistics import Mismatch
 from penstock.services.trainer.optimizer import check_fits, copy_into
-from penstock.services.trainer.replay_buffer import ReplayBuffer
-from penstock.services.trainer.statistics import Mismatch
+from penstock.services.trainer.ranks.collective import Collective
 from penstock.services.trainer.update_rules.episode_passes import decisions_of
 from penstock.services.trainer.update_rules.networks import TrainedNetworks
 from penstock.shared.algorithms.sac import (

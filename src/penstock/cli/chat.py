@@ -14,9 +14,9 @@ import typer
 from penstock.cli.printing import Json, note, show_line
 from penstock.client import Client
 from penstock.client.answers import base_url, default_headers, error_of, unreachable
-from penstock.shared.config.kinds import parse_job
-from penstock.shared.config.online import MetricConfig
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.kinds import parse_job
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.online.section import MetricConfig
 from penstock.shared.errors import ConfigError, ProtocolError, Unavailable
 
 __all__ = ["chat"]

@@ -25,8 +25,8 @@ from penstock.cli.view import REWARD, View
 from penstock.cli.watching import watch
 from penstock.client import AsyncClient
 from penstock.local import LARGEST, Stack, StackOptions, StreamSizes
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.kinds import AnyJob
 from penstock.shared.protocol.jobs import JobRecord
 
 __all__ = ["DEMO_STREAMS", "demo", "demo_options"]

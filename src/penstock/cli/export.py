@@ -14,8 +14,8 @@ from penstock.cli.checkpoints import choose
 from penstock.cli.printing import Json, note, number, show_json
 from penstock.cli.serving import reference_of
 from penstock.client import Client
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import text_job, trains
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import text_job, trains
 from penstock.shared.config.model import parse_reference
 from penstock.shared.errors import CheckpointError, ConfigError, Conflict, Unavailable
 from penstock.shared.protocol.jobs import JobRecord
@@ -99,7 +99,7 @@ def _merge(client: Client, record: JobRecord, row: Row, config: JobConfig, to: P
         ConfigError: torch or peft is not installed here, or that model is not on this machine.
     """
     try:
-        from penstock.services.trainer.export import write_whole
+        from penstock.services.trainer.checkpoint.export import write_whole
     except ImportError as error:
         raise ConfigError(f"--merge-lora needs torch and peft here: install penstock[torch,lora] ({error})") from None
     with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:

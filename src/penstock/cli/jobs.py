@@ -27,7 +27,7 @@ from penstock.cli.watching import follow
 from penstock.client import Client
 from penstock.client.beside import JobText, with_neighbours
 from penstock.shared.config.base import load_yaml, parse_yaml, with_overrides
-from penstock.shared.config.kinds import AnyJob, parse_job
+from penstock.shared.config.jobs.kinds import AnyJob, parse_job
 from penstock.shared.errors import ConfigError, PenstockError
 from penstock.shared.protocol.jobs import PHASES, JobRecord
 from penstock.shared.protocol.scaling import POOLS

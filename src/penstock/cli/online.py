@@ -24,8 +24,8 @@ from penstock.cli.printing import console, note, show_json
 from penstock.client import AsyncClient
 from penstock.local import Stack, StackOptions
 from penstock.shared.config.base import load_yaml, with_overrides
-from penstock.shared.config.kinds import parse_job
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.kinds import parse_job
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import ConfigError
 
 __all__ = ["GOAL", "LIMIT_S", "START", "Shown", "load_online_job", "run_online", "summary", "tell_online"]

@@ -11,12 +11,12 @@ import typer
 from penstock.cli.printing import Json, note, show_json
 from penstock.local.recording import EXPERT_OPTIONS, policy_of_checkpoint, record, scripted_expert
 from penstock.shared.config.base import load_yaml
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import load_settings
 from penstock.shared.data.demonstrations import write_demonstrations
 from penstock.shared.errors import ConfigError
-from penstock.shared.protocol.environment import OpenEnv
+from penstock.shared.protocol.embodied.environment import OpenEnv
 
 __all__ = ["record_demonstrations"]
 

@@ -19,7 +19,7 @@ from penstock.cli.printing import Json, console, note, number, show_json, table
 from penstock.client import Client
 from penstock.client.beside import JobText
 from penstock.shared.config.base import with_overrides
-from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from penstock.client.beside import JobText, read_job
 from penstock.client.results import Funnel, Interaction, MetricName, Sample, StageSpan, TokenSample
 from penstock.client.results.reading import many, one
-from penstock.shared.config.kinds import AnyJob
+from penstock.shared.config.jobs.kinds import AnyJob
 from penstock.shared.errors import ConfigError, Conflict, ProtocolError
 from penstock.shared.protocol.ids import new_attempt
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord

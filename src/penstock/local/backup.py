@@ -24,11 +24,11 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from penstock.services.coordinator.journal import Journal
-from penstock.services.coordinator.leader_rpc import COORDINATOR
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.kinds import trains
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.leader_rpc import COORDINATOR
+from penstock.services.coordinator.training.journal import Journal
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.kinds import trains
 from penstock.shared.config.service import checkpoint_path
 from penstock.shared.errors import ArchiveError, ConfigError, Conflict, DataError, PenstockError, Unavailable
 from penstock.shared.protocol import subjects

@@ -25,7 +25,7 @@ from penstock.local.ports import free_ports
 from penstock.shared.errors import ConfigError, DeadlineError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.interaction import FeedbackBatch, new_marked_id
+from penstock.shared.protocol.live.interaction import FeedbackBatch, new_marked_id
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 

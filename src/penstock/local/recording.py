@@ -22,7 +22,7 @@ from penstock.services.env.simulators import Named, Simulator, open_simulator
 from penstock.shared.config.embodied import PolicyConfig
 from penstock.shared.data.demonstrations import Demonstrations
 from penstock.shared.errors import CheckpointError, ConfigError, DataError
-from penstock.shared.protocol.environment import EnvSpec, OpenEnv
+from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
 
 __all__ = ["EXPERT_OPTIONS", "Expert", "policy_of_checkpoint", "record", "scripted_expert"]
 

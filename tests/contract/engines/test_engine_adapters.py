@@ -14,8 +14,8 @@ from torch import Tensor
 from penstock.services.rollout.engines import Engine, open_engine
 from penstock.services.rollout.engines.updates import WeightUpdate
 from penstock.services.trainer.backends.local import LocalBackend
-from penstock.services.trainer.packing import columns_of_rows, microbatches
-from penstock.shared.config.job import OptimizerConfig
+from penstock.services.trainer.batch.packing import columns_of_rows, microbatches
+from penstock.shared.config.jobs.job import OptimizerConfig
 from penstock.shared.config.lora import LoraConfig
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.errors import Conflict, WeightsError

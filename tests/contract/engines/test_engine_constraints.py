@@ -13,9 +13,9 @@ import jsonschema_rs
 import pytest
 import torch
 
+from penstock.services.rollout.conversations.text_stream import ToolCalls
 from penstock.services.rollout.engines import EmbeddedEngine, Engine, constraint, open_engine
 from penstock.services.rollout.engines.constraint import Grammars
-from penstock.services.rollout.text_stream import ToolCalls
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.errors import ConstraintError, Unavailable
 from penstock.shared.models import build_model, build_tokenizer

@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 
 from penstock.services.rollout.engines import EmbeddedEngine, open_engine
 from penstock.services.rollout.engines.batch import Batch
-from penstock.services.rollout.routes import group_experts
-from penstock.shared.config.experts import ExpertsConfig, MoEConfig
-from penstock.shared.config.model import ArchitectureConfig, ModelConfig
+from penstock.services.rollout.episode import group_experts
+from penstock.shared.config.model import ArchitectureConfig, ExpertsConfig, ModelConfig, MoEConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.models import build_model, build_tokenizer, pack, selected_logprobs
 from penstock.shared.models.architecture import plan_of

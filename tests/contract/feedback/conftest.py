@@ -17,15 +17,15 @@ from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.feedback import desk as desk_module
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.serving import Gateway
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import (
+from penstock.shared.protocol.live.interaction import (
     EPISODE_HEADER,
     FateBatch,
     Feedback,

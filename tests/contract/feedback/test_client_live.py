@@ -12,7 +12,7 @@ from penstock.client.results import Decision, OutcomeRow, Span, Trained
 from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.interaction import FateBatch, FeedbackStatus, InteractionStatus, bare_id
+from penstock.shared.protocol.live.interaction import FateBatch, FeedbackStatus, InteractionStatus, bare_id
 
 
 async def test_an_episode_from_its_opening_to_its_end(desk: Any, url: str, asking: Any) -> None:

@@ -16,7 +16,7 @@ from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
 from penstock.local.load import Plan, run
 from penstock.shared.errors import ConfigError, NotFound
-from penstock.shared.protocol.interaction import FeedbackStatus
+from penstock.shared.protocol.live.interaction import FeedbackStatus
 
 
 async def test_both_clients(desk: Any, url: str) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.api import inference
+from penstock.services.coordinator.api.live import inference
 from penstock.services.coordinator.feedback.index import LOOK_S
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.interaction import Erasure, FateBatch, InteractionStatus
+from penstock.shared.protocol.live.interaction import Erasure, FateBatch, InteractionStatus
 
 
 async def tell(desk: Any, *fates: InteractionStatus) -> None:

@@ -17,7 +17,7 @@ from penstock.services.coordinator.feedback.items import derived_id
 from penstock.services.coordinator.feedback.privacy import Pseudonyms
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, FeedbackStatus
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch, FeedbackStatus
 
 
 def verdict(desk: Any, **more: Any) -> dict[str, Any]:

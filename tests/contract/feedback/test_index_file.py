@@ -14,7 +14,7 @@ import pytest
 from penstock.services.coordinator.feedback.projection import open_projection
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.interaction import Erasure, FeedbackStatus
+from penstock.shared.protocol.live.interaction import Erasure, FeedbackStatus
 
 USER = "alice@example.org"
 

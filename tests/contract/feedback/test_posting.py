@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.api.feedback_models import MAX_TOKENS
 from penstock.services.coordinator.api.guard import MAX_LARGE_BYTES
+from penstock.services.coordinator.api.live.feedback_models import MAX_TOKENS
 from penstock.services.coordinator.feedback import ingest
-from penstock.shared.config.kinds import parse_job
-from penstock.shared.protocol.interaction import new_marked_id
+from penstock.shared.config.jobs.kinds import parse_job
+from penstock.shared.protocol.live.interaction import new_marked_id
 
 TARGET = "0192f0c1-0000-7000-8000-000000000001"
 EPISODE = "0192f0c1-0000-7000-8000-00000000000e"

@@ -12,14 +12,13 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient
-from penstock.services.coordinator.dead_letters import payload_of, read_dead_letters
-from penstock.services.coordinator.effects import EffectPublisher
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
-from penstock.services.coordinator.store import JobStore
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.dead_letters import payload_of, read_dead_letters
+from penstock.services.coordinator.leader.effects import EffectPublisher
 from penstock.shared.errors import NotFound, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import SCHEMA, pack, unpack
-from penstock.shared.protocol.episode import EpisodeRecord
 from penstock.shared.protocol.events import (
     Admission,
     Admitted,
@@ -30,7 +29,8 @@ from penstock.shared.protocol.events import (
     encode_events,
 )
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import (
+from penstock.shared.protocol.live.episode import EpisodeRecord
+from penstock.shared.protocol.live.interaction import (
     Feedback,
     FeedbackBatch,
     FeedbackStatus,

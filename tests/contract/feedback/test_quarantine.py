@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.shared.config.kinds import parse_job
-from penstock.shared.protocol.interaction import FeedbackStatus, new_marked_id
+from penstock.shared.config.jobs.kinds import parse_job
+from penstock.shared.protocol.live.interaction import FeedbackStatus, new_marked_id
 
 
 async def held(desk: Any, **body: Any) -> str:

@@ -16,7 +16,7 @@ from penstock.services.coordinator.feedback import ids as ids_module
 from penstock.services.coordinator.feedback.ids import purge_feedback
 from penstock.services.coordinator.feedback.index import FeedbackIndex
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.interaction import FeedbackStatus
+from penstock.shared.protocol.live.interaction import FeedbackStatus
 from penstock.shared.transport.bus import Bus
 from tests.live_leader import record_decided
 

@@ -12,7 +12,7 @@ from penstock.services.coordinator.feedback import desk as desk_module
 from penstock.services.coordinator.feedback.erasure import Eraser, Report
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import Admission, Admitted, encode_events
-from penstock.shared.protocol.interaction import FeedbackStatus
+from penstock.shared.protocol.live.interaction import FeedbackStatus
 
 
 def admitted(interaction: str) -> Admitted:

@@ -6,7 +6,7 @@ from typing import Any
 
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.interaction import FateBatch, FeedbackStatus, InteractionStatus
+from penstock.shared.protocol.live.interaction import FateBatch, FeedbackStatus, InteractionStatus
 
 
 async def test_fates_of_a_leader_that_is_gone_are_passed_over(open_desk: Any) -> None:

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
 from penstock.services.coordinator.api import auth
-from penstock.shared.protocol.feedback_tokens import TOKENS
-from penstock.shared.protocol.interaction import bare_id
+from penstock.shared.protocol.live.feedback_tokens import TOKENS
+from penstock.shared.protocol.live.interaction import bare_id
 
 ADMIN = {"authorization": "Bearer root"}
 

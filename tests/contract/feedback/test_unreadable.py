@@ -18,17 +18,17 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app as cli
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.runner import JobRunner
-from penstock.services.coordinator.store import JobStore
-from penstock.services.coordinator.supply import LiveDeadLetter
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.supply import LiveDeadLetter
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol import codec, subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.events import Admission, Admitted, Drawn, encode_events
-from penstock.shared.protocol.interaction import (
+from penstock.shared.protocol.live.interaction import (
     EPISODE_HEADER,
     Erasure,
     Feedback,

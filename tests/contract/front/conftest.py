@@ -20,22 +20,22 @@ import pytest
 import uvicorn
 
 from penstock.services.coordinator.api import create_app
-from penstock.services.coordinator.checkpoints import (
+from penstock.services.coordinator.deployments import Deployments
+from penstock.services.coordinator.files import FileStore
+from penstock.services.coordinator.finetuning.desk import FineTuningDesk
+from penstock.services.coordinator.jobs.job_index import JobEntry, JobIndex, entry_of
+from penstock.services.coordinator.origins import Origins
+from penstock.services.coordinator.queries.samples import check_env
+from penstock.services.coordinator.training.checkpoints import (
     Artifacts,
     checkpoint_row,
     checkpoint_rows,
     delete_checkpoint,
     find_file,
 )
-from penstock.services.coordinator.deployments import Deployments
-from penstock.services.coordinator.files import FileStore
-from penstock.services.coordinator.finetuning.desk import FineTuningDesk
-from penstock.services.coordinator.job_index import JobEntry, JobIndex, entry_of
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.origins import Origins
-from penstock.services.coordinator.samples import check_env
+from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.config.data import source_names
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Conflict, NotFound, Unavailable
 from penstock.shared.protocol.ids import new_job_id

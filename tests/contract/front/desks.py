@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from penstock.shared.config.graders import AnyGrader, StringCheckGrader, parts_of
-from penstock.shared.config.slots import fill_slots
+from penstock.shared.config.rewards.graders import AnyGrader, StringCheckGrader, parts_of
+from penstock.shared.config.rewards.slots import fill_slots
 from penstock.shared.errors import ConfigError, NotFound, Unavailable
 from penstock.shared.protocol.audit_log import AuditRecord
 from penstock.shared.protocol.grading import GradeReply, error_text

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
-from penstock.shared.config.amendable import AMENDABLE, changed_keys, leaves, settings_of, with_patch
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.amendable import AMENDABLE, changed_keys, leaves, settings_of, with_patch
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import ConfigError, Conflict, DeadlineError
 
 NO_WAIT = {"wait": 0}

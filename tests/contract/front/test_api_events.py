@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from penstock.client import Client
-from penstock.services.coordinator.api.sse import event_stream
+from penstock.services.coordinator.api.http.sse import event_stream
 from penstock.services.coordinator.webhooks.cloudevent import event_of
 from penstock.shared.transport.bus import Message
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.api import idempotency
-from penstock.services.coordinator.api.idempotency import ReplyStore, StoredReply
-from penstock.services.coordinator.api.volatile import Volatile
+from penstock.services.coordinator.api.http import idempotency
+from penstock.services.coordinator.api.http.idempotency import ReplyStore, StoredReply
+from penstock.services.coordinator.api.http.volatile import Volatile
 
 
 def with_key(key: str) -> dict[str, str]:

@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.services.coordinator.api import create_app
-from penstock.services.coordinator.api.documents import MAX_VALUES, count_values, items_of
 from penstock.services.coordinator.api.feeds import PER_TURN, Feeds
-from penstock.services.coordinator.api.replies import HttpProblem
-from penstock.services.coordinator.api.sse import END, RETRY
+from penstock.services.coordinator.api.http.documents import MAX_VALUES, count_values, items_of
+from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.services.coordinator.api.http.sse import END, RETRY
 from penstock.services.coordinator.webserver import MAX_PIPELINED, _Bounds, server_of
-from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.runtime.tasks import end_tasks
 
@@ -421,8 +421,8 @@ DOCUMENTS = st.recursive(
 def test_values_are_counted_before_anything_is_made_of_them(data: Any, size: int, ascii: bool) -> None:
     body = json.dumps([data] * 3, ensure_ascii=ascii).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.services.coordinator.api.documents.CHUNK_BYTES", size)
-        patch.setattr("penstock.services.coordinator.api.documents.MAX_VALUES", 0)
+        patch.setattr("penstock.services.coordinator.api.http.documents.CHUNK_BYTES", size)
+        patch.setattr("penstock.services.coordinator.api.http.documents.MAX_VALUES", 0)
         count = count_values(body)
         assert [json.loads(text) for text in items_of(body, 3)] == [data] * 3
     assert values_of([data] * 3) <= count <= 2 * values_of([data] * 3)

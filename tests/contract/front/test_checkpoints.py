@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from penstock.cli import app
 from penstock.client import AsyncClient, Client
-from penstock.services.coordinator.api.open_file import byte_range, open_file, reply_of
-from penstock.services.coordinator.api.replies import HttpProblem
-from penstock.services.coordinator.checkpoints import checkpoint_row, choose_checkpoint
+from penstock.services.coordinator.api.http.open_file import byte_range, open_file, reply_of
+from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.origins import warnings_of
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.training.checkpoints import checkpoint_row, choose_checkpoint
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import CheckpointError, ConfigError, Conflict, NotFound
 from penstock.shared.protocol.events import BestCheckpoint, Checkpointed, Finished
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from penstock.client import AsyncClient, Client
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import ConfigError, Conflict, DeadlineError, NotFound, Unavailable
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.client.results import LogLine, MetricName, StageSpan
-from penstock.services.coordinator.checkpoints import Artifacts
+from penstock.services.coordinator.training.checkpoints import Artifacts
 from penstock.shared.errors import CheckpointError, Conflict, NotFound
 from penstock.shared.protocol.events import Checkpointed
 

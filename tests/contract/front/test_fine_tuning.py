@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
-from penstock.services.coordinator.api.idempotency import Idempotency, ReplyStore
-from penstock.services.coordinator.api.volatile import Volatile
+from penstock.services.coordinator.api.http.idempotency import Idempotency, ReplyStore
+from penstock.services.coordinator.api.http.volatile import Volatile
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.desk import FineTuningDesk
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Conflict, NotFound
 

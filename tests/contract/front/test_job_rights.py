@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.shared.config.base import StrictModel, named
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 
 ROOT = {"authorization": "Bearer root"}
 MODULE = "team_a.scorers:length"

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
-from penstock.services.coordinator.charts import largest_triangles, timeline
-from penstock.services.coordinator.checkpoints import Artifacts
-from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.queries.charts import largest_triangles, timeline
+from penstock.services.coordinator.training.checkpoints import Artifacts
+from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.errors import Conflict, NotFound
 from penstock.shared.protocol.events import (
     BatchSealed,

@@ -24,12 +24,12 @@ from penstock.services.trainer.backends.local import LocalBackend
 from penstock.services.trainer.backends.megatron import scoring
 from penstock.services.trainer.backends.megatron.backend import MegatronBackend
 from penstock.services.trainer.backends.megatron.groups import open_groups
-from penstock.services.trainer.collective import Alone, Collective
-from penstock.services.trainer.packing import Microbatch, columns_of_rows, microbatches
-from penstock.services.trainer.process_group import World
-from penstock.services.trainer.update_rules.balance import balance
+from penstock.services.trainer.batch.packing import Microbatch, columns_of_rows, microbatches
+from penstock.services.trainer.ranks.collective import Alone, Collective
+from penstock.services.trainer.ranks.process_group import World
+from penstock.services.trainer.update_rules.on_policy import balance
 from penstock.shared.config.backend import MegatronConfig
-from penstock.shared.config.job import OptimizerConfig
+from penstock.shared.config.jobs.job import OptimizerConfig
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.critic import critic_of

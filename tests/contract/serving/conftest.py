@@ -29,18 +29,18 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.feedback.desk import FeedbackDesk
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.serving import Gateway
-from penstock.services.coordinator.store import JobStore
 from penstock.services.rollout.session import RolloutSession
-from penstock.shared.config.kinds import parse_training
+from penstock.shared.config.jobs.kinds import parse_training
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.models import build_model, build_tokenizer
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.interaction import Interaction
 from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.live.interaction import Interaction
 from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer

@@ -7,9 +7,9 @@ from typing import Any
 
 import orjson
 
-from penstock.services.coordinator.canary import is_in_canary
-from penstock.services.coordinator.store import JobStore
-from penstock.shared.protocol.interaction import CANARY
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.training.canary import is_in_canary
+from penstock.shared.protocol.live.interaction import CANARY
 
 SHARE = 0.5
 TRIED = {"promotion": {"canary": {"share": SHARE}}}

@@ -11,10 +11,10 @@ from typer.testing import CliRunner, Result
 
 from penstock.cli.app import app
 from penstock.cli.chat import Thumbs, _values
-from penstock.shared.config.online import MetricConfig
+from penstock.shared.config.online.section import MetricConfig
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.interaction import Feedback, FeedbackBatch, bare_id
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch, bare_id
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

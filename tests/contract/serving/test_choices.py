@@ -7,12 +7,12 @@ from typing import Any
 import orjson
 import pytest
 
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.protocol.live.interaction import Interaction
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

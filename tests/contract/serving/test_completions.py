@@ -9,7 +9,7 @@ import httpx
 import orjson
 import pytest
 
-from penstock.shared.config.kinds import parse_training
+from penstock.shared.config.jobs.kinds import parse_training
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

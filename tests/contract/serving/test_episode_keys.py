@@ -14,8 +14,8 @@ import pytest_asyncio
 from penstock.services.coordinator.serving import episodes
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.episode_keys import EpisodeGrant, episode_key, read_episode_key
-from penstock.shared.protocol.interaction import FeedbackBatch, new_marked_id
+from penstock.shared.protocol.live.episode_keys import EpisodeGrant, episode_key, read_episode_key
+from penstock.shared.protocol.live.interaction import FeedbackBatch, new_marked_id
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

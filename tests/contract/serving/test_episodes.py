@@ -10,7 +10,7 @@ import pytest
 from penstock.services.coordinator.serving import episodes
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.interaction import FeedbackBatch, bare_id, job_mark, marked_id
+from penstock.shared.protocol.live.interaction import FeedbackBatch, bare_id, job_mark, marked_id
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.protocol.interaction import bare_id
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.protocol.live.interaction import bare_id
 
 
 class Chat:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.journal import Journal
+from penstock.services.coordinator.training.journal import Journal
 from penstock.shared.protocol.events import Checkpointed, JobStarted
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -13,7 +13,7 @@ from penstock.services.coordinator.serving.answer import Answer
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
-from penstock.shared.protocol.inference import Claim, ClientSampling, InferenceRequest
+from penstock.shared.protocol.live.inference import Claim, ClientSampling, InferenceRequest
 from penstock.shared.transport.bus import Bus
 
 FIRST, AGAIN = {"x-stainless-retry-count": "0"}, {"x-stainless-retry-count": "1"}

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from penstock.services.rollout.serving.recorder import Recorder
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.generation import Span
-from penstock.shared.protocol.interaction import Redacted, new_marked_id
+from penstock.shared.protocol.live.interaction import Redacted, new_marked_id
 
 FINDER = """
 def find(text):

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.episode import EpisodeRecord
-from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.protocol.live.episode import EpisodeRecord
+from penstock.shared.protocol.live.interaction import Interaction
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

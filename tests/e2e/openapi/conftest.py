@@ -13,8 +13,8 @@ import pytest
 
 from penstock.local.ports import free_ports
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.embodied.video import Video, video_headers
 from penstock.shared.protocol.jobs import TERMINAL_PHASES
-from penstock.shared.protocol.video import Video, video_headers
 
 KEY = "e2e-key"
 Call = dict[str, Any]

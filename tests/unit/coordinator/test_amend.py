@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.audit import audit_ledger
-from penstock.services.coordinator.ledger import LedgerState, fold
-from penstock.services.coordinator.run import JobRun
-from penstock.shared.config.amendable import settings_of, with_patch
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.queries.audit import audit_ledger
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.amendable import settings_of, with_patch
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.protocol.events import (
     BatchSealed,
     Event,

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.services.coordinator.audit import Audit, audit_entries, audit_group, audit_ledger, audit_stored
-from penstock.services.coordinator.hyperparameters import hyperparameters_of
-from penstock.services.coordinator.ledger import LedgerState, fold
-from penstock.shared.config.amendable import settings_of
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.queries.audit import Audit, audit_entries, audit_group, audit_ledger, audit_stored
+from penstock.services.coordinator.training.hyperparameters import hyperparameters_of
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.shared.config.jobs.amendable import settings_of
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.protocol.events import (
     BatchSealed,
     BatchTrained,

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.decision import Draft, copy_state
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online import admission_audit
 from penstock.services.coordinator.online import matching as matching_module
 from penstock.services.coordinator.online.admission_audit import StoredFacts, replay_admissions
@@ -21,11 +19,13 @@ from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.source_trust import flaws_of_weights
 from penstock.services.coordinator.online.turns import Trajectory
-from penstock.services.coordinator.run import JobRun
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.decision import Draft, copy_state
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, Checkpointed, JobStarted
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.live.interaction import Feedback, Interaction
 
 spec = importlib.util.spec_from_file_location("online_learning", Path(__file__).with_name("test_online_learning.py"))
 assert spec is not None

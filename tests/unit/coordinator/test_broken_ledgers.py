@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.ledger import NO_SIGNAL, LedgerState, fold
+from penstock.services.coordinator.training.ledger import NO_SIGNAL, LedgerState, fold
 from penstock.shared.protocol.events import (
     Admission,
     Admitted,

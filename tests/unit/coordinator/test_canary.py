@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.canary import (
+from penstock.services.coordinator.leader.summary import canary_of
+from penstock.services.coordinator.online.examples import InteractionRecord
+from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.online.source import LiveSource
+from penstock.services.coordinator.training.canary import (
     Arm,
     Verdict,
     arms_of,
@@ -20,14 +24,10 @@ from penstock.services.coordinator.canary import (
     row_of,
     verdict_of,
 )
-from penstock.services.coordinator.decision import Draft, copy_state
-from penstock.services.coordinator.online.examples import InteractionRecord
-from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.source import LiveSource
-from penstock.services.coordinator.summary import canary_of
+from penstock.services.coordinator.training.decision import Draft, copy_state
 from penstock.services.rollout.serving.server import _untrainable
-from penstock.shared.config.canary import CanaryConfig
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.online.canary import CanaryConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.events import (
     Admission,
@@ -39,7 +39,7 @@ from penstock.shared.protocol.events import (
     Promoted,
 )
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import CANARY, NOT_COMPARED, Feedback, Interaction
+from penstock.shared.protocol.live.interaction import CANARY, NOT_COMPARED, Feedback, Interaction
 
 NOW = 1000.0
 CONFIG = CanaryConfig(conversations=10, max_drop=0.1, max_wait_s=600.0)

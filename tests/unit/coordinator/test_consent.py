@@ -9,9 +9,9 @@ import pytest
 from penstock.services.coordinator.feedback.privacy import OPTED_IN, OPTED_OUT, Consents, objection
 from penstock.services.coordinator.online.examples import InteractionRecord
 from penstock.services.coordinator.online.matching import Matching
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.live.interaction import Feedback, Interaction
 
 NOW = 1000.0
 USERS = {"willing": True, "unwilling": False}

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from penstock.services.coordinator.online.admission_audit import StoredFacts, replay_admissions
 from penstock.services.coordinator.online.matching import Matching
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
-from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.live.interaction import Feedback, Interaction
 
 spec = importlib.util.spec_from_file_location("online_learning", Path(__file__).with_name("test_online_learning.py"))
 assert spec is not None

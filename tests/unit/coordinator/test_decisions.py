@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.services.coordinator.gate import MAX_REDRAWS, Verdict
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.reports import Refusal
-from penstock.services.coordinator.run import Effects, JobRun
-from penstock.services.coordinator.snapshot import decode_snapshot, encode_snapshot
-from penstock.services.coordinator.summary import queues_of
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.leader.summary import queues_of
+from penstock.services.coordinator.training.gate import MAX_REDRAWS, Verdict
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.reports import Refusal
+from penstock.services.coordinator.training.run import Effects, JobRun
+from penstock.services.coordinator.training.snapshot import decode_snapshot, encode_snapshot
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.protocol.events import Drawn, Dropped, Event, Finished
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report

@@ -5,11 +5,11 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from penstock.services.coordinator.desired_state import DesiredState
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.run import JobRun
-from penstock.shared.config.amendable import settings_of, with_patch
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.leader.desired_state import DesiredState
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.amendable import settings_of, with_patch
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.protocol.events import Checkpointed, JobStarted
 from penstock.shared.protocol.jobs import JobRecord, Operation
 

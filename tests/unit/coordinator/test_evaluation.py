@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.evaluation import EvaluationPlan, Scores, pass_at_k
-from penstock.services.coordinator.gate import Verdict, judge
-from penstock.services.coordinator.ledger import OpenDraw
+from penstock.services.coordinator.leader.evaluation import EvaluationPlan, Scores, pass_at_k
+from penstock.services.coordinator.training.gate import Verdict, judge
+from penstock.services.coordinator.training.ledger import OpenDraw
 from penstock.services.rollout.episode import requests_for
 from penstock.shared.config.evaluation import EvaluationConfig, MeasureConfig
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.kinds import parse_job
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.sampling import SamplingConfig
 from penstock.shared.data.check import SourceSummary
 from penstock.shared.errors import ConfigError

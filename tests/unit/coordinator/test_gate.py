@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.services.coordinator.decision import TicketSource
-from penstock.services.coordinator.gate import Candidate, Verdict, is_stale, judge
-from penstock.services.coordinator.ledger import LedgerState, OpenDraw
-from penstock.services.coordinator.run import FAILED_STREAK, JobRun
-from penstock.services.coordinator.summary import phase_of
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.leader.summary import phase_of
+from penstock.services.coordinator.training.decision import TicketSource
+from penstock.services.coordinator.training.gate import Candidate, Verdict, is_stale, judge
+from penstock.services.coordinator.training.ledger import LedgerState, OpenDraw
+from penstock.services.coordinator.training.run import FAILED_STREAK, JobRun
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.protocol.events import Checkpointed
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 import pytest
 
-from penstock.services.coordinator.goals import EarlyStop, Goals
-from penstock.services.coordinator.ledger import LedgerState
+from penstock.services.coordinator.leader.summary import summary_of
 from penstock.services.coordinator.submission import plan_job
-from penstock.services.coordinator.summary import summary_of
+from penstock.services.coordinator.training.goals import EarlyStop, Goals
+from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.config.goals import EarlyStopConfig, KeepBestConfig
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.events import Checkpointed, LineageForked

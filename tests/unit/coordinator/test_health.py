@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.services.coordinator.health import Health, health_warnings, rate_warnings
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.measures import Measures
-from penstock.services.coordinator.outbox import Outbox
-from penstock.shared.config.kinds import parse_job, parse_training
+from penstock.services.coordinator.leader.measures import Measures
+from penstock.services.coordinator.leader.outbox import Outbox
+from penstock.services.coordinator.training.health import Health, health_warnings, rate_warnings
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.kinds import parse_job, parse_training
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import GroupHeader
 

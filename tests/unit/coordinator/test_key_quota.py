@@ -13,7 +13,7 @@ from penstock.services.coordinator.online.credit import turn_tree
 from penstock.services.coordinator.online.examples import KeyQuota
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.posted_episode import tokens_of
-from penstock.shared.protocol.interaction import Feedback
+from penstock.shared.protocol.live.interaction import Feedback
 
 spec = importlib.util.spec_from_file_location("posted", Path(__file__).with_name("test_posted_episodes.py"))
 assert spec is not None

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.matching import Matching
+from penstock.services.coordinator.training.ledger import LedgerState
 
 spec = importlib.util.spec_from_file_location("online_learning", Path(__file__).with_name("test_online_learning.py"))
 assert spec is not None

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.services.coordinator.ledger import LedgerState, fold
-from penstock.services.coordinator.run import JobRun
 from penstock.services.coordinator.submission import plan_job
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES

@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import msgspec
 
-from penstock.services.coordinator.gate import Candidate, Verdict
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.measures import Measures
-from penstock.services.coordinator.outbox import Outbox
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.leader.measures import Measures
+from penstock.services.coordinator.leader.outbox import Outbox
+from penstock.services.coordinator.training.gate import Candidate, Verdict
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.data.check import SourceSummary
 from penstock.shared.protocol.events import BatchSealed, SealedGroup
 from penstock.shared.protocol.ids import Draw

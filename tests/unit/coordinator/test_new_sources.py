@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.decision import Draft, copy_state
-from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.source_trust import comparisons, flaws_of_weights, weight_of
-from penstock.services.coordinator.run import JobRun
+from penstock.services.coordinator.training.decision import Draft, copy_state
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.algorithms.agreement import add_pairs, concordance
-from penstock.shared.config.online_job import OnlineJob
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.events import (
     Admission,
@@ -28,7 +28,7 @@ from penstock.shared.protocol.events import (
 )
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Feedback, Interaction
+from penstock.shared.protocol.live.interaction import Feedback, Interaction
 
 NOW = 1000.0
 EPOCH: dict[str, Any] = {"writer_epoch": 1, "time": NOW}

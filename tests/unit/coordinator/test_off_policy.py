@@ -10,22 +10,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.services.coordinator.decision import Draft
-from penstock.services.coordinator.gate import Candidate, Verdict
-from penstock.services.coordinator.ledger import LOGPROBS_DIFFER, LedgerState
 from penstock.services.coordinator.online.admission_audit import flaws_of_admission
 from penstock.services.coordinator.online.fairness import owners_of
 from penstock.services.coordinator.online.groups import example_group
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource, batch_of
 from penstock.services.coordinator.online.statuses import feedback_statuses
-from penstock.services.coordinator.run import JobRun
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.decision import Draft
+from penstock.services.coordinator.training.gate import Candidate, Verdict
+from penstock.services.coordinator.training.ledger import LOGPROBS_DIFFER, LedgerState
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, Drawn, Dropped
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Erasure, Feedback, Interaction
+from penstock.shared.protocol.live.interaction import Erasure, Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
 from penstock.shared.protocol.trajectory import (
     GroupHeader,

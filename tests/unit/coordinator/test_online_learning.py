@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.admission import admit
 from penstock.services.coordinator.online.credit import returns
 from penstock.services.coordinator.online.funnel import DECIDED, Funnel
@@ -17,14 +16,15 @@ from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import within_shares
 from penstock.services.coordinator.online.source_trust import weight_of
 from penstock.services.coordinator.online.statuses import interaction_statuses, refused_statuses
-from penstock.services.coordinator.samples import sample_rows
-from penstock.shared.config.kinds import parse_job
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.queries.samples import sample_rows
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.kinds import parse_job
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.events import Admission, Admitted
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackStatus, Interaction
+from penstock.shared.protocol.live.interaction import Erasure, Feedback, FeedbackStatus, Interaction
 from penstock.shared.protocol.trajectory import decode_group, encode_group
 
 NOW = 1000.0

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online import served_episode as served_episode_module
 from penstock.services.coordinator.online import statuses as statuses_module
 from penstock.services.coordinator.online import unmatched as unmatched_module
@@ -17,9 +16,10 @@ from penstock.services.coordinator.online.admission import refusal_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.off_policy import OffPolicyExamples
 from penstock.services.coordinator.online.turns import DISCONNECTED
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import Erasure, Feedback, Interaction
+from penstock.shared.protocol.live.interaction import Erasure, Feedback, Interaction
 
 NOW = 1000.0
 EPISODE = "0192f0c1-0000-7000-8000-00000000000e"

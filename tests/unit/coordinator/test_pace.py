@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.services.coordinator.pace import Pace
+from penstock.services.coordinator.leader.pace import Pace
 
 
 def seconds(pace: Pace, step: int, total: int | None, now: float, *, running: bool = True) -> float | None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.members import Members
+from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.submission import check_packages, plan_job
-from penstock.shared.config.kinds import parse_job
-from penstock.shared.config.needs import Need, needs
+from penstock.shared.config.jobs.kinds import parse_job
+from penstock.shared.config.jobs.needs import Need, needs
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.messages import Heartbeat

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.decision import Draft, copy_state
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online import posted_episode
 from penstock.services.coordinator.online.admission_audit import StoredFacts, replay_admissions
 from penstock.services.coordinator.online.matching import Matching
@@ -25,10 +23,12 @@ from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.source_trust import flaws_of_weights
 from penstock.services.coordinator.online.statuses import UnrecordedDecisions
 from penstock.services.coordinator.online.turns import FeedbackItem
-from penstock.services.coordinator.run import JobRun
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.decision import Draft, copy_state
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission, Admitted, Checkpointed, Dropped, JobStarted
-from penstock.shared.protocol.interaction import Erasure, Feedback
+from penstock.shared.protocol.live.interaction import Erasure, Feedback
 
 spec = importlib.util.spec_from_file_location("off_policy", Path(__file__).with_name("test_off_policy.py"))
 assert spec is not None

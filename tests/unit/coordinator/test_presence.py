@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.services.coordinator.members import Members, PresenceWatch
+from penstock.services.coordinator.jobs.members import Members, PresenceWatch
 from penstock.shared.protocol.messages import Heartbeat
 
 SERVICES = ("rollout", "trainer")

@@ -8,26 +8,26 @@ from typing import Any, cast
 
 import pytest
 
-from penstock.services.coordinator.desired_state import DesiredState
-from penstock.services.coordinator.evaluation import EvaluationPlan
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.measures import Measures
+from penstock.services.coordinator.leader.desired_state import DesiredState
+from penstock.services.coordinator.leader.evaluation import EvaluationPlan
+from penstock.services.coordinator.leader.measures import Measures
+from penstock.services.coordinator.leader.outbox import Outbox
+from penstock.services.coordinator.leader.summary import start_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.statuses import feedback_statuses
-from penstock.services.coordinator.outbox import Outbox
-from penstock.services.coordinator.promotion import (
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.promotion import (
     Evaluated,
     PromotionGate,
     Rollback,
     broken_bounds,
     flaws_of_promotions,
 )
-from penstock.services.coordinator.reports import Refusal
-from penstock.services.coordinator.restart import earliest_start
-from penstock.services.coordinator.run import JobRun
-from penstock.services.coordinator.summary import start_of
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.reports import Refusal
+from penstock.services.coordinator.training.restart import earliest_start
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.data.check import SourceSummary
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.events import (

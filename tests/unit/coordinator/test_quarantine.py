@@ -10,17 +10,17 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from penstock.services.coordinator.decision import Draft
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.outliers import Outliers, Window
 from penstock.services.coordinator.online.quarantine import Quarantine
-from penstock.services.coordinator.run import JobRun
-from penstock.shared.config.online_job import OnlineJob
-from penstock.shared.config.quarantine import QuarantineConfig
+from penstock.services.coordinator.training.decision import Draft
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.online.quarantine import QuarantineConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.events import Quarantined
-from penstock.shared.protocol.interaction import Erasure, Feedback, FeedbackStatus
+from penstock.shared.protocol.live.interaction import Erasure, Feedback, FeedbackStatus
 
 NOW = 1000.0
 CONFIG = OnlineJob.parse(

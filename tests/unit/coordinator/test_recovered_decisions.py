@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator import decided
-from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.online import matching as matching_module
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.quarantine import Quarantine
@@ -19,7 +17,9 @@ from penstock.services.coordinator.online.statuses import (
     interaction_statuses,
     quarantine_rejections,
 )
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training import decided
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import (
     Admission,
     Admitted,
@@ -30,7 +30,7 @@ from penstock.shared.protocol.events import (
     encode_events,
 )
 from penstock.shared.protocol.generation import Sampling, Span
-from penstock.shared.protocol.interaction import Feedback, FeedbackStatus, Interaction, InteractionStatus
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackStatus, Interaction, InteractionStatus
 
 NOW = 1000.0
 EPISODE = "0192f0c1-0000-7000-8000-00000000000e"

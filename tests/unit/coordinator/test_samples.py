@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from penstock.services.coordinator.online.groups import example_group
-from penstock.services.coordinator.samples import check_env, sample_rows, token_texts
+from penstock.services.coordinator.queries.samples import check_env, sample_rows, token_texts
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import Group

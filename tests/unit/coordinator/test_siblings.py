@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.ledger import LedgerState
 from penstock.services.coordinator.online.baselines import baselines_of, flaws_of_baselines, origin_of, siblings_of
 from penstock.services.coordinator.online.posted_episode import facts_of
 from penstock.services.coordinator.online.source import admission_of
 from penstock.services.coordinator.online.turns import Trajectory, Turn
+from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.algorithms.baseline import mean_without
 from penstock.shared.protocol.events import Admission, Admitted, Drawn
 from penstock.shared.protocol.ids import Draw

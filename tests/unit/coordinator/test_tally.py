@@ -7,10 +7,10 @@ import io
 
 import pytest
 
-from penstock.services.coordinator.api.tables import as_csv, as_parquet
-from penstock.services.coordinator.gate import Candidate, Verdict
-from penstock.services.coordinator.samples import choose_samples
-from penstock.services.coordinator.tally import Tally, length_bucket
+from penstock.services.coordinator.api.jobs.observe import as_csv, as_parquet
+from penstock.services.coordinator.queries.samples import choose_samples
+from penstock.services.coordinator.training.gate import Candidate, Verdict
+from penstock.services.coordinator.training.tally import Tally, length_bucket
 from penstock.shared.protocol.events import BatchSealed, Dropped, SealedGroup
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import GroupHeader

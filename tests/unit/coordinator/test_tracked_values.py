@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.services.coordinator.ledger import LedgerState, fold
 from penstock.services.coordinator.online.baselines import baselines_of, bucket_of, flaws_of_baselines
-from penstock.services.coordinator.snapshot import decode_snapshot, encode_snapshot
-from penstock.shared.config.job import JobConfig
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.coordinator.training.ledger import LedgerState, fold
+from penstock.services.coordinator.training.snapshot import decode_snapshot, encode_snapshot
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.events import (
     Admission,

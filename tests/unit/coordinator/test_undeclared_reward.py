@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 from penstock.services.coordinator.online.funnel import Funnel
 from penstock.services.coordinator.online.matching import Matching
-from penstock.shared.config.online import OnlineConfig
-from penstock.shared.protocol.interaction import Feedback
+from penstock.shared.config.online.section import OnlineConfig
+from penstock.shared.protocol.live.interaction import Feedback
 
 spec = importlib.util.spec_from_file_location("online_learning", Path(__file__).with_name("test_online_learning.py"))
 assert spec is not None

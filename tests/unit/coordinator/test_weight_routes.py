@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.weight_routes import transports_of
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.leader.weight_routes import transports_of
 from penstock.shared.protocol.messages import Heartbeat
 
 JOB = "job_a"

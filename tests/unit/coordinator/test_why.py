@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.services.coordinator.evaluation import EvaluationPlan
-from penstock.services.coordinator.ledger import LedgerState
-from penstock.services.coordinator.members import Members
-from penstock.services.coordinator.retry import Blocked
-from penstock.services.coordinator.run import JobRun
-from penstock.services.coordinator.why import Onsets, explain_waits, recovery_waits
-from penstock.shared.config.job import JobConfig
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.leader.evaluation import EvaluationPlan
+from penstock.services.coordinator.leader.why import Onsets, explain_waits, recovery_waits
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.retry import Blocked
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import BatchSealed, Checkpointed, LineageForked
 from penstock.shared.protocol.messages import Heartbeat

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.models.loading import build_model, build_tokenizer
 from penstock.shared.protocol.ids import Draw

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.services.trainer.episodes import EpisodeColumns, episode_columns
-from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.services.trainer.batch.episodes import EpisodeColumns, episode_columns
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.models.episode_policy import EpisodePolicy
-from penstock.shared.protocol.environment import ArraySpec, EnvSpec
-from penstock.shared.protocol.episode_group import EpisodeGroup
+from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec
+from penstock.shared.protocol.embodied.episode_group import EpisodeGroup
 from penstock.shared.protocol.ids import Draw
 
 CHUNK = 2

@@ -12,11 +12,11 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.services.trainer.checkpoint import load_checkpoint, save_checkpoint
-from penstock.services.trainer.export import export
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.checkpoint.export import export
+from penstock.services.trainer.checkpoint.state import load_checkpoint, save_checkpoint
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.data.prompts import Demonstration
 from penstock.shared.errors import CheckpointError, ConfigError

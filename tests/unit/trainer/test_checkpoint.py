@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.services.trainer import checkpoint_store as module
-from penstock.services.trainer import replay_shards
 from penstock.services.trainer.backends.base import BackendState, LearnerState
-from penstock.services.trainer.checkpoint import (
+from penstock.services.trainer.checkpoint import replay_shards
+from penstock.services.trainer.checkpoint import store as module
+from penstock.services.trainer.checkpoint.state import (
     list_checkpoints,
     load_checkpoint,
     read_manifest,
@@ -24,9 +24,9 @@ from penstock.services.trainer.checkpoint import (
     save_checkpoint,
 )
 from penstock.services.trainer.environment import environment_differences
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import CheckpointError
 from penstock.shared.protocol.trajectory import Group
 

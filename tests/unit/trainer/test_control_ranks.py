@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.services.trainer.collective import Alone, Collective
-from penstock.services.trainer.embodied_learner import EmbodiedLearner
-from penstock.services.trainer.process_group import World
-from penstock.services.trainer.sharding import BatchShard
+from penstock.services.trainer.learners.embodied_learner import EmbodiedLearner
+from penstock.services.trainer.ranks.collective import Alone, Collective
+from penstock.services.trainer.ranks.process_group import World
+from penstock.services.trainer.ranks.sharding import BatchShard
 from tests.unit.trainer.episode_batches import DISCRETE, group_of, job_of, spec_of
 
 UPDATES, ATOL = 3, 2e-6

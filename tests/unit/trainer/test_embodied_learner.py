@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.checkpoint import load_checkpoint, save_checkpoint
-from penstock.services.trainer.embodied_learner import EmbodiedLearner
-from penstock.services.trainer.export import export
-from penstock.services.trainer.job_learner import open_learner
-from penstock.services.trainer.nearness import copy_weights
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.services.trainer.checkpoint.export import export
+from penstock.services.trainer.checkpoint.state import load_checkpoint, save_checkpoint
+from penstock.services.trainer.learners.embodied_learner import EmbodiedLearner
+from penstock.services.trainer.learners.job_learner import open_learner
+from penstock.services.trainer.learners.nearness import copy_weights
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.errors import CheckpointError, ConfigError, ProtocolError
 from penstock.shared.models.episode_policy import build_policy
-from penstock.shared.protocol.environment import ArraySpec
-from penstock.shared.protocol.episode_group import EpisodeGroup
+from penstock.shared.protocol.embodied.environment import ArraySpec
+from penstock.shared.protocol.embodied.episode_group import EpisodeGroup
 from penstock.shared.weights.flat import digest_of_tensors, fill, view
 from tests.unit.trainer.episode_batches import CHUNK, DISCRETE, group_of, job_of, spec_of
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.collective import Alone
-from penstock.services.trainer.episodes import episode_columns
+from penstock.services.trainer.batch.episodes import episode_columns
+from penstock.services.trainer.ranks.collective import Alone
 from penstock.services.trainer.update_rules.episode_grpo import EpisodeGRPORule
 from penstock.shared.config.embodied import EpisodeGRPOConfig, PolicyConfig
 from penstock.shared.models.episode_policy import EpisodePolicy, build_policy

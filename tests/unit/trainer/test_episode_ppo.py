@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.collective import Alone
+from penstock.services.trainer.ranks.collective import Alone
 from penstock.services.trainer.update_rules import NonFiniteStep
 from penstock.services.trainer.update_rules.episode_ppo import EpisodePPORule
 from penstock.shared.config.embodied import EpisodePPOConfig, PolicyConfig

@@ -11,9 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from penstock.services.trainer.backends.local import open_local
+from penstock.services.trainer.batch.packing import columns_of_rows, microbatches
 from penstock.services.trainer.flops import ModelFlops, Work
-from penstock.services.trainer.packing import columns_of_rows, microbatches
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 
 ROWS = [([5, 6, 7], [8, 9, 2]), ([10], [11, 2]), ([12, 13, 14, 15], [16])]
 

@@ -16,18 +16,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.services.trainer.checkpoint import (
+from penstock.services.trainer.checkpoint.state import (
     help_save,
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
     verify_share,
 )
-from penstock.services.trainer.collective import Alone
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.process_group import World
-from penstock.services.trainer.sharding import BatchShard, assign
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.collective import Alone
+from penstock.services.trainer.ranks.process_group import World
+from penstock.services.trainer.ranks.sharding import BatchShard, assign
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import CheckpointError
 from penstock.shared.protocol.trajectory import Group
 
@@ -244,7 +244,7 @@ def test_a_checkpoint_that_fails_on_one_rank_is_over_for_all(ranks: Any, make_co
     ],
 )
 def test_the_table_of_shards_names_its_own_types_only(tmp_path: Path, module: str, name: str) -> None:
-    from penstock.services.trainer.sharded_tensors import METADATA, shard_table
+    from penstock.services.trainer.checkpoint.sharded_tensors import METADATA, shard_table
 
     strings = b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name))
     call = b"\x8c\x04true\x85R."  # of whatever the two names give, with "true"
@@ -257,7 +257,7 @@ def test_the_table_of_shards_is_read_as_every_python_writes_it(tmp_path: Path, m
     """Python 3.11.2 writes a member of an enumeration as an attribute of its class."""
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-    from penstock.services.trainer.sharded_tensors import METADATA, read_shards, shard_table, write_shards
+    from penstock.services.trainer.checkpoint.sharded_tensors import METADATA, read_shards, shard_table, write_shards
 
     monkeypatch.setattr(
         _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name))
@@ -274,7 +274,7 @@ def test_the_table_of_shards_is_read_as_every_python_writes_it(tmp_path: Path, m
 def test_the_table_of_shards_reads_no_other_attribute(tmp_path: Path, name: str) -> None:
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-    from penstock.services.trainer.sharded_tensors import METADATA, shard_table
+    from penstock.services.trainer.checkpoint.sharded_tensors import METADATA, shard_table
 
     class Evil:
         def __reduce__(self) -> Any:
@@ -286,7 +286,7 @@ def test_the_table_of_shards_reads_no_other_attribute(tmp_path: Path, name: str)
 
 
 def test_the_table_of_shards_runs_no_code(tmp_path: Path) -> None:
-    from penstock.services.trainer.sharded_tensors import METADATA, shard_table
+    from penstock.services.trainer.checkpoint.sharded_tensors import METADATA, shard_table
 
     class Evil:
         def __reduce__(self) -> Any:

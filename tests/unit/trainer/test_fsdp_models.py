@@ -21,23 +21,23 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from penstock.services.rollout.engines import open_engine
-from penstock.services.trainer.checkpoint import (
+from penstock.services.trainer.batch.packing import columns_of_rows, microbatches
+from penstock.services.trainer.checkpoint.export import export
+from penstock.services.trainer.checkpoint.state import (
     help_save,
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
     verify_share,
 )
-from penstock.services.trainer.collective import Alone, Collective
-from penstock.services.trainer.export import export
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.packing import columns_of_rows, microbatches
-from penstock.services.trainer.process_group import World
+from penstock.services.trainer.learners.learner import Learner
 from penstock.services.trainer.publishing import Publishing
-from penstock.services.trainer.ranks import Threads
+from penstock.services.trainer.ranks.collective import Alone, Collective
+from penstock.services.trainer.ranks.heartbeats import Threads
+from penstock.services.trainer.ranks.process_group import World
+from penstock.services.trainer.ranks.sharding import BatchShard, assign
 from penstock.services.trainer.replica import Replica
-from penstock.services.trainer.sharding import BatchShard, assign
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.prompts import Demonstration

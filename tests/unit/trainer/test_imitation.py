@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.embodied_learner import EmbodiedLearner
-from penstock.services.trainer.imitation import _windows
-from penstock.shared.config.embodied_job import EmbodiedJob
+from penstock.services.trainer.learners.embodied_learner import EmbodiedLearner
+from penstock.services.trainer.learners.imitation import _windows
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.data.demonstrations import Demonstrations, write_demonstrations
 from penstock.shared.errors import ConfigError, DataError
 from tests.unit.trainer.episode_batches import DISCRETE, job_of, spec_of

@@ -11,13 +11,13 @@ import pytest
 import xxhash
 from msgspec.structs import replace
 
-from penstock.services.trainer.inputs import BatchInputs, Untrainable, completions, decoder_of, fetch_shard
-from penstock.services.trainer.sharding import BatchShard
+from penstock.services.trainer.batch.inputs import BatchInputs, Untrainable, completions, decoder_of, fetch_shard
+from penstock.services.trainer.ranks.sharding import BatchShard
 from penstock.shared.errors import DeadlineError, Unavailable
 from penstock.shared.models.episode_policy import build_policy
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.episode_group import encode_episode_group
+from penstock.shared.protocol.embodied.episode_group import encode_episode_group
 from penstock.shared.protocol.events import SealedGroup
 from penstock.shared.protocol.frame import decode_frame, encode_frame
 from penstock.shared.protocol.ids import Draw

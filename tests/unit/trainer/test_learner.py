@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from penstock.services.trainer.backends.local import open_local
-from penstock.services.trainer.collective import Alone
-from penstock.services.trainer.facts import gather_facts
-from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.batch.facts import gather_facts
+from penstock.services.trainer.batch.packing import columns_of, microbatches
+from penstock.services.trainer.learners.learner import Learner
 from penstock.services.trainer.optimizer import decayed_names
-from penstock.services.trainer.packing import columns_of, microbatches
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.ranks.collective import Alone
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.loading import build_model
 from penstock.shared.protocol.trajectory import Group

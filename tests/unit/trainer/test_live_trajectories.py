@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from penstock.services.coordinator.online.groups import group_of
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.kinds import parse_training
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.kinds import parse_training
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.interaction import Interaction
+from penstock.shared.protocol.live.interaction import Interaction
 
 CONFIG = parse_training(
     {

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from penstock.services.trainer import ranks as module
-from penstock.services.trainer.liveness import KEY, Liveness
-from penstock.services.trainer.process_group import World
-from penstock.services.trainer.ranks import Ranks, Threads
+from penstock.services.trainer.ranks import heartbeats as module
+from penstock.services.trainer.ranks.heartbeats import Ranks, Threads
+from penstock.services.trainer.ranks.liveness import KEY, Liveness
+from penstock.services.trainer.ranks.process_group import World
 from penstock.services.trainer.replica import Replica
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import CheckpointError, DataError, RankLost
 
 SILENCE_S = 3.0

@@ -15,12 +15,12 @@ import pytest
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from penstock.services.trainer.checkpoint import help_save, list_checkpoints, load_checkpoint, save_checkpoint
-from penstock.services.trainer.collective import Alone, Collective
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.process_group import World
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.checkpoint.state import help_save, list_checkpoints, load_checkpoint, save_checkpoint
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.collective import Alone, Collective
+from penstock.services.trainer.ranks.process_group import World
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.protocol.trajectory import Group
 
 Batches = list[list[Group]]

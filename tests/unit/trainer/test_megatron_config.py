@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.shared.config.backend import MegatronConfig
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import ConfigError
 
 

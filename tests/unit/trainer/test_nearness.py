@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from penstock.services.trainer.nearness import BOUNDS, COARSE_BOUND, Nearness, distance
+from penstock.services.trainer.learners.nearness import BOUNDS, COARSE_BOUND, Nearness, distance
 
 BOUND = BOUNDS["float32"]
 START = {"a": torch.zeros(3, 4), "b": torch.zeros(2, dtype=torch.bfloat16)}

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from penstock.services.coordinator.online.groups import example_group
-from penstock.services.trainer.collective import Alone, Collective
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.process_group import World
-from penstock.services.trainer.sharding import BatchShard, owners
-from penstock.shared.config.online_job import OnlineJob
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.collective import Alone, Collective
+from penstock.services.trainer.ranks.process_group import World
+from penstock.services.trainer.ranks.sharding import BatchShard, owners
+from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.objective import Objective
 from penstock.shared.protocol.trajectory import Group

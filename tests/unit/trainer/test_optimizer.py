@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.services.trainer.optimizer import Optimizer, decayed_names
-from penstock.shared.config.job import JobConfig, OptimizerConfig
+from penstock.shared.config.jobs.job import JobConfig, OptimizerConfig
 from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.models.loading import build_model
 

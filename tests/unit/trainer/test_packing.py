@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.services.trainer.collective import Alone
-from penstock.services.trainer.facts import gather_facts
-from penstock.services.trainer.minibatches import Minibatch, minibatches
-from penstock.services.trainer.packing import columns_of, columns_of_rows, microbatches
-from penstock.services.trainer.sharding import BatchShard
+from penstock.services.trainer.batch.facts import gather_facts
+from penstock.services.trainer.batch.minibatches import Minibatch, minibatches
+from penstock.services.trainer.batch.packing import columns_of, columns_of_rows, microbatches
+from penstock.services.trainer.ranks.collective import Alone
+from penstock.services.trainer.ranks.sharding import BatchShard
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.trajectory import Group
 

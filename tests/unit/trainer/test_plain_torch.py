@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
 
-from penstock.services.trainer.embodied_learner import EmbodiedLearner
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.embodied_job import EmbodiedJob
-from penstock.shared.protocol.episode_group import EpisodeGroup
+from penstock.services.trainer.learners.embodied_learner import EmbodiedLearner
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.protocol.embodied.episode_group import EpisodeGroup
 from penstock.shared.protocol.ids import derive_seed
 from tests.unit.trainer.episode_batches import group_of, job_of, spec_of
 

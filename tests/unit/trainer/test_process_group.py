@@ -13,15 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from penstock.services.trainer.orders import Leave, Load, Orders, Publish, Train
-from penstock.services.trainer.process_group import Place, World, place_from_environment, store_of_this_start
-from penstock.services.trainer.row_shards import own_rows
+from penstock.services.trainer.ranks.orders import Leave, Load, Orders, Publish, Train
+from penstock.services.trainer.ranks.process_group import Place, World, place_from_environment, store_of_this_start
+from penstock.services.trainer.ranks.row_shards import own_rows
 from penstock.shared.errors import ConfigError, RankLost
 from penstock.shared.protocol.messages import BatchManifest
 
 MANIFEST = BatchManifest(number=3, revision=1, start_version=2, update_index=2, groups=[])
 RANK_OF_TORCHRUN = """
-from penstock.services.trainer.process_group import join, place_from_environment
+from penstock.services.trainer.ranks.process_group import join, place_from_environment
 world = join(place_from_environment(), deadline_s=50)
 print(world.everybody.sum({"ranks": 1.0})["ranks"], flush=True)
 world.leave()

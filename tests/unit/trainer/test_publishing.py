@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from penstock.services.trainer.learner import Learner
+from penstock.services.trainer.learners.learner import Learner
 from penstock.services.trainer.publishing import Publishing
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import Fenced
 from penstock.shared.protocol.weights import WeightManifest, make_layout

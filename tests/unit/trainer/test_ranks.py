@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from penstock.services.trainer.collective import Alone, Collective
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.process_group import World
-from penstock.services.trainer.sharding import BatchShard, assign
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.collective import Alone, Collective
+from penstock.services.trainer.ranks.process_group import World
+from penstock.services.trainer.ranks.sharding import BatchShard, assign
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.trajectory import Group
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.loading import build_model, build_tokenizer

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.services.trainer.episodes import Transitions
-from penstock.services.trainer.replay_buffer import ReplayBuffer, sampled_rows
+from penstock.services.trainer.batch.episodes import Transitions
+from penstock.services.trainer.batch.replay_buffer import ReplayBuffer, sampled_rows
 from penstock.shared.config.embodied import ReplayBufferConfig
 from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.protocol.ids import Draw

@@ -13,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from penstock.services.trainer.checkpoint import save_checkpoint
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.packing import columns_of
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.batch.packing import columns_of
+from penstock.services.trainer.checkpoint.state import save_checkpoint
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import ProtocolError
 from penstock.shared.models.experts import RouterLoad
 from penstock.shared.protocol.trajectory import Group, decode_group, encode_group
@@ -74,7 +74,7 @@ def test_how_the_batch_is_cut_changes_nothing(moe: Any, batch: list[Group]) -> N
 
 def test_a_loss_per_microbatch_would_be_another(moe: Any, batch: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: loads of each microbatch alone give other gradients."""
-    from penstock.services.trainer.routers import Routers
+    from penstock.services.trainer.batch.routers import Routers
 
     wanted = {"aux_loss_coef": 0.5}
     sgd = {"optimizer": {"learning_rate": 1e-3, "max_grad_norm": 100.0, "eps": 1.0}}
@@ -136,7 +136,7 @@ def test_tables_travel_with_their_tokens(batch: list[Group], dtype: str) -> None
     groups = [decode_group(encode_group(group)[0]) for group in with_tables(batch, dtype)]
     assert all(np.array_equal(a.experts, b.experts) for a, b in zip(groups, with_tables(batch, dtype), strict=True))
     columns = columns_of(groups)
-    from penstock.services.trainer.packing import microbatches
+    from penstock.services.trainer.batch.packing import microbatches
 
     parts = microbatches(columns, np.arange(len(columns.group_B)), 60)
     assert len(parts) > 1

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from penstock.services.trainer.backends.local import open_local
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.packing import columns_of, microbatches
-from penstock.services.trainer.sharding import BatchShard
-from penstock.services.trainer.update_rules.kl_coefficient import KLCoefficient
+from penstock.services.trainer.batch.packing import columns_of, microbatches
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.services.trainer.update_rules.on_policy import KLCoefficient
 from penstock.shared.config.correction import KLConfig
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.events import Hyperparameters
 from penstock.shared.protocol.trajectory import Group

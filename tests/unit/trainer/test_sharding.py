@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.services.trainer.sharding import assign
+from penstock.services.trainer.ranks.sharding import assign
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.services.trainer.collective import Alone
-from penstock.services.trainer.episodes import EpisodeColumns
-from penstock.services.trainer.replay_buffer import sampled_rows
+from penstock.services.trainer.batch.episodes import EpisodeColumns
+from penstock.services.trainer.batch.replay_buffer import sampled_rows
+from penstock.services.trainer.ranks.collective import Alone
 from penstock.services.trainer.update_rules import NonFiniteStep
 from penstock.services.trainer.update_rules.soft_actor_critic import SoftActorCriticRule
 from penstock.shared.config.embodied import PolicyConfig, SoftActorCriticConfig
 from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.models.distributions import squashed_sample
 from penstock.shared.models.episode_policy import SquashedPolicy, build_policy
-from penstock.shared.protocol.environment import ArraySpec
+from penstock.shared.protocol.embodied.environment import ArraySpec
 from penstock.shared.protocol.ids import Draw
 from tests.unit.trainer.episode_batches import spec_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.services.trainer.statistics import lag_facts, optimizer_facts
+from penstock.services.trainer.batch.statistics import lag_facts, optimizer_facts
 from penstock.shared.protocol.events import SealedGroup
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import BatchManifest

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.sharding import BatchShard
-from penstock.shared.config.job import JobConfig
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import Group

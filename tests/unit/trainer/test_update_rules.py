@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from penstock.services.trainer.backends.local import LocalBackend
-from penstock.services.trainer.learner import Learner
-from penstock.services.trainer.sharding import BatchShard
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.sharding import BatchShard
 from penstock.services.trainer.update_rules import NonFiniteStep
-from penstock.shared.config.job import JobConfig
+from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import CheckpointError
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.trajectory import Group

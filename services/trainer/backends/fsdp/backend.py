@@ -29,15 +29,15 @@ from penstock.services.trainer.backends.local import describing_files
 from penstock.services.trainer.backends.parameters import Parameters, reference_of
 from penstock.services.trainer.backends.scoring import ScoreTensors, score_tensors
 from penstock.services.trainer.backends.stopwatch import Stopwatch
-from penstock.services.trainer.collective import Collective
+from penstock.services.trainer.batch.packing import Microbatch, stand_in
+from penstock.services.trainer.batch.routers import Routers
 from penstock.services.trainer.environment import describe_environment
 from penstock.services.trainer.optimizer import check_fits, decayed_names
-from penstock.services.trainer.packing import Microbatch, stand_in
 from penstock.services.trainer.random_state import random_state, set_random_state
-from penstock.services.trainer.routers import Routers
-from penstock.services.trainer.row_shards import local_part
+from penstock.services.trainer.ranks.collective import Collective
+from penstock.services.trainer.ranks.row_shards import local_part
 from penstock.shared.config.backend import FSDPConfig
-from penstock.shared.config.job import JobConfig, OptimizerConfig
+from penstock.shared.config.jobs.job import JobConfig, OptimizerConfig
 from penstock.shared.config.lora import LoraConfig
 from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.models.architecture import plan_of

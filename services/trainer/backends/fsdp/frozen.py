@@ -14,8 +14,8 @@ from penstock.services.trainer.backends.base import TensorLayout
 from penstock.services.trainer.backends.frozen import layout_of_module
 from penstock.services.trainer.backends.fsdp.sharded_model import ShardedModel, Sharding
 from penstock.services.trainer.backends.scoring import score_tensors
-from penstock.services.trainer.collective import Collective
-from penstock.services.trainer.packing import Microbatch, stand_in
+from penstock.services.trainer.batch.packing import Microbatch, stand_in
+from penstock.services.trainer.ranks.collective import Collective
 from penstock.shared.config.backend import FSDPConfig
 
 __all__ = ["ShardedFrozenModel"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from penstock.services.trainer.row_shards import as_sharded, is_sharded, local_part, rows_of_mesh
+from penstock.services.trainer.ranks.row_shards import as_sharded, is_sharded, local_part, rows_of_mesh
 
 __all__ = ["Rows", "rows_of"]
 

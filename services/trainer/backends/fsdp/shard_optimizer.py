@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from penstock.services.trainer.collective import Collective
 from penstock.services.trainer.optimizer import Optimizer
-from penstock.services.trainer.row_shards import local_part
-from penstock.shared.config.job import OptimizerConfig
+from penstock.services.trainer.ranks.collective import Collective
+from penstock.services.trainer.ranks.row_shards import local_part
+from penstock.shared.config.jobs.job import OptimizerConfig
 
 __all__ = ["ShardOptimizer"]
 

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from penstock.services.trainer.row_shards import gathered, local_part
+from penstock.services.trainer.ranks.row_shards import gathered, local_part
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.architecture import Plan, plan_of, run_blocks_by
 

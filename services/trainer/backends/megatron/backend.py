@@ -23,12 +23,12 @@ from penstock.services.trainer.backends.megatron.model import MegatronModel
 from penstock.services.trainer.backends.megatron.optimizer import ShardedOptimizer
 from penstock.services.trainer.backends.megatron.passes import Passes, Work
 from penstock.services.trainer.backends.megatron.weights import gathered, load, whole_shapes
+from penstock.services.trainer.batch.packing import Microbatch
+from penstock.services.trainer.batch.routers import Routers
 from penstock.services.trainer.environment import describe_environment
 from penstock.services.trainer.optimizer import check_fits, copy_into
-from penstock.services.trainer.packing import Microbatch
-from penstock.services.trainer.routers import Routers
 from penstock.shared.config.backend import MegatronConfig
-from penstock.shared.config.job import JobConfig, OptimizerConfig
+from penstock.shared.config.jobs.job import JobConfig, OptimizerConfig
 from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.models.architecture import plan_of
 from penstock.shared.models.critic import critic_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from penstock.services.trainer.backends.megatron.conversion import EMBEDDING, Parameter
 from penstock.services.trainer.backends.megatron.groups import Groups
 from penstock.services.trainer.optimizer import Optimizer
-from penstock.shared.config.job import OptimizerConfig
+from penstock.shared.config.jobs.job import OptimizerConfig
 
 __all__ = ["ShardedOptimizer"]
 

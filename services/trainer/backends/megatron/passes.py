@@ -18,8 +18,8 @@ from penstock.services.trainer.backends.megatron.groups import Groups
 from penstock.services.trainer.backends.megatron.model import MegatronModel
 from penstock.services.trainer.backends.megatron.pipeline import run_stages, with_loss
 from penstock.services.trainer.backends.megatron.scoring import Selected, States, policy_scores, values
-from penstock.services.trainer.packing import Microbatch
-from penstock.services.trainer.routers import Routers
+from penstock.services.trainer.batch.packing import Microbatch
+from penstock.services.trainer.batch.routers import Routers
 from penstock.shared.models.experts import RouterLoad, Routes
 from penstock.shared.models.packed import PackedTokens
 

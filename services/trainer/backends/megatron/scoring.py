@@ -21,7 +21,7 @@ from penstock.services.trainer.backends.base import Scores
 from penstock.services.trainer.backends.megatron.core import mappings
 from penstock.services.trainer.backends.megatron.groups import Groups
 from penstock.services.trainer.backends.megatron.model import MegatronModel
-from penstock.services.trainer.packing import Microbatch
+from penstock.services.trainer.batch.packing import Microbatch
 from penstock.shared.models.decoder import MAX_LOGITS
 from penstock.shared.models.temperature import tempered
 

@@ -1,0 +1,143 @@
+"""A job file in a request body: JSON or YAML in, its model out, every problem with a pointer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from penstock.services.coordinator.api.http.documents import from_json, from_yaml, step, too_many_flaws
+from penstock.services.coordinator.api.http.occupancy import Occupancy
+from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
+from penstock.shared.config.explain import explain
+from penstock.shared.config.jobs.kinds import AnyJob, job_model
+
+__all__ = ["BODIES", "YAML_TYPES", "body_schema", "job_pointer", "read_job", "read_model", "read_object", "read_parsed"]
+
+T = TypeVar("T")
+
+MAX_SHOWN = 20
+"""Flaws of a body that are listed."""
+YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
+
+
+async def read_job(request: Request) -> tuple[AnyJob, dict[str, Any]]:
+    """The validated job and the document as it was sent.
+
+    Raises:
+        HttpProblem: 400 not parseable, 415 another media type, 422 not a valid job.
+    """
+    return await read_parsed(request, partial(_job_of, _media_type(request)))
+
+
+def _job_of(kind: str, body: bytes) -> tuple[AnyJob, dict[str, Any]]:
+    raw = _object_of(kind, body, yaml_too=True)
+    model = job_model(raw)
+    try:
+        return model.model_validate(raw), raw
+    except ValidationError as error:
+        flaws = [Flaw(pointer=job_pointer(raw, key), detail=detail) for key, detail in explain(model, error)]
+        first = f"{flaws[0].pointer or '/'}: {flaws[0].detail}"
+        more = f" (and {len(flaws) - 1} more)" if len(flaws) > 1 else ""
+        raise HttpProblem(422, "invalid_job", f"the job is not valid: {first}{more}", errors=flaws) from None
+
+
+async def read_object(request: Request, *, patch_too: bool = False) -> dict[str, Any]:
+    """The JSON body as an object; an empty body is an empty object."""
+    return await read_parsed(request, partial(_object_of, _media_type(request), patch_too=patch_too))
+
+
+async def read_parsed(request: Request, parse: Callable[[bytes], T]) -> T:
+    """``parse(body)``, beside the event loop where the body is long. Raises HttpProblem: 429 it was not its turn."""
+    body = await request.body()
+    state = request.scope.get("state", {})
+    try:
+        occupancy: Occupancy = request.app.state.backend.occupancy
+        return await occupancy.parse(state.get("owner", ""), body, partial(parse, body))
+    finally:
+        if (large := state.get("large_body")) is not None:
+            await large.leave()
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _object_of(kind: str, body: bytes, *, yaml_too: bool = False, patch_too: bool = False) -> dict[str, Any]:
+    if not body and not yaml_too:
+        return {}
+    if yaml_too and kind in YAML_TYPES:
+        data = from_yaml(body)
+    elif kind == "application/json" or (patch_too and kind == "application/merge-patch+json"):
+        data = from_json(body)
+    else:
+        accepted = "application/json or application/yaml" if yaml_too else "application/json"
+        raise HttpProblem(415, "unsupported_media_type", f"Content-Type '{kind}' is not known here; send {accepted}")
+    if not isinstance(data, dict):
+        detail = f"the body must be an object, found {type(data).__name__}"
+        raise HttpProblem(422, "invalid_body", detail, errors=[Flaw(pointer="", detail=detail)])
+    return data
+
+
+M = TypeVar("M", bound=BaseModel)
+
+BODIES: dict[str, type[BaseModel]] = {}
+"""Models of request bodies that routes read by themselves, for the OpenAPI document."""
+
+
+async def read_model(request: Request, model: type[M]) -> M:
+    """The JSON body as ``model``, without coercion: a number in quotes is no number.
+
+    Raises:
+        HttpProblem: 400 not parseable, 415 another media type, 422 not valid, with a pointer to each flaw.
+    """
+    return await read_parsed(request, partial(_model_of, _media_type(request), model))
+
+
+def _model_of(kind: str, model: type[M], body: bytes) -> M:
+    data = _object_of(kind, body)
+    try:
+        return model.model_validate_json(orjson.dumps(_with_integers(data)), strict=True)
+    except ValidationError as error:
+        if (problem := too_many_flaws(error)) is not None:
+            raise problem from None
+        flaws = [Flaw(pointer=job_pointer(data, key), detail=detail) for key, detail in explain(model, error)]
+        first = f"{flaws[0].pointer or '/'}: {flaws[0].detail}"
+        raise HttpProblem(422, "invalid_body", f"the body is not valid: {first}", errors=flaws[:MAX_SHOWN]) from None
+
+
+def _with_integers(data: Any) -> Any:
+    """Numbers without a fraction as integers, which is what JSON Schema takes them for."""
+    if isinstance(data, dict):
+        return {key: _with_integers(value) for key, value in data.items()}
+    if isinstance(data, list):
+        return [_with_integers(value) for value in data]
+    return int(data) if isinstance(data, float) and data.is_integer() and abs(data) < 1 << 53 else data
+
+
+def body_schema(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
+    """``openapi_extra`` of a route that reads its body by ``read_model``; its schema is among the components."""
+    BODIES[model.__name__] = model
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
+
+
+def job_pointer(raw: Any, key: str) -> str:
+    """JSON pointer (RFC 6901) of a dotted key; the tags of unions that pydantic puts into it are left out."""
+    if key == "(top level)":
+        return ""
+    pointer, node = "", raw
+    parts = key.split(".")
+    for index, part in enumerate(parts):
+        if isinstance(node, dict) and part in node:
+            node = node[part]
+        elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif index < len(parts) - 1:
+            continue
+        pointer += step(part)
+    return pointer

@@ -1,0 +1,193 @@
+"""JSON and YAML from strangers: bounded in depth and size, and nothing in it that JSON could not say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import orjson
+import yaml
+from pydantic import ValidationError
+
+from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
+from penstock.shared.config.base import YAMLLoader
+
+__all__ = [
+    "MAX_DEPTH", "MAX_FLAWS", "MAX_VALUES", "bound_values", "count_values", "from_json", "from_yaml", "items_of",
+    "step", "too_many_flaws",
+]  # fmt: skip
+
+MAX_VALUES, MAX_DEPTH = 100_000, 64
+"""Bounds of a document; YAML aliases can make a short text enormous."""
+
+MAX_YAML_VALUES = 20_000
+"""YAML is composed in one piece, during which the process does nothing else; who needs more sends JSON."""
+CHUNK_BYTES = 1 << 20
+"""Bytes that are looked at in one piece."""
+
+MAX_FLAWS = 1000
+"""A body with more flaws is refused without a list of them: making it takes longer than reading the body."""
+
+
+def from_json(body: bytes) -> Any:
+    """Parse JSON. Raises HttpProblem: 400 not JSON, 422 beyond the bounds."""
+    if count_values(body) > MAX_VALUES:
+        raise _too_complex()
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise HttpProblem(400, "malformed_json", f"the body is not valid JSON: {error}") from None
+    _check(data)
+    return data
+
+
+def from_yaml(body: bytes) -> Any:
+    """Parse YAML. Raises HttpProblem: 400 not YAML, 422 beyond the bounds or without a JSON form."""
+    try:
+        _check_depth(body)
+        data = yaml.load(body, Loader=YAMLLoader)  # a safe loader
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "cannot be parsed"
+        raise HttpProblem(400, "malformed_yaml", f"the body is not valid YAML{place}: {problem}") from None
+    _check(data)
+    return data
+
+
+def bound_values(body: bytes, most: int) -> None:
+    """Refuse a JSON text with more than ``most`` values, before anything is made of it. Raises HttpProblem: 422."""
+    if count_values(body) > most:
+        raise HttpProblem(422, "too_complex", f"the document has more than {most} values")
+
+
+def count_values(body: bytes) -> int:
+    """How many values a JSON text has, at most one more for each list or object; of others some number.
+
+    A parser makes millions of objects of a few megabytes, in one piece, during which the process does nothing else.
+    """
+    at_most = 1 + body.count(b",") + body.count(b"[") + body.count(b"{")
+    if at_most <= MAX_VALUES:
+        return at_most
+    found, is_inside = 1, 0
+    text = _without_escapes(body)
+    for start in range(0, len(text), CHUNK_BYTES):
+        outside, codes, is_inside = _outside(text[start : start + CHUNK_BYTES], is_inside)
+        found += int(np.count_nonzero(((codes == _COMMA) | (codes == _LIST) | (codes == _OBJECT)) & outside))
+    return found
+
+
+def items_of(body: bytes, most: int) -> list[bytes]:
+    """The texts of the items of a JSON array, at most ``most``; for what is no JSON, texts of which one is none either.
+
+    Raises:
+        HttpProblem: 400 not JSON, 413 more than ``most`` items, 422 no array.
+    """
+    text = body.strip(b" \t\r\n")
+    if not text.startswith(b"["):
+        raise HttpProblem(
+            422, "invalid_body", "the body must be an array", errors=[Flaw(pointer="", detail="no array")]
+        )
+    is_inside, depth, places, masked = 0, 0, list[int](), _without_escapes(text)
+    for start in range(0, len(text), CHUNK_BYTES):
+        outside, codes, is_inside = _outside(masked[start : start + CHUNK_BYTES], is_inside)
+        deeper = ((codes == _LIST) | (codes == _OBJECT)) & outside
+        higher = ((codes == _LIST_END) | (codes == _OBJECT_END)) & outside
+        depths = depth + np.cumsum(deeper.astype(np.int32) - higher.astype(np.int32))
+        ends = ((codes == _COMMA) & outside & (depths == 1)) | (higher & (depths == 0))
+        places += (start + np.flatnonzero(ends)[: most + 2]).tolist()
+        depth = int(depths[-1])
+        if len(places) > most:
+            raise HttpProblem(413, "too_many_items", f"a batch has at most {most} items, found more")
+    if depth != 0 or not places or places[-1] != len(text) - 1:
+        raise HttpProblem(400, "malformed_json", "the body is not valid JSON: its brackets do not match")
+    if not text[1:-1].strip(b" \t\r\n"):
+        return []
+    return [text[begin + 1 : end] for begin, end in zip([0, *places[:-1]], places, strict=True)]
+
+
+_COMMA, _LIST, _OBJECT, _LIST_END, _OBJECT_END, _QUOTE = b',[{]}"'
+
+
+def _without_escapes(text: bytes) -> bytes:
+    """A JSON text with blanks for the characters of strings that are written with a backslash."""
+    return text.replace(b"\\\\", b"  ").replace(b'\\"', b"  ") if b"\\" in text else text
+
+
+def _outside(piece: bytes, is_inside: int) -> tuple[Any, Any, int]:
+    """``(which bytes stand in no string, the bytes, whether the next piece begins in one)``."""
+    codes = np.frombuffer(piece, np.uint8)
+    inside = (np.cumsum(codes == _QUOTE, dtype=np.uint8) + is_inside) & 1
+    return inside == 0, codes, int(inside[-1]) if len(piece) else is_inside
+
+
+def too_many_flaws(error: ValidationError) -> HttpProblem | None:
+    """Message for a body that has more flaws than can be listed."""
+    count = error.error_count()
+    if count <= MAX_FLAWS:
+        return None
+    detail = f"the body is not valid: it has {count} flaws, too many to list"
+    return HttpProblem(422, "invalid_body", detail, errors=[Flaw(pointer="", detail=detail)])
+
+
+def step(part: str) -> str:
+    """One step of a JSON pointer (RFC 6901)."""
+    return "/" + part.replace("~", "~0").replace("/", "~1")
+
+
+def _check_depth(body: bytes) -> None:
+    """The composer of libyaml recurses on the C stack and would take the process down; its event parser does not."""
+    depth = 0
+    for count, event in enumerate(yaml.parse(body, Loader=YAMLLoader)):
+        if count > MAX_YAML_VALUES:
+            raise _too_complex(MAX_YAML_VALUES)
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise _too_complex()
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+def _check(data: Any) -> None:
+    level = [("", data)]
+    seen = 0
+    for _ in range(MAX_DEPTH + 1):
+        seen += len(level)
+        if seen > MAX_VALUES:
+            raise _too_complex()
+        below: list[tuple[str, Any]] = []
+        for pointer, value in level:
+            below.extend(_children(pointer, value))
+            if len(below) > MAX_VALUES:
+                raise _too_complex()
+        if not below:
+            return
+        level = below
+    raise _too_complex()
+
+
+def _children(pointer: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise _not_json(pointer, f"the key {key!r} must be a string; put it in quotes")
+            yield pointer + step(key), item
+    elif isinstance(value, list):
+        yield from ((f"{pointer}/{index}", item) for index, item in enumerate(value))
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise _not_json(pointer, "must be a finite number")
+    elif isinstance(value, int) and abs(value) >= 1 << 63:
+        raise _not_json(pointer, "must fit in 64 bits")
+    elif not (value is None or isinstance(value, str | int | float)):
+        raise _not_json(pointer, f"a {type(value).__name__} has no JSON form; put the value in quotes")
+
+
+def _too_complex(most: int = MAX_VALUES) -> HttpProblem:
+    return HttpProblem(422, "too_complex", f"the document has more than {most} values or {MAX_DEPTH} levels")
+
+
+def _not_json(pointer: str, detail: str) -> HttpProblem:
+    return HttpProblem(422, "invalid_job", f"{pointer or '/'}: {detail}", errors=[Flaw(pointer=pointer, detail=detail)])

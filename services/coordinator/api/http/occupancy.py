@@ -1,0 +1,123 @@
+"""Resources of this process that callers occupy: requests in hand, large bodies being read, and threads that parse.
+
+A caller that reaches its own bound is refused or waits; the others are served meanwhile. Keys of episodes and tokens
+count with the key that made them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.shared.config.service import ServiceSettings
+
+__all__ = ["LargeBody", "Occupancy"]
+
+T = TypeVar("T")
+
+IN_THREAD_BYTES = 16 << 10
+"""Longer bodies are parsed beside the event loop."""
+NUM_PARSERS = 2
+WAIT_S = 10.0
+"""Longest wait for a turn."""
+
+
+class Occupancy:
+    """Bounds per owner (the id of a key, or an address where there are no keys) and for all of them together."""
+
+    def __init__(self, settings: ServiceSettings) -> None:
+        self._most = settings.key_concurrency
+        self._requests: Counter[str] = Counter()
+        self._large = _Turns(settings.large_bodies, settings.key_large_bodies)
+        self._parsing = _Turns(NUM_PARSERS, 1)
+        self._threads = ThreadPoolExecutor(NUM_PARSERS, thread_name_prefix="parse")
+
+    @contextlib.contextmanager
+    def request(self, owner: str) -> Iterator[None]:
+        """Count a request while it is in hand. Raises HttpProblem: 429 the owner has too many."""
+        if self._requests[owner] >= self._most:
+            detail = f"more than {self._most} requests of this key are in hand; wait for some of them"
+            raise _refusal("too_many_at_once", detail)
+        self._requests[owner] += 1
+        try:
+            yield
+        finally:
+            self._requests[owner] -= 1
+            if not self._requests[owner]:
+                del self._requests[owner]
+
+    def large_body(self, owner: str) -> LargeBody:
+        """A body that may turn out to be large."""
+        return LargeBody(self._large, owner)
+
+    async def parse(self, owner: str, body: bytes, work: Callable[[], T]) -> T:
+        """``work()``, which parses ``body``; of long ones beside the loop, one at a time for each owner.
+
+        Raises:
+            HttpProblem: 429 it was not the owner's turn for WAIT_S.
+        """
+        if len(body) <= IN_THREAD_BYTES:
+            return work()
+        async with self._parsing.turn(owner, "parsed"):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False)
+
+
+class LargeBody:
+    """The place of one request among those whose bodies are large."""
+
+    def __init__(self, turns: _Turns, owner: str) -> None:
+        self._turns, self._owner = turns, owner
+        self._held = contextlib.AsyncExitStack()
+        self._is_held = False
+
+    async def enter(self) -> None:
+        """Wait for a place, once. Raises HttpProblem: 429."""
+        if not self._is_held:
+            self._is_held = True
+            await self._held.enter_async_context(self._turns.turn(self._owner, "read"))
+
+    async def leave(self) -> None:
+        """The body is parsed, or was given up."""
+        await self._held.aclose()
+
+
+class _Turns:
+    """At most ``most`` at once, of each owner at most ``each``; who waits does so behind others of the same owner."""
+
+    def __init__(self, most: int, each: int) -> None:
+        self._all, self._each = asyncio.Semaphore(most), each
+        self._owners: dict[str, tuple[asyncio.Semaphore, int]] = {}
+
+    @contextlib.asynccontextmanager
+    async def turn(self, owner: str, what: str) -> AsyncIterator[None]:
+        """Wait for a turn and hold it. Raises HttpProblem: 429 there was none for WAIT_S."""
+        own, users = self._owners.get(owner) or (asyncio.Semaphore(self._each), 0)
+        self._owners[owner] = own, users + 1
+        try:
+            async with contextlib.AsyncExitStack() as held:
+                try:
+                    async with asyncio.timeout(WAIT_S):
+                        await held.enter_async_context(own)
+                        await held.enter_async_context(self._all)
+                except TimeoutError:
+                    detail = f"other large bodies were being {what} for {WAIT_S:g} s; send fewer at once"
+                    raise _refusal("too_many_large_bodies", detail) from None
+                yield
+        finally:
+            own, users = self._owners[owner]
+            self._owners[owner] = own, users - 1
+            if users == 1:
+                del self._owners[owner]
+
+
+def _refusal(code: str, detail: str) -> HttpProblem:
+    return HttpProblem(429, code, detail, headers={"Retry-After": "1", "retry-after-ms": "1000"})

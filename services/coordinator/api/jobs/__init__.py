@@ -1,0 +1,1 @@
+"""Routes about jobs: submit, amend, operate, watch, read samples and checkpoints."""

@@ -1,0 +1,242 @@
+"""Routes that change a job: its file while it runs, its length when it has ended, and operations on it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Query, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import BackendDep, JobId
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.http.bodies import body_schema, job_pointer, read_model, read_object
+from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem, Json
+from penstock.services.coordinator.api.jobs.operations import begin
+from penstock.services.coordinator.api.scopes import require
+from penstock.shared.config.explain import explain
+from penstock.shared.config.jobs.amendable import (
+    AMENDABLE,
+    BACKEND,
+    changed_keys,
+    is_amendable,
+    leaves,
+    value_at,
+    with_patch,
+)
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import AnyJob, job_model
+from penstock.shared.errors import NotFound
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, Operation
+
+__all__ = ["router"]
+
+MERGE_PATCH = "application/merge-patch+json"
+
+router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["jobs"])
+Writer = Annotated[Caller, require("jobs:write")]
+
+
+class Amended(JobRecord):
+    """The job after a change."""
+
+    applies_at_step: int | None = Field(
+        None,
+        description="First update, counted from 1, that the change holds for; null while no leader took it up, "
+        "and where it changes nothing of the training. What was drawn before keeps its temperature",
+    )
+
+
+class Patch(BaseModel):
+    """Part of a job file, as a JSON merge patch (RFC 7396); null takes a key back to its default."""
+
+    model_config = {"extra": "forbid", "json_schema_extra": {"minProperties": 1}}
+
+    train: dict[str, Any] = Field({}, description="max_updates")
+    checkpoint: dict[str, Any] = Field({}, description="every, keep")
+    limits: dict[str, Any] = Field({}, description="byte_budget, timeout_s")
+    optimizer: dict[str, Any] = Field({}, description="learning_rate")
+    algorithm: dict[str, Any] = Field({}, description="kl.coef, unless it is adaptive")
+    sampling: dict[str, Any] = Field({}, description="temperature")
+    backend: dict[str, Any] = Field(
+        {}, description="any key; another `type` replaces the section. The trainer goes on from a checkpoint of its own"
+    )
+    metadata: dict[str, str | None] = {}
+
+
+@router.patch(
+    "",
+    status_code=202,
+    response_model=Amended,
+    responses={412: {"description": "The job was changed since the ETag that If-Match names."}},
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {t: {"schema": Patch.model_json_schema()} for t in ("application/json", MERGE_PATCH)},
+        }
+    },
+)
+async def amend(
+    *,
+    request: Request,
+    job: JobId,
+    caller: Writer,
+    backend: BackendDep,
+    wait: Annotated[float, Query(ge=0, le=60, description="Wait this long for a leader to take it up")] = 5,
+    if_match: Annotated[str, Header()] = "",
+) -> Response:
+    """Change a job file while the job runs.
+
+    What may change: `train.max_updates`, `checkpoint.every`, `checkpoint.keep`, `limits.*`, `optimizer.learning_rate`,
+    `algorithm.kl.coef`, `sampling.temperature` and `metadata`. It holds from the next batch on that is sealed; batches
+    keep what they were sealed with, so that replays stay exact. A temperature holds for what is drawn from then on:
+    each completion is trained at the one that it was sampled at. `backend` holds from the end of the update that is
+    under way: the trainer takes a checkpoint and opens it with the other backend, optimizer included.
+    `If-Match` fails where somebody changed the job since.
+    """
+    patch = await read_object(request, patch_too=True)
+
+    def edit(record: JobRecord) -> AnyJob:
+        _check_match(if_match, record)
+        return amended(record, patch)
+
+    record = await backend.control.amend(job, edit, by=caller.id)
+    generation = record.generation
+    record = await backend.feeds.until(
+        record, lambda now: now.status.observed_generation >= generation or now.status.phase in TERMINAL_PHASES, wait
+    )
+    followed = record.status.observed_generation >= generation
+    step = record.status.applies_at_step if followed else None
+    reply = Amended(**record.model_dump(), applies_at_step=step)
+    return Json(reply, 202, {"ETag": f'"{record.revision}"'})
+
+
+def amended(record: JobRecord, patch: dict[str, Any]) -> AnyJob:
+    """The job file of ``record`` with ``patch`` applied.
+
+    Raises:
+        HttpProblem: 422 `immutable_field` or `invalid_job`, with a pointer to each flaw.
+    """
+    model = job_model(record.spec)
+    before = model.model_validate(record.spec)
+    known = before.model_dump(mode="json")
+    fixed = [
+        key
+        for key, value in leaves(patch)
+        if not is_amendable(before, key) and value_at(known, key) not in (None, value)
+    ]
+    if fixed:
+        raise _immutable(fixed)
+    raw = _without_old_backend(with_patch(record.spec, patch), patch, known)
+    try:
+        after = model.model_validate(raw)
+    except ValidationError as error:
+        flaws = [Flaw(pointer=job_pointer(raw, key), detail=detail) for key, detail in explain(model, error)]
+        first = f"{flaws[0].pointer or '/'}: {flaws[0].detail}"
+        raise HttpProblem(422, "invalid_job", f"the job would not be valid: {first}", errors=flaws) from None
+    fixed = [key for key in changed_keys(before, after) if not is_amendable(before, key)]
+    if fixed:
+        raise _immutable(fixed)
+    _check_schedule(after)
+    return after
+
+
+def _without_old_backend(raw: dict[str, Any], patch: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """The keys of one type of backend mean nothing to another one."""
+    section = patch.get(BACKEND)
+    if not isinstance(section, dict) or section.get("type") in (None, value_at(known, f"{BACKEND}.type")):
+        return raw
+    return {**raw, BACKEND: with_patch({}, section)}
+
+
+def _check_schedule(job: AnyJob) -> None:
+    if not isinstance(job, JobConfig) or job.train.max_updates is not None:
+        return
+    critic = job.algorithm.critic
+    for schedule in (job.optimizer.schedule, "constant" if critic is None else critic.optimizer.schedule):
+        if schedule != "constant":
+            detail = f"the schedule '{schedule}' decays over the run and needs it"
+            flaw = Flaw(pointer="/train/max_updates", detail=detail)
+            raise HttpProblem(422, "invalid_job", f"/train/max_updates: {detail}", errors=[flaw])
+
+
+def _immutable(keys: list[str]) -> HttpProblem:
+    flaws = [Flaw(pointer="/" + key.replace(".", "/"), detail="cannot change while the job exists") for key in keys]
+    may = ", ".join((*AMENDABLE, BACKEND, "metadata"))
+    unless = "algorithm.kl.coef unless it is adaptive, backend unless there is online.promotion"
+    detail = f"{', '.join(keys)} cannot change any more; what may: {may} ({unless})"
+    return HttpProblem(422, "immutable_field", detail, errors=flaws)
+
+
+def _check_match(if_match: str, record: JobRecord) -> None:
+    """A tag is good while nobody changed what is wanted since, whatever was observed of the run."""
+    if not if_match or if_match.strip() == "*":
+        return
+    tags = [tag.strip().strip('"') for tag in if_match.split(",")]
+    known = [int(tag) for tag in tags if tag.isascii() and tag.isdigit() and len(tag) < 19]
+    if not any(record.changed_from < revision <= record.revision for revision in known):
+        raise HttpProblem(
+            412,
+            "precondition_failed",
+            f"the job was changed since (it is at generation {record.generation}): read it again",
+            headers={"ETag": f'"{record.revision}"'},
+        )
+
+
+class Extension(BaseModel):
+    """How long a job that has ended is to be."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_updates: int = Field(ge=1, lt=1 << 53, description="Policy updates in all, those that are done included")
+
+
+class ExtendedJob(JobRecord):
+    """The job as it is now."""
+
+    notes: list[str]
+    """Changes that its settings bring with the greater length: of the learning rate, for example."""
+
+
+@router.post(
+    "/extend",
+    status_code=202,
+    response_model=ExtendedJob,
+    openapi_extra=body_schema(Extension),
+    responses={409: {"description": "It has not ended, or cannot go on."}},
+)
+async def extend(request: Request, job: JobId, caller: Writer, backend: BackendDep) -> Response:
+    """Let a job that has ended go on: optimizer, place in the schedule, data order, numbering and ledger continue."""
+    wanted = await read_model(request, Extension)
+    record, notes = await backend.control.extend(job, wanted.max_updates, by=caller.id)
+    return Json(ExtendedJob(**record.model_dump(), notes=notes), 202, {"ETag": f'"{record.revision}"'})
+
+
+# -- operations ------------------------------------------------------------------------------------------------------
+
+
+@router.post("/checkpoints", status_code=202, response_model=Operation)
+async def checkpoint_now(job: JobId, caller: Writer, backend: BackendDep) -> Response:
+    """Ask for a checkpoint of what is trained by now; the operation tells when it is there, and its number."""
+    return await begin(backend, job, "checkpoint", caller)
+
+
+@router.get("/operations/{operation}", response_model=Operation, dependencies=[require("jobs:read")])
+async def get_operation(
+    job: JobId,
+    operation: Annotated[str, Path(max_length=64)],
+    backend: BackendDep,
+    wait: Annotated[float, Query(ge=0, le=60, description="Hold the reply until it is over")] = 0,
+) -> Response:
+    """Show an operation; a job remembers its newest ones."""
+
+    def find(record: JobRecord) -> Operation | None:
+        return next((one for one in record.operations if one.id == operation), None)
+
+    def is_over(record: JobRecord) -> bool:
+        return (found := find(record)) is None or found.state != "pending"
+
+    found = find(await backend.feeds.until(await backend.control.get(job), is_over, wait))
+    if found is None:
+        raise NotFound(f"job '{job}' remembers no operation '{operation}'")
+    return Json(found)

@@ -1,0 +1,146 @@
+"""Routes that list and download checkpoints."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path
+from starlette.responses import Response, StreamingResponse
+
+from penstock.services.coordinator.api.access import BackendDep, JobId
+from penstock.services.coordinator.api.http.open_file import byte_range, open_file, reply_of
+from penstock.services.coordinator.api.http.replies import HttpProblem, Json
+from penstock.services.coordinator.api.jobs.archives import Member, tar_bytes, tar_stream
+from penstock.services.coordinator.api.schemas import CheckpointList, CheckpointRow
+from penstock.services.coordinator.api.scopes import require
+from penstock.shared.errors import Conflict
+
+__all__ = ["artifacts", "router"]
+
+router = APIRouter(prefix="/v1/jobs/{job_id}/checkpoints", tags=["checkpoints"])
+artifacts = APIRouter(tags=["checkpoints"])
+READ = [require("jobs:read")]
+TAR = "application/x-tar"
+FILE_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}},
+    206: {"description": "The part that Range asks for."},
+    304: {"description": "Not changed."},
+    409: {"description": "The files are not on the coordinator's host."},
+    416: {"description": "The range starts past the end of the file."},
+}
+
+Number = Annotated[int, Path(ge=0, lt=1 << 53, description="Batches trained before the checkpoint")]
+FileName = Annotated[str, Path(description="As the checkpoint's `files` name it", max_length=500)]
+
+
+@router.get("", response_model=CheckpointList, dependencies=READ)
+async def list_checkpoints(job: JobId, backend: BackendDep) -> Response:
+    """The checkpoints that the ledger records, oldest first, with the sha256 of every file."""
+    return Json({"object": "list", "data": await backend.control.checkpoints(job), "has_more": False})
+
+
+@router.get("/{number}", response_model=CheckpointRow, dependencies=READ)
+async def get_checkpoint(job: JobId, number: Number, backend: BackendDep) -> Response:
+    """One checkpoint and its files."""
+    return Json(await backend.control.checkpoint(job, number))
+
+
+@router.delete(
+    "/{number}",
+    status_code=204,
+    dependencies=[require("jobs:write")],
+    responses={409: {"description": "The run needs it, or its files are not here."}},
+)
+async def delete(job: JobId, number: Number, backend: BackendDep) -> Response:
+    """Delete the files of a checkpoint; while the job runs not those of the initial, the best and the newest one."""
+    await backend.control.delete_checkpoint(job, number)
+    return Response(status_code=204)
+
+
+@router.get(
+    "/{number}/archive",
+    response_class=StreamingResponse,
+    dependencies=[require("artifacts:read")],
+    responses={
+        200: {"content": {TAR: {"schema": {"type": "string", "format": "binary"}}}},
+        409: {"description": "The files are not on the coordinator's host."},
+    },
+)
+async def archive(job: JobId, number: Number, backend: BackendDep) -> Response:
+    """All files of a checkpoint as one tar, in the directory `checkpoint-NUMBER`; the same bytes each time."""
+    row = await backend.control.checkpoint(job, number)
+    if not row["available"]:
+        raise Conflict(f"the files of checkpoint {number} are not on the coordinator's host")
+    members = []
+    for file in row["files"]:
+        path, _ = await backend.control.checkpoint_file(job, number, file["name"])
+        members.append(Member(f"checkpoint-{number}/{file['name']}", path, file["nbytes"]))
+    name = f"{job}-{number}.tar"
+    headers = {"Content-Length": str(tar_bytes(members)), "Content-Disposition": f'attachment; filename="{name}"'}
+    return StreamingResponse(tar_stream(members, mtime=int(row["time"])), media_type=TAR, headers=headers)
+
+
+@router.get(
+    "/{number}/files/{name:path}",
+    response_class=StreamingResponse,
+    dependencies=[require("artifacts:read")],
+    responses=FILE_RESPONSES,
+)
+async def download(
+    *,
+    job: JobId,
+    number: Number,
+    name: FileName,
+    backend: BackendDep,
+    wanted: Annotated[str, Header(alias="range")] = "",
+    if_range: Annotated[str, Header()] = "",
+    if_none_match: Annotated[str, Header()] = "",
+) -> Response:
+    """Download a file. ``ETag`` is its sha256; ``Range`` with ``If-Range`` goes on where a download broke off."""
+    path, sha256 = await backend.control.checkpoint_file(job, number, name)
+    what = f"file '{name}' of checkpoint {number}"
+    return await send_file(path, sha256, what, wanted=wanted, if_range=if_range, if_none_match=if_none_match)
+
+
+@artifacts.get(
+    "/v1/artifacts/{sha256}",
+    response_class=StreamingResponse,
+    dependencies=[require("artifacts:read")],
+    responses=FILE_RESPONSES,
+)
+async def artifact(
+    *,
+    sha256: Annotated[str, Path(max_length=64, description="Of the content, in hex")],
+    backend: BackendDep,
+    wanted: Annotated[str, Header(alias="range")] = "",
+    if_range: Annotated[str, Header()] = "",
+    if_none_match: Annotated[str, Header()] = "",
+) -> Response:
+    """A file of any committed checkpoint by the sha256 of its content, which is its ``ETag``, too; with ``Range``."""
+    path = await backend.control.artifact(sha256)
+    return await send_file(path, sha256, "this file", wanted=wanted, if_range=if_range, if_none_match=if_none_match)
+
+
+async def send_file(
+    path: pathlib.Path, sha256: str, what: str, *, wanted: str, if_range: str, if_none_match: str
+) -> Response:
+    """A file, or the part of it that the headers ask for.
+
+    Raises:
+        Conflict: retention took it meanwhile.
+        HttpProblem: 416 the range starts past its end.
+    """
+    etag = f'"{sha256}"'
+    if etag in (tag.strip() for tag in if_none_match.split(",")):
+        return Response(status_code=304, headers={"ETag": etag})
+    try:
+        file, size = await open_file(path)
+    except FileNotFoundError:
+        raise Conflict(f"{what} is gone") from None
+    try:
+        part = byte_range(wanted, size) if if_range in ("", etag) else None
+    except HttpProblem:
+        file.close()
+        raise
+    return reply_of(file, size, part, etag=etag)

@@ -1,0 +1,97 @@
+"""Routes about dead letters: messages that nobody could use, kept with the reason."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import BackendDep, JobId
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.http.replies import Json
+from penstock.services.coordinator.api.jobs.operations import begin
+from penstock.services.coordinator.api.scopes import require
+from penstock.shared.protocol.jobs import Operation
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1/jobs/{job_id}/dead-letters", tags=["dead letters"])
+
+_SEQ_MAX = (1 << 53) - 1
+LetterId = Annotated[int, Path(ge=1, le=_SEQ_MAX, description="As the list shows it")]
+
+
+class LetterRow(BaseModel):
+    """A dead letter: where it came from, how often it was tried, why it is here, the draw that it stood for."""
+
+    id: int
+    time: float
+    stream: str
+    sequence: int
+    attempts: int
+    reason: str
+    draw: str | None
+
+
+class Letter(LetterRow):
+    """With its headers and its content: a ticket as it reads, of anything else the first bytes."""
+
+    nbytes: int
+    headers: dict[str, str]
+    content: Any
+
+
+class LetterList(BaseModel):
+    """One page, oldest first; ``after=last_id`` gets the next."""
+
+    object: Literal["list"] = "list"
+    data: list[LetterRow]
+    has_more: bool = False
+    first_id: int | None = None
+    last_id: int | None = None
+
+
+@router.get("", response_model=LetterList, dependencies=[require("jobs:read")])
+async def list_letters(
+    job: JobId,
+    backend: BackendDep,
+    after: Annotated[int, Query(ge=0, le=_SEQ_MAX)] = 0,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> Response:
+    """List the dead letters of a job, oldest first."""
+    await backend.control.get(job)
+    found = await backend.control.letters.page(job, after=after, limit=limit + 1)
+    page = [LetterRow(**row) for row in found[:limit]]
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return Json(LetterList(data=page, has_more=len(found) > limit, first_id=first, last_id=last))
+
+
+@router.get("/{letter}", response_model=Letter, dependencies=[require("jobs:read")])
+async def get_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Response:
+    """Show a dead letter."""
+    await backend.control.get(job)
+    return Json(await backend.control.letters.show(job, letter))
+
+
+@router.delete("/{letter}", status_code=204, dependencies=[require("jobs:write")])
+async def drop_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Response:
+    """Forget a dead letter; its draw ended when it was buried."""
+    await backend.control.get(job)
+    await backend.control.letters.drop(job, letter)
+    return Response(status_code=204)
+
+
+@router.post("/{letter}/replay", status_code=202, response_model=Operation)
+async def replay_letter(
+    job: JobId, letter: LetterId, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
+) -> Response:
+    """Ask for its prompt again: a new draw in the ledger, after which the letter is dropped. For jobs that run.
+
+    Interactions and feedback are stored in their stream again, but for what is over or known by now (``result.stored``:
+    how many were). Where they still cannot be read the operation fails, and the letter stays.
+    """
+    await backend.control.get(job)
+    await backend.control.letters.check_replayable(job, letter)
+    return await begin(backend, job, "replay_dead_letter", caller, {"id": letter})

@@ -1,0 +1,290 @@
+"""Routes that submit, show and steer jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Header, Query, Request
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import Backend, BackendDep, JobId
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.backend.control import Order
+from penstock.services.coordinator.api.http.bodies import read_job
+from penstock.services.coordinator.api.http.idempotency import token_of
+from penstock.services.coordinator.api.http.replies import HttpProblem, Json
+from penstock.services.coordinator.api.own_models import check_name
+from penstock.services.coordinator.api.schemas import DryRun, JobList
+from penstock.services.coordinator.api.scopes import require
+from penstock.shared.config.base import named
+from penstock.shared.config.environment import VerifiersConfig
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.kinds import AnyJob
+from penstock.shared.config.jobs.serving_job import ServingJob
+from penstock.shared.config.model import REFERENCE, parse_reference
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, Phase
+
+__all__ = ["MAX_PAGE", "MAX_WAIT_S", "check_code", "check_files", "router"]
+
+MAX_PAGE = 100
+MAX_WAIT_S = 300.0
+CHARACTERS = "char"
+"""A tokenizer without a file."""
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+"""Name of a model on a hub, unless there is such a file."""
+_LABEL = re.compile(r"metadata\[(.{1,64})\]")
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+READ = [require("jobs:read")]
+Writer = Annotated[Caller, require("jobs:write")]
+
+Goal = Literal["terminal", "change"] | Phase
+
+
+@router.post(
+    "", status_code=202, response_model=JobRecord,
+    responses={200: {"model": DryRun}, 507: {"description": "The ledger has no room for another job."}},
+)  # fmt: skip
+async def submit(
+    request: Request,
+    caller: Annotated[Caller, require("jobs:write", reach="checked")],
+    backend: BackendDep,
+    dry_run: bool = False,
+) -> Response:
+    """Submit a job file, as JSON or YAML. With ``dry_run=true`` only validate it and show what it would do."""
+    spec, raw = await read_job(request)
+    await _check_models(backend, caller, spec)
+    check_code(caller, spec, backend.settings)
+    await asyncio.to_thread(check_files, caller, spec, backend.settings)
+    if dry_run:
+        return Json({"valid": True, "plan": await backend.control.dry_run(spec)})
+    header = request.headers.get("idempotency-key")
+    key = f"{caller.id}\n{token_of(header)}" if header is not None else ""
+    record = await backend.control.submit(spec, raw, key=key)
+    return _record(record, 202, {"Location": f"/v1/jobs/{record.id}"})
+
+
+@router.get("", response_model=JobList)
+async def list_jobs(
+    *,
+    request: Request,
+    caller: Annotated[Caller, require("jobs:read", reach="checked")],
+    backend: BackendDep,
+    after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
+    limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
+    order: Order = "desc",
+    phase: Phase | None = None,
+    name: Annotated[str | None, Query(max_length=63)] = None,
+    kind: Annotated[
+        str | None, Query(max_length=32, description="rl, online_rl, embodied, evaluation or serving")
+    ] = None,
+) -> Response:
+    """List jobs by time of submission, newest first unless ``order=asc``; with a key for some models, those of these.
+
+    ``metadata[KEY]=VALUE`` in the query, once or several times, keeps those that carry these labels.
+    """
+    labels = {m[1]: value for key, value in request.query_params.multi_items() if (m := _LABEL.fullmatch(key))}
+    found = await backend.control.list_jobs(
+        after=after, limit=limit + 1, order=order, phase=phase, name=name, kind=kind, labels=labels,
+        models=caller.models,
+    )  # fmt: skip
+    page = found[:limit]
+    return Json(
+        JobList(
+            data=page,
+            has_more=len(found) > limit,
+            first_id=page[0].id if page else None,
+            last_id=page[-1].id if page else None,
+        )
+    )
+
+
+@router.get("/{job_id}", response_model=JobRecord, responses={304: {"description": "Not changed."}}, dependencies=READ)
+async def get_job(
+    job: JobId,
+    backend: BackendDep,
+    wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Hold the reply up to this many seconds")] = 0,
+    goal: Annotated[Goal, Query(alias="for", description="terminal, change, or a phase")] = "terminal",
+    if_none_match: Annotated[str, Header()] = "",
+) -> Response:
+    """Show a job; ``?wait=60&for=terminal`` waits for its end (or for a phase), and then shows it as it is."""
+    record = await backend.control.get(job)
+    if wait and not if_none_match and goal == "change":
+        if_none_match = _etag(record)
+    record = await backend.feeds.until(record, lambda now: _reached(now, goal, if_none_match), wait)
+    if if_none_match and _matches(if_none_match, record):
+        return Response(status_code=304, headers={"ETag": _etag(record)})
+    return _record(record, 200)
+
+
+@router.delete(
+    "/{job_id}",
+    status_code=204,
+    dependencies=[require("jobs:write")],
+    responses={409: {"description": "It has not ended, or a job that runs began with one of its checkpoints."}},
+)
+async def delete(job: JobId, backend: BackendDep, checkpoints: bool = False) -> Response:
+    """Delete a job that has ended: its record, ledger, groups, metrics, events and feedback. There is no way back.
+
+    Its checkpoints stay on disk, and no reply names them any more; with ``checkpoints=true`` they are deleted, too.
+    """
+    await backend.control.delete(job, checkpoints=checkpoints)
+    return Response(status_code=204)
+
+
+@router.post("/{job_id}/cancel", status_code=202, response_model=JobRecord)
+async def cancel(
+    job: JobId, caller: Writer, backend: BackendDep, force: bool = False, checkpoint: bool = True
+) -> Response:
+    """Ask a job to end. It drains and writes a checkpoint first. Safe to repeat.
+
+    With ``checkpoint=false`` it only drains, with ``force=true`` it does neither.
+    """
+    record = await backend.control.set_desired(job, "cancelled", by=caller.id, force=force, checkpoint=checkpoint)
+    return _record(record, 202)
+
+
+@router.post("/{job_id}/pause", status_code=202, response_model=JobRecord)
+async def pause(job: JobId, caller: Writer, backend: BackendDep) -> Response:
+    """Ask a job to stop after its present update. Safe to repeat."""
+    return _record(await backend.control.set_desired(job, "paused", by=caller.id), 202)
+
+
+@router.post("/{job_id}/resume", status_code=202, response_model=JobRecord)
+async def resume(job: JobId, caller: Writer, backend: BackendDep) -> Response:
+    """Let a paused job go on. Safe to repeat."""
+    return _record(await backend.control.set_desired(job, "running", by=caller.id), 202)
+
+
+async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
+    """A key for some models submits jobs with their names, and from checkpoints of their jobs."""
+    if caller.models is None:
+        return
+    check_name(caller, spec.name)
+    if isinstance(spec, EmbodiedJob):
+        return
+    await check_origin(backend, caller, spec.model.path or "")
+
+
+async def check_origin(backend: Backend, caller: Caller, path: str) -> None:
+    """Look whether a caller may begin with the checkpoint that ``path`` names, if it names one.
+
+    Raises:
+        HttpProblem: 403 the key is for other models than that of the checkpoint's job.
+    """
+    if caller.models is None or not path.startswith(REFERENCE):
+        return
+    with contextlib.suppress(ConfigError):  # said in the terms of the job file where it is looked up
+        job, _ = parse_reference(path)
+        for made_by in await backend.control.job_entries(frozenset({job})):
+            if not caller.may_use(made_by.name, made_by.id):
+                check_name(caller, path)
+
+
+def check_code(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
+    """Look whether a caller may have the code run that a job file names; the built-in kinds of things are none.
+
+    Raises:
+        HttpProblem: 403, the key lacks the scope jobs:code, or is for other modules; names the key of the job file.
+    """
+    found = [*named(spec, "code")]
+    if isinstance(spec, EmbodiedJob):
+        if ":" in spec.environment.task:  # a module that registers it
+            found.append(("environment.task", spec.environment.task))
+    elif spec.model.trust_remote_code:
+        found.append(("model.trust_remote_code", ""))
+    if not isinstance(spec, ServingJob) and isinstance(spec.environment, VerifiersConfig):
+        found.append(("environment.env.taskset.id", spec.environment.env["taskset"]["id"]))
+    if not found:
+        return
+    if not caller.may("jobs:code"):
+        raise HttpProblem(
+            403, "missing_scope", f"{found[0][0]} names code to be run: the key needs the scope jobs:code"
+        )
+    deployment = frozenset(name.strip() for name in settings.code_modules.split(",") if name.strip())
+    for key, name in found:
+        module = name.partition(":")[0] if ":" in name else name
+        for allowed, whose in ((deployment, "PENSTOCK_CODE_MODULES"), (caller.code_modules, "this key")):
+            if allowed is not None and not _is_below(module, allowed):
+                listed = ", ".join(sorted(allowed)) or "none"
+                raise HttpProblem(403, "other_code", f"{key}: '{name}' is not among the modules of {whose}: {listed}")
+
+
+def _is_below(module: str, allowed: frozenset[str]) -> bool:
+    return "*" in allowed or any(module == name or module.startswith(f"{name}.") for name in allowed)
+
+
+def _files_in_options(spec: AnyJob) -> Iterator[tuple[str, str]]:
+    """Texts among the keyword arguments of a simulator that name a file, for it may read whatever it is given."""
+    if not isinstance(spec, EmbodiedJob):
+        return
+    for key, text in _texts_in(spec.environment.options, "environment.options"):
+        if os.sep in text or text.startswith("~") or os.path.lexists(text):
+            yield key, text
+
+
+def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts_in(inner, f"{key}.{name}")
+    elif isinstance(value, list | tuple):
+        for place, inner in enumerate(value):
+            yield from _texts_in(inner, f"{key}[{place}]")
+
+
+def check_files(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
+    """Look whether a caller may have the files read that a job file names. Follows symbolic links; blocks.
+
+    Raises:
+        HttpProblem: 403, a path leads out of the directories of the deployment; names the key of the job file.
+    """
+    roots = [Path(root.strip()).expanduser().resolve() for root in settings.job_roots.split(",") if root.strip()]
+    if not roots and caller.may("admin"):
+        return
+    for key, name in [*named(spec, "file"), *_files_in_options(spec)]:
+        if name.startswith(REFERENCE) or (key == "model.tokenizer" and name == CHARACTERS):
+            continue
+        if _HUB.fullmatch(name) and not os.path.lexists(name):
+            continue
+        if not any(_resolved(name).is_relative_to(root) for root in roots):
+            where = ", ".join(map(str, roots)) or "none; an administrator may set PENSTOCK_JOB_ROOTS"
+            raise HttpProblem(403, "other_path", f"{key}: '{name}' is not below the directories for jobs: {where}")
+
+
+def _resolved(name: str) -> Path:
+    """The file itself. Raises HttpProblem: 403, there is no telling where a path leads."""
+    try:
+        return Path(name).expanduser().resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # loops of links, no such user, bytes that no path has
+        raise HttpProblem(403, "other_path", f"'{name}' cannot be followed: {error}") from None
+
+
+def _record(record: JobRecord, status: int, headers: dict[str, str] | None = None) -> Response:
+    return Json(record, status, {"ETag": _etag(record), **(headers or {})})
+
+
+def _etag(record: JobRecord) -> str:
+    return f'"{record.revision}"'
+
+
+def _matches(if_none_match: str, record: JobRecord) -> bool:
+    tags = {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
+    return "*" in tags or _etag(record) in tags
+
+
+def _reached(record: JobRecord, goal: str, seen: str) -> bool:
+    if record.status.phase in TERMINAL_PHASES:
+        return True
+    if goal == "change":
+        return not _matches(seen, record)
+    return record.status.phase == goal

@@ -1,0 +1,37 @@
+"""Following the services' logs: the lines as they come, to the end of the job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+
+from penstock.services.coordinator.api.access import Backend
+from penstock.services.coordinator.api.backend.control import Row
+from penstock.shared.protocol.jobs import TERMINAL_PHASES
+
+__all__ = ["LOOK_S", "follow_logs"]
+
+LOOK_S = 0.5
+"""Pause between two looks at the files."""
+
+
+async def follow_logs(
+    backend: Backend, job: str, *, service: str | None, tail: int, after: str | None, unnamed: bool
+) -> AsyncIterator[tuple[str, Row]]:
+    """``(cursor, {"type": "log", "lines": [...]})`` whenever there are new lines; first the last ``tail``.
+
+    Ends once the job is terminal and a last look was taken. Those who have read equally far share a look.
+    """
+    cursor, control = after, backend.control
+    while True:
+        record = await backend.feeds.once(("job", job), LOOK_S, partial(control.get, job))
+        over = record.status.phase in TERMINAL_PHASES
+        read = partial(control.logs, job, service=service, tail=tail, after=cursor, unnamed=unnamed)
+        found = await backend.feeds.once(("logs", job, service, tail, cursor, unnamed, over), LOOK_S, read)
+        cursor = str(found["next"] or "")
+        if found["lines"]:
+            yield cursor, {"type": "log", "lines": found["lines"]}
+        if over:
+            return
+        await asyncio.sleep(LOOK_S)

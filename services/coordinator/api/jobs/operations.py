@@ -1,0 +1,27 @@
+"""How a route has something done that takes its time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import uuid6
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import Backend
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.http.replies import Json
+from penstock.shared.protocol.bus_clock import bus_datetime
+from penstock.shared.protocol.jobs import Operation, OperationKind
+
+__all__ = ["begin"]
+
+
+async def begin(
+    backend: Backend, job: str, kind: OperationKind, caller: Caller, args: dict[str, Any] | None = None
+) -> Response:
+    """Have it done; the reply shows the operation. Raises Conflict: the job is terminal."""
+    operation = Operation(
+        id=f"op_{uuid6.uuid7().hex}", kind=kind, by=caller.id, created_at=bus_datetime(), args=args or {}
+    )
+    await backend.control.begin_operation(job, operation)
+    return Json(operation, 202, {"Location": f"/v1/jobs/{job}/operations/{operation.id}"})

@@ -1,0 +1,57 @@
+"""One completion, wherever it was trained, with every token: for a trajectory viewer."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import BackendDep
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.http.replies import Json
+from penstock.services.coordinator.api.own_models import check_job
+from penstock.services.coordinator.api.scopes import require
+from penstock.shared.errors import NotFound
+
+__all__ = ["SAMPLE_ID", "router"]
+
+SAMPLE_ID = re.compile(r"(job_[0-9a-f]{32})-(.{1,64})", re.ASCII)
+
+router = APIRouter(prefix="/v1/samples", tags=["observe"])
+
+
+class Sample(BaseModel):
+    """A completion as it was stored, beside what the list of samples shows of it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    job: str
+    env: str = Field(description="Name of the source of its prompt; empty where a live agent sent it")
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    token_texts: list[str] | None = Field(
+        None, description="Text of each token, for people; null where the coordinator has no tokenizer of the job"
+    )
+    logprobs: list[float] = Field(description="Of the sampler, natural logarithm of the distribution it sampled from")
+    mask: list[int] = Field(description="1: the policy chose the token; 0: an observation")
+    versions: list[int] = Field(description="Of the policy that chose the token")
+    parts: dict[str, Any] = Field(description="Reward by component")
+    siblings: list[str] = Field(description="Ids of the other completions of the group")
+
+
+@router.get("/{sample_id}", response_model=Sample)
+async def get_sample(
+    sample_id: Annotated[str, Path(max_length=128, description="JOB-STEP-DRAW-INDEX, as the list of samples has it")],
+    caller: Annotated[Caller, require("jobs:read", reach="checked")],
+    backend: BackendDep,
+) -> Response:
+    """A completion token by token: ids, log-probs of the sampler, mask, policy versions, reward by component."""
+    found = SAMPLE_ID.fullmatch(sample_id)
+    if found is None:
+        raise NotFound(f"'{sample_id[:80]}' is no sample: JOB-STEP-DRAW-INDEX, as the list of samples shows it")
+    await check_job(backend, caller, found[1], f"no job '{found[1]}'")
+    return Json(await backend.control.sample(found[1], found[2]))

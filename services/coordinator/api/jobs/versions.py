@@ -1,0 +1,90 @@
+"""Routes about which version of a policy is served: show it, override the promotion gate, go back to a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import BackendDep, JobId
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.http.bodies import body_schema, read_model
+from penstock.services.coordinator.api.http.replies import Json
+from penstock.services.coordinator.api.jobs.operations import begin
+from penstock.services.coordinator.api.scopes import require
+from penstock.shared.protocol.jobs import Operation
+
+__all__ = ["Promotion", "router"]
+
+router = APIRouter(prefix="/v1/jobs/{job_id}", tags=["jobs"])
+
+_LARGEST = (1 << 53) - 1
+
+
+class Promotion(BaseModel):
+    """The version to serve."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    version: int = Field(ge=0, le=_LARGEST, description="The newest one, as `policy_version` of the job says")
+
+
+class RollbackTo(BaseModel):
+    """The checkpoint to go back to."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    checkpoint: int = Field(ge=0, le=_LARGEST, description="Its number")
+
+
+class Trial(BaseModel):
+    """A version on trial: its share of the conversations since when (Unix seconds), and what was said of both arms."""
+
+    version: int
+    served_version: int
+    share: float
+    since: float
+    until: float
+    needed: int = Field(description="So many judged conversations of each arm decide")
+    conversations: int
+    reward: float | None
+    served_conversations: int
+    served_reward: float | None
+
+
+class Versions(BaseModel):
+    """Which version is the newest, which one agents are answered with, and which one some of them try."""
+
+    object: Literal["rl.versions"] = "rl.versions"
+    newest: int
+    served: int
+    canary: Trial | None
+
+
+@router.get("/versions", response_model=Versions, dependencies=[require("jobs:read")])
+async def show_versions(job: JobId, backend: BackendDep) -> Response:
+    """Show the newest version, the one that is served, and the one on trial."""
+    status = (await backend.control.get(job)).status
+    served = status.policy_version if status.served_version is None else status.served_version
+    trial = None if status.canary is None else Trial(**status.canary)
+    return Json(Versions(newest=status.policy_version, served=served, canary=trial))
+
+
+@router.post("/promote", status_code=202, response_model=Operation, openapi_extra=body_schema(Promotion))
+async def promote(
+    request: Request, job: JobId, caller: Annotated[Caller, require("admin")], backend: BackendDep
+) -> Response:
+    """Serve the newest version whatever was measured of it; the operation tells when the ledger says so."""
+    wanted = await read_model(request, Promotion)
+    return await begin(backend, job, "promote", caller, {"version": wanted.version})
+
+
+@router.post("/rollback", status_code=202, response_model=Operation, openapi_extra=body_schema(RollbackTo))
+async def roll_back(
+    request: Request, job: JobId, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
+) -> Response:
+    """Give up the updates after a checkpoint and train on from it; its weights are served, under a new version."""
+    wanted = await read_model(request, RollbackTo)
+    return await begin(backend, job, "rollback", caller, {"checkpoint": wanted.checkpoint})

@@ -1,0 +1,1 @@
+"""Routes of live agents: completions, episodes, served versions, feedback and its quarantine."""

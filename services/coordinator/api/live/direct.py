@@ -1,0 +1,70 @@
+"""Routes that are called thousands of times a second, found by their path instead of by trying every route in turn.
+
+Their declarations stay with the other routes, for the OpenAPI document and for methods that do not exist; what
+is left out here is matching and injection, which take longer than the work itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from penstock.services.coordinator.api.access import Backend
+from penstock.services.coordinator.api.http.replies import from_error, problem_response
+from penstock.services.coordinator.api.scopes import ScopeCheck, check_of
+from penstock.shared.errors import PenstockError
+
+__all__ = ["Direct", "posts_of"]
+
+
+@dataclass(frozen=True)
+class _Post:
+    """A route; ``path`` is its name in metrics."""
+
+    path: str
+    endpoint: Callable[..., Awaitable[Response]]
+    check: ScopeCheck
+
+
+def posts_of(router: APIRouter, paths: Iterable[str]) -> dict[str, _Post]:
+    """The POST routes of ``router`` with these paths; each requires a scope and takes (request, caller, backend)."""
+    wanted, found = set(paths), dict[str, _Post]()
+    for route in router.routes:
+        if isinstance(route, APIRoute) and route.path in wanted and "POST" in (route.methods or ()):
+            check = check_of(route)
+            assert check is not None, f"{route.path} requires no scope"
+            found[route.path] = _Post(route.path, route.endpoint, check)
+    return found
+
+
+class Direct:
+    """ASGI middleware, the innermost: answers the requests it knows and passes the others on."""
+
+    def __init__(self, app: ASGIApp, posts: Mapping[str, Any], backend: Backend) -> None:
+        self.app = app
+        self.posts: Mapping[str, _Post] = posts
+        self.backend = backend
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        post = self.posts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if post is None:
+            await self.app(scope, receive, send)
+            return
+        scope["route"] = post
+        request = Request(scope, receive)
+        try:
+            caller = await post.check(request)
+            response = await post.endpoint(request, caller=caller, backend=self.backend)
+        except ClientDisconnect:
+            return
+        except PenstockError as error:
+            response = problem_response(from_error(error), scope["path"])
+        await response(scope, receive, send)

@@ -1,0 +1,154 @@
+"""Routes about feedback that is held back because it is unlike what its source said before."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from penstock.services.coordinator.api.access import Backend, BackendDep, JobId, SomeJob
+from penstock.services.coordinator.api.auth import Caller
+from penstock.services.coordinator.api.feedback_desk import FeedbackDesk, HeldFeedback
+from penstock.services.coordinator.api.http.replies import HttpProblem, Json
+from penstock.services.coordinator.api.own_models import check_job, jobs_of
+from penstock.services.coordinator.api.scopes import require
+from penstock.shared.protocol.live.interaction import bare_id
+
+__all__ = ["all_jobs", "router"]
+
+router = APIRouter(prefix="/v1/jobs/{job_id}/quarantine", tags=["feedback"])
+all_jobs = APIRouter(tags=["feedback"])
+
+Item = Annotated[str, Path(max_length=64, description="Id of the feedback: a UUID, with or without fb_")]
+Admin = Annotated[Caller, require("feedback:admin")]
+AdminOfAll = Annotated[Caller, require("feedback:admin", reach="checked")]
+After = Annotated[str, Query(max_length=64, description="last_id of the page before")]
+Limit = Annotated[int, Query(ge=1, le=100)]
+_NOT_HELD: dict[int | str, dict[str, Any]] = {409: {"description": "It is not held back, or no longer."}}
+
+
+class HeldRow(BaseModel):
+    """An item that is held: when it came, since when it is held (``time``, Unix seconds) and why."""
+
+    feedback_id: str
+    job: str
+    metric: str
+    source: str
+    reason: str
+    received: float
+    time: float
+
+
+class HeldItem(HeldRow):
+    """With what it says of which response or episode."""
+
+    value: bool | float | str | None
+    target: str
+    weight: float
+    user: str
+    revision: int
+
+
+class HeldList(BaseModel):
+    """One page, in the order of ids; ``after=last_id`` gets the next."""
+
+    object: Literal["list"] = "list"
+    data: list[HeldRow]
+    has_more: bool = False
+    first_id: str | None = None
+    last_id: str | None = None
+
+
+class Verdict(BaseModel):
+    """Decision about an item; it is on disk."""
+
+    feedback_id: str
+    verdict: Literal["release", "drop"]
+    status: Literal["accepted"]
+    duplicate: bool
+
+
+@all_jobs.get("/v1/quarantine", response_model=HeldList)
+async def list_all_held(
+    job: SomeJob, caller: AdminOfAll, backend: BackendDep, after: After = "", limit: Limit = 20
+) -> Response:
+    """List the feedback that is held back, of all jobs that the key reaches."""
+    if not job:
+        return await _page(_desk(backend), await jobs_of(backend, caller), after, limit)
+    await check_job(backend, caller, job)
+    return await _page(await _held(backend, job), [job], after, limit)
+
+
+@all_jobs.get("/v1/quarantine/{item}", response_model=HeldItem, responses=_NOT_HELD)
+async def get_held_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
+    """Show an item that is held back, with what it says; its id says of which job it is."""
+    return Json(await _desk(backend).show(await _job_of(backend, caller, item), item))
+
+
+@all_jobs.post("/v1/quarantine/{item}/release", status_code=202, response_model=Verdict, responses=_NOT_HELD)
+async def release_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
+    """Let it count, as if it had come now; what it is about may have been decided meanwhile."""
+    job = await _job_of(backend, caller, item)
+    return Json(await _desk(backend).decide(job, item, "release", caller=caller), 202)
+
+
+@all_jobs.post("/v1/quarantine/{item}/drop", status_code=202, response_model=Verdict, responses=_NOT_HELD)
+async def drop_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
+    """Reject it for good."""
+    job = await _job_of(backend, caller, item)
+    return Json(await _desk(backend).decide(job, item, "drop", caller=caller), 202)
+
+
+@router.get("", response_model=HeldList)
+async def list_held(job: JobId, caller: Admin, backend: BackendDep, after: After = "", limit: Limit = 20) -> Response:
+    """List the feedback of a job that is held back."""
+    return await _page(await _held(backend, job), [job], after, limit)
+
+
+@router.get("/{item}", response_model=HeldItem, responses=_NOT_HELD)
+async def get_held(job: JobId, item: Item, caller: Admin, backend: BackendDep) -> Response:
+    """Show an item that is held back, with what it says."""
+    return Json(await (await _held(backend, job)).show(job, item))
+
+
+@router.post("/{item}/release", status_code=202, response_model=Verdict, responses=_NOT_HELD)
+async def release(job: JobId, item: Item, caller: Admin, backend: BackendDep) -> Response:
+    """Let it count, as if it had come now; what it is about may have been decided meanwhile."""
+    return Json(await (await _held(backend, job)).decide(job, item, "release", caller=caller), 202)
+
+
+@router.post("/{item}/drop", status_code=202, response_model=Verdict, responses=_NOT_HELD)
+async def drop(job: JobId, item: Item, caller: Admin, backend: BackendDep) -> Response:
+    """Reject it for good."""
+    return Json(await (await _held(backend, job)).decide(job, item, "drop", caller=caller), 202)
+
+
+async def _page(held: HeldFeedback, jobs: list[str] | None, after: str, limit: int) -> Response:
+    found = await held.page(jobs, after=after, limit=limit + 1)
+    page = [HeldRow(**row) for row in found[:limit]]
+    first, last = (page[0].feedback_id, page[-1].feedback_id) if page else (None, None)
+    return Json(HeldList(data=page, has_more=len(found) > limit, first_id=first, last_id=last))
+
+
+async def _job_of(backend: Backend, caller: Caller, item: str) -> str:
+    """The job of an item. Raises NotFound: there is none, or it is of other models than the key is for."""
+    job: str = (await _feedback(backend).fate(item))["job"]
+    await check_job(backend, caller, job, f"no feedback '{bare_id(item) or item[:80]}' was accepted here")
+    return job
+
+
+async def _held(backend: Backend, job: str) -> HeldFeedback:
+    await backend.control.get(job)
+    return _desk(backend)
+
+
+def _desk(backend: Backend) -> HeldFeedback:
+    return _feedback(backend).held
+
+
+def _feedback(backend: Backend) -> FeedbackDesk:
+    if backend.feedback is None:
+        raise HttpProblem(503, "no_feedback", "this process takes no feedback", headers={"Retry-After": "1"})
+    return backend.feedback

@@ -1,0 +1,89 @@
+"""The simulator of an embodied job: asked once what it is like, and whether the job fits it."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+
+from penstock.shared.config.embodied import SoftActorCriticConfig
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["check_camera", "check_spec", "describe_environment"]
+
+REST_BYTES = 96
+"""Of a decision, beside its arrays: spans, padding of the frame."""
+
+
+async def describe_environment(bus: Bus, config: EmbodiedJob, *, deadline_s: float, camera: bool = False) -> EnvSpec:
+    """Have an env worker make the job's simulator and begin one episode; returns its description.
+
+    Args:
+        camera: look whether episodes can be filmed, too: ``no_video`` of the description.
+
+    Raises:
+        ConfigError: the simulator cannot be made, or the job does not fit it.
+        Unavailable: no env worker answered until the deadline.
+    """
+    sim = config.environment
+    request = OpenEnv(
+        env_id=sim.task, num_envs=1, backend=sim.backend, options=sim.options, step_limit_s=sim.step_limit_s,
+        camera=camera,
+    )  # fmt: skip
+    reply = await bus.request(subjects.ENV_DESCRIBE, pack(request, job=config.name), deadline_s=deadline_s)
+    spec = unpack(reply, EnvSpec)[0]
+    check_spec(config, spec)
+    return spec
+
+
+def check_spec(config: EmbodiedJob, spec: EnvSpec) -> None:
+    """Look whether policy and budgets of a job fit its simulator.
+
+    Raises:
+        ConfigError: names the key, and what the simulator has.
+    """
+    policy, where = config.policy, f"{spec.backend} '{spec.env_id}'"
+    unknown = [name for name in policy.observations if name not in spec.observations]
+    if unknown:
+        known = ", ".join(spec.observations)
+        raise ConfigError(f"policy.observations: {where} has no observation '{unknown[0]}'; it has: {known}")
+    discrete = spec.num_actions is not None
+    if discrete != (policy.type == "categorical"):
+        kind = f"one of {spec.num_actions} actions" if discrete else f"{prod(spec.action_shape)} numbers"
+        wanted = "categorical" if discrete else "gaussian, tokens or squashed"
+        raise ConfigError(f"policy.type '{policy.type}': an action of {where} is {kind}; use {wanted}")
+    unbounded = not np.isfinite([*spec.action_low, *spec.action_high]).all()
+    if policy.type in ("tokens", "squashed") and unbounded:
+        raise ConfigError(f"policy.type '{policy.type}': actions of {where} have no finite bounds; use gaussian")
+    if isinstance(config.algorithm, SoftActorCriticConfig):
+        config.algorithm.buffer.check_bytes(
+            observation_size=sum(prod(spec.observations[name].shape) for name in policy.observations),
+            action_size=config.environment.action_chunk * prod(spec.action_shape),
+        )
+    need = bytes_per_step(config, spec)
+    if need > config.environment.bytes_per_step:
+        raise ConfigError(
+            f"environment.bytes_per_step {config.environment.bytes_per_step}: one decision in {where} takes {need} "
+            "bytes; raise it to at least that"
+        )
+
+
+def check_camera(config: EmbodiedJob, spec: EnvSpec) -> list[str]:
+    """Warnings about the films of a job. Raises ConfigError: it asks for some and no episode can be filmed."""
+    if not spec.no_video:
+        return []
+    if config.evaluation.videos != "auto":
+        raise ConfigError(f"evaluation.videos: no episode can be filmed: {spec.no_video}; or take 0 or auto")
+    return [f"there will be no videos: {spec.no_video}"]
+
+
+def bytes_per_step(config: EmbodiedJob, spec: EnvSpec) -> int:
+    """Bytes that one decision adds to a stored group: observations, actions, log-probs, rewards and flags."""
+    observed = sum(prod(one.shape) * np.dtype(one.dtype).itemsize for one in spec.observations.values())
+    numbers = max(1, prod(spec.action_shape))
+    return observed + config.environment.action_chunk * (numbers * (8 + 4) + 4 + 2) + REST_BYTES

@@ -1,0 +1,104 @@
+"""Carries out requests for more or fewer workers through the supervisor of their processes. Run by the leader."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import msgspec
+
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.shared.errors import Conflict, PenstockError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_datetime
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.jobs import Operation
+from penstock.shared.protocol.scaling import Pool, ScaleReply, ScaleRequest
+from penstock.shared.runtime.tasks import end_tasks, unexpected
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["Scaler"]
+
+logger = logging.getLogger(__name__)
+
+ASK_S = 10.0
+POLL_S = 0.5
+DEADLINE_S = 180.0
+"""New workers load models, and old ones finish their work, within this time."""
+PROBE_S = 2.0
+
+
+class Scaler:
+    """Implements ``api.scaling_desk.Scaling``; ``run`` carries out pending operations, the newest of each pool."""
+
+    def __init__(self, bus: Bus, store: JobStore) -> None:
+        self._bus, self._store = bus, store
+        self._under_way: dict[str, tuple[str, Operation, asyncio.Task[None]]] = {}
+
+    async def pool(self, pool: Pool) -> ScaleReply:
+        """See ``Scaling.pool``."""
+        return await self._ask(pool, None, PROBE_S)
+
+    async def run(self) -> None:
+        """Carry out operations until cancelled."""
+        try:
+            async for job in self._store.watch():
+                for operation in job.record().operations if job.scales else ():
+                    if operation.kind == "scale" and operation.state == "pending":
+                        await self._begin(job.id, operation)
+        finally:
+            await end_tasks([task for _, _, task in self._under_way.values()])
+            self._under_way.clear()
+
+    async def _begin(self, job: str, operation: Operation) -> None:
+        """Carry out an operation, unless a newer one exists for the same pool."""
+        pool = str(operation.args["pool"])
+        before = self._under_way.get(pool)
+        if before is not None:
+            other_job, other, task = before
+            if other.id == operation.id:
+                return
+            if other.id > operation.id and not task.done():
+                await self._superseded(job, operation)
+                return
+            await end_tasks([task])
+            await self._superseded(other_job, other)
+        self._under_way[pool] = (job, operation, asyncio.create_task(self._carry_out(job, operation)))
+
+    async def _superseded(self, job: str, operation: Operation) -> None:
+        await self._finish(job, operation, state="failed", message="a newer wish for the same workers replaced it")
+
+    async def _carry_out(self, job: str, operation: Operation) -> None:
+        pool, replicas = operation.args["pool"], int(operation.args["replicas"])
+        deadline, problem = time.monotonic() + DEADLINE_S, ""
+        while time.monotonic() < deadline:
+            try:
+                reply = await self._ask(pool, replicas, ASK_S, wish=operation.id)
+            except Conflict:
+                await self._superseded(job, operation)
+                return
+            except PenstockError as error:
+                problem = str(error)
+            else:
+                if reply.replicas == reply.ready == replicas and not reply.leaving:
+                    result = msgspec.to_builtins(reply)
+                    await self._finish(job, operation, state="succeeded", result=result)
+                    return
+                problem = f"{reply.ready} of {replicas} are ready, {reply.leaving} still drain"
+            await asyncio.sleep(POLL_S)
+        await self._finish(job, operation, state="failed", message=f"not within {DEADLINE_S:g} s: {problem}")
+
+    async def _ask(self, pool: Pool, replicas: int | None, deadline_s: float, *, wish: str = "") -> ScaleReply:
+        request = ScaleRequest(pool=pool, replicas=replicas, wish=wish)
+        data = await self._bus.request(subjects.SCALE, pack(request), deadline_s=deadline_s)
+        return unpack(data, ScaleReply)[0]
+
+    async def _finish(self, job: str, operation: Operation, **over: Any) -> None:
+        done = operation.model_copy(update={**over, "finished_at": bus_datetime()})
+        while (error := await unexpected(self._store.finish_operation(job, done))) is not None:
+            logger.warning("how operation %s of job %s ended is not written yet: %s", operation.id, job, error)
+            if not isinstance(error, Unavailable):
+                return
+            await asyncio.sleep(POLL_S)

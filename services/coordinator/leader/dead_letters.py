@@ -1,0 +1,394 @@
+"""Dead letters: finds messages past their deliveries, and reads, shows and drops the copies in DEAD.
+
+The server sends an advisory about a message past its deliveries once. If no coordinator listens then, the advisory is
+lost, so the work queues are scanned, too. A message that was delivered, was not acknowledged and is not under lease is
+dead. The server does not say which messages are under lease, only how many.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.services.coordinator.api.backend.control import Row
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.leader.effects import ATTEMPTS, DEAD_HEADERS, REASON, SEQUENCE, STREAM
+from penstock.services.coordinator.leader.leader_rpc import Leader
+from penstock.services.coordinator.training.supply import LiveDeadLetter
+from penstock.shared.errors import NotFound, ProtocolError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import DRAW_HEADER, Ticket
+from penstock.shared.protocol.parts import PART, PARTS, count_of
+from penstock.shared.protocol.trajectory import decode_group, parse_group_header
+from penstock.shared.transport.bus import MSG_ID, Bus, Message
+
+__all__ = [
+    "DeadLetter",
+    "DeadLetterQueue",
+    "DeadLetterScanner",
+    "Suspects",
+    "header_number",
+    "origin_of",
+    "payload_of",
+    "read_dead_letters",
+]
+
+logger = logging.getLogger(__name__)
+WORKERS = {subjects.TICKETS: "rollout", subjects.RAW: "reward"}
+"""Work queue -> service that takes from it; the consumer is named after the service and the job."""
+SCAN_EVERY_S = 5.0
+SUSPECT_LEASES = 2.0
+"""A message must look dead for this many leases."""
+LIVE = frozenset({subjects.INTERACTIONS, subjects.FEEDBACK})
+"""Streams whose dead letters stand for themselves, and for no draw."""
+SHOWN_BYTES = 4096
+"""Part of a payload that the API shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Queue:
+    """One work queue of one job."""
+
+    stream: str
+    job: str
+
+    @property
+    def subject(self) -> str:
+        return (subjects.tickets if self.stream == subjects.TICKETS else subjects.raw)(self.job)
+
+    @property
+    def durable(self) -> str:
+        return f"{WORKERS[self.stream]}-{self.job}"
+
+
+class Suspects:
+    """Separates dead messages of one queue from those under lease. Pure; callers pass the time in."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def dead(
+        self, delivered: Mapping[int, str], *, num_leased: int, held: Collection[str], now: float, ripe_s: float
+    ) -> list[int]:
+        """Return the sequences that are certainly dead.
+
+        Args:
+            delivered: sequence -> draw of the messages that were delivered and are still in the queue.
+            num_leased: number of them under lease, counted before they were listed.
+            held: draws that live workers report to hold.
+            now: monotonic seconds.
+            ripe_s: how long a message must look dead while others are under lease; half as long while none is, because
+                a restarted server forgets its leases before it counts them again.
+        """
+        num_dead = len(delivered) - num_leased
+        suspects = [seq for seq, draw in delivered.items() if draw not in held]
+        self._since = {seq: self._since.get(seq, now) for seq in suspects} if num_dead > 0 else {}
+        if num_dead <= 0 or len(suspects) > num_dead:  # which of them is not known yet
+            return []
+        if any(now - self._since[seq] < (ripe_s if num_leased else ripe_s / 2) for seq in suspects):
+            return []
+        return sorted(suspects)
+
+
+class DeadLetterScanner:
+    """Finds dead messages of all jobs, and hands them to the leaders of these."""
+
+    def __init__(self, bus: Bus, members: Members, runners: Mapping[str, Leader]) -> None:
+        self._bus, self._members, self._runners = bus, members, runners
+        self._suspects: dict[_Queue, Suspects] = {}
+
+    async def run(self) -> None:
+        """Listen and scan until cancelled."""
+        advisories: asyncio.Queue[tuple[str, int]] = asyncio.Queue(maxsize=10_000)
+
+        def on_advisory(stream: str, consumer: str, seq: int) -> None:
+            if stream in WORKERS and not advisories.full():
+                advisories.put_nowait((stream, seq))
+
+        await self._bus.dead_letters(on_advisory)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._take_advisories(advisories))
+            tasks.create_task(self._scan_forever())
+
+    async def _take_advisories(self, advisories: asyncio.Queue[tuple[str, int]]) -> None:
+        while True:
+            stream, seq = await advisories.get()
+            await _leave_to_scan(self._take(stream, seq))
+
+    async def _take(self, stream: str, seq: int) -> None:
+        message = await self._bus.get(stream, seq)
+        queue = _Queue(stream, message.subject.partition(".")[2])
+        if _name_of(stream, message) not in self._held(queue):  # otherwise a worker was late; the scan knows more
+            await self._hand_over(queue, message)
+
+    async def _scan_forever(self) -> None:
+        while True:
+            await asyncio.sleep(SCAN_EVERY_S)
+            await _leave_to_scan(self.scan())
+
+    async def scan(self) -> None:
+        """Scan the work queues of every job that is led here."""
+        for stream in WORKERS:
+            counts = await self._bus.subject_counts(stream)
+            for job in list(self._runners):
+                queue = _Queue(stream, job)
+                if counts.get(queue.subject):
+                    await self._scan_queue(queue, counts[queue.subject])
+        self._suspects = {queue: known for queue, known in self._suspects.items() if queue.job in self._runners}
+
+    async def _scan_queue(self, queue: _Queue, count: int) -> None:
+        try:
+            state = await self._bus.consumer_state(queue.stream, queue.durable)
+        except NotFound:  # no worker ever took from it
+            return
+        if count <= state.pending + state.ack_pending:
+            self._suspects.pop(queue, None)
+            return
+        messages = await self._bus.walk(queue.stream, queue.subject, last_seq=state.delivered_seq)
+        clock = time.monotonic()
+        dead = self._suspects.setdefault(queue, Suspects()).dead(
+            {message.seq: _name_of(queue.stream, message) for message in messages},
+            num_leased=state.ack_pending, held=self._held(queue), now=clock, ripe_s=SUSPECT_LEASES * state.ack_wait_s,
+        )  # fmt: skip
+        for message in messages:
+            if message.seq in dead:
+                logger.warning("%s: message %d of %s is past its deliveries", queue.job, message.seq, queue.stream)
+                await _leave_to_scan(self._hand_over(queue, message))
+
+    def _held(self, queue: _Queue) -> set[str]:
+        """Return the draws that live workers report to hold."""
+        return {
+            str(draw)
+            for member in self._members.of(WORKERS[queue.stream], time.monotonic())
+            for draw in member.beat.jobs.get(queue.job, {}).get("holds", [])
+        }
+
+    async def _hand_over(self, queue: _Queue, message: Message) -> None:
+        """Hand a message to the leader of its job; without one it waits for the next scan or the end of the job."""
+        runner = self._runners.get(queue.job)
+        if runner is None or not runner.ready:
+            return
+        attempts = (await self._bus.consumer_state(queue.stream, queue.durable)).max_deliver
+        try:
+            found = await self._bus.get_whole(queue.stream, [message.seq])
+            flaw = _flaw_of(queue.stream, found[message.seq]) if message.seq in found else ", parts of it are missing"
+        except ProtocolError as error:
+            flaw = f", undecodable: {error}"
+        reason = f"max deliveries{flaw}"
+        await runner.on_dead_message(
+            queue.stream, message.seq, draw_of(queue.stream, message), reason=reason, attempts=attempts
+        )
+
+
+async def _leave_to_scan(work: Awaitable[None]) -> None:
+    """Run ``work``, or leave it to the next scan if the bus is away or another coordinator was faster."""
+    try:
+        await work
+    except (Unavailable, NotFound) as error:
+        logger.info("dead letters wait for the next scan: %s", error)
+
+
+def draw_of(stream: str, message: Message) -> Draw | None:
+    """Return the training draw that a message of a work queue names in its headers, or None."""
+    try:
+        if stream == subjects.RAW:
+            return parse_group_header(message.headers).draw
+        text = message.headers.get(DRAW_HEADER)
+        return Draw.parse(text) if text else None
+    except (ProtocolError, ValueError):
+        return None
+
+
+def _name_of(stream: str, message: Message) -> str:
+    """Return the draw as the worker that holds the message names it."""
+    draw = draw_of(stream, message)
+    if draw is None and stream == subjects.TICKETS:
+        try:
+            draw = unpack(message.data, Ticket)[0].draw
+        except ProtocolError:
+            return ""
+    return str(draw) if draw is not None else ""
+
+
+def _flaw_of(stream: str, message: Message) -> str:
+    """Return why no worker can read the message, or ''."""
+    try:
+        if stream == subjects.TICKETS:
+            unpack(message.data, Ticket)
+        else:
+            decode_group(message.data)
+    except ProtocolError as error:
+        return f", undecodable: {error}"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """A dead letter.
+
+    Attributes:
+        first: its first message; if that is missing, the first of its parts that is there.
+        places: place in the payload, from 0, and sequence in DEAD of each of its messages.
+    """
+
+    first: Message
+    places: list[tuple[int, int]]
+
+    @property
+    def job(self) -> str:
+        """Job of the dead letter."""
+        return self.first.subject.rpartition(".")[2]
+
+    @property
+    def stream(self) -> str:
+        """Stream of the message that it copies."""
+        return origin_of(self.first)[0]
+
+
+async def read_dead_letters(bus: Bus, job: str, *, start_seq: int = 1) -> list[DeadLetter]:
+    """Read the dead letters of a job (`*`: of all jobs), oldest first, without payloads. Raises Unavailable."""
+    found, rest = dict[tuple[str, str, int], DeadLetter](), list[Message]()
+    dead_letters = list[DeadLetter]()
+    for message in await bus.read(subjects.DEAD, subjects.dead(job), start_seq=start_seq, headers_only=True):
+        if PART in message.headers:
+            rest.append(message)
+            continue
+        dead_letters.append(DeadLetter(message, [(0, message.seq)]))
+        found[message.subject, *origin_of(message)] = dead_letters[-1]
+    for message in rest:
+        stream, seq = origin_of(message)
+        place = header_number(message.headers[PART])
+        key = message.subject, stream, seq - place
+        if key in found:
+            found[key].places.append((place, message.seq))
+        else:
+            dead_letters.append(DeadLetter(message, [(place, message.seq)]))
+    return dead_letters
+
+
+async def payload_of(bus: Bus, dead_letter: DeadLetter) -> tuple[bytes, int]:
+    """Return ``(existing part of a payload, number of its messages)``. Raises Unavailable."""
+    places = dict(dead_letter.places)
+    found = await bus.get_many(subjects.DEAD, places.values())
+    pieces = [found[places[place]].data for place in sorted(places) if places[place] in found]
+    return b"".join(pieces), len(pieces)
+
+
+def origin_of(message: Message) -> tuple[str, int]:
+    """Return stream and sequence of the message that a message of DEAD copies."""
+    return message.headers.get(STREAM, ""), header_number(message.headers.get(SEQUENCE))
+
+
+def header_number(text: str | None) -> int:
+    """Return the count in a header; 0 if it is malformed."""
+    return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 16 else 0
+
+
+class DeadLetterQueue:
+    """Implements ``api.control.Letters`` on the stream DEAD. The id of a dead letter is its sequence there."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def page(self, job: str, *, after: int, limit: int) -> list[Row]:
+        """See ``Letters.page``."""
+        found = await self._bus.read(subjects.DEAD, subjects.dead(job), start_seq=after + 1, headers_only=True)
+        return [_letter_row(message) for message in found if PART not in message.headers][:limit]
+
+    async def show(self, job: str, id: int) -> Row:
+        """See ``Letters.show``."""
+        message = await self._get(job, id)
+        return {
+            **_letter_row(message),
+            "nbytes": len(message.data),
+            "headers": dict(message.headers),
+            "content": _content(message),
+        }
+
+    async def drop(self, job: str, id: int) -> None:
+        """See ``Letters.drop``."""
+        for _, seq in reversed((await self._find(job, id)).places):
+            await self._bus.delete_message(subjects.DEAD, seq)
+
+    async def check_replayable(self, job: str, id: int) -> None:
+        """See ``Letters.check_replayable``."""
+        if origin_of(await self._get(job, id))[0] not in LIVE:
+            await self.draw(job, id)
+
+    async def live(self, job: str, id: int) -> LiveDeadLetter | None:
+        """Return the interaction or feedback that a dead letter copies, or None if it is neither.
+
+        Raises:
+            NotFound: no such dead letter.
+            ProtocolError: some of its parts are missing.
+        """
+        stream, seq = origin_of(await self._get(job, id))
+        if stream not in LIVE:
+            return None
+        dead_letter = await self._find(job, id)
+        data, count = await payload_of(self._bus, dead_letter)
+        missing = count_of(dead_letter.first.headers) - count
+        if missing:
+            raise ProtocolError(f"{missing} parts of dead letter {id} are missing: {subjects.DEAD} was full")
+        headers = {
+            name: value
+            for name, value in dead_letter.first.headers.items()
+            if name not in {*DEAD_HEADERS, PARTS, MSG_ID}
+        }
+        return LiveDeadLetter(stream, seq, headers, data)
+
+    async def draw(self, job: str, id: int) -> Draw:
+        """Return the draw of a dead letter. Raises NotFound: no such dead letter, or it has no draw."""
+        message = await self._get(job, id)
+        draw = _draw(message)
+        if draw is None:
+            raise NotFound(f"dead letter {id} stood for no draw: there is nothing to ask for again")
+        return draw
+
+    async def _find(self, job: str, id: int) -> DeadLetter:
+        for dead_letter in await read_dead_letters(self._bus, job, start_seq=id):
+            if dead_letter.first.seq == id:
+                return dead_letter
+        raise NotFound(f"job '{job}' has no dead letter {id}")
+
+    async def _get(self, job: str, id: int) -> Message:
+        with contextlib.suppress(NotFound):
+            message = await self._bus.get(subjects.DEAD, id)
+            if message.subject == subjects.dead(job):
+                return message
+        raise NotFound(f"job '{job}' has no dead letter {id}")
+
+
+def _letter_row(message: Message) -> Row:
+    draw, headers = _draw(message), message.headers
+    return {
+        "id": message.seq,
+        "time": message.time,
+        "stream": origin_of(message)[0],
+        "sequence": origin_of(message)[1],
+        "attempts": header_number(headers.get(ATTEMPTS)),
+        "reason": headers.get(REASON, ""),
+        "draw": None if draw is None else str(draw),
+    }
+
+
+def _draw(message: Message) -> Draw | None:
+    stream, _ = origin_of(message)
+    return draw_of(subjects.RAW if stream == subjects.EXPERIENCE else stream, message)
+
+
+def _content(message: Message) -> Any:
+    """Return the payload for display: the fields of a ticket, or the first bytes of anything else."""
+    if origin_of(message)[0] == subjects.TICKETS:
+        with contextlib.suppress(ProtocolError):
+            return msgspec.to_builtins(unpack(message.data, Ticket)[0])
+    return message.data[:SHOWN_BYTES].decode("utf-8", "backslashreplace")

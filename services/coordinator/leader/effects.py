@@ -1,0 +1,272 @@
+"""Publishes effects of decisions: tickets, batch manifests, deletions, purges, dead letters, the trainer's commands.
+
+All of it follows from the ledger and is safe to repeat.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from penstock.services.coordinator.leader.outbox import Outbox
+from penstock.services.coordinator.training.retry import Retry
+from penstock.services.coordinator.training.run import Effects, JobRun
+from penstock.services.coordinator.training.supply import Unreadable
+from penstock.shared.errors import NotFound, ProtocolError, StreamFull, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import BatchRefused, Dropped, Event
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import DRAW_HEADER, Ack, BatchManifest, Command, CommandKind, Ticket
+from penstock.shared.protocol.parts import PART, count_of, part_subject
+from penstock.shared.transport.bus import MSG_ID, Bus, Message, Outgoing
+
+__all__ = [
+    "ATTEMPTS",
+    "DEAD_HEADERS",
+    "REASON",
+    "SEQUENCE",
+    "STREAM",
+    "EffectPublisher",
+    "Order",
+    "TrainerCommands",
+    "batch_id",
+    "purge_manifests",
+]
+
+logger = logging.getLogger(__name__)
+Order = Callable[[JobRun, Sequence[Draw]], Awaitable[None]]
+"""Requests the groups of draws; safe to repeat."""
+MAX_REASON = 500
+ASK_AGAIN_S = 2.0
+"""A command to the trainer is repeated after this long, until the ledger shows that it was carried out."""
+TICKETS_AT_ONCE = 500
+"""Tickets in one durable write."""
+STREAM, SEQUENCE = "Penstock-Stream", "Penstock-Sequence"
+"""Headers of a dead letter: stream and sequence of the message that it copies."""
+ATTEMPTS, REASON = "Penstock-Attempts", "Penstock-Reason"
+DEAD_HEADERS = frozenset({STREAM, SEQUENCE, ATTEMPTS, REASON})
+"""Headers that only a dead letter has."""
+_ID = re.compile(r"batch:[^:]+:(\d+)\.")
+
+
+class EffectPublisher:
+    """Publishes the effects of one job's decisions. ``retry`` reports the waits for the bus."""
+
+    def __init__(self, bus: Bus, job: str, epoch: int, retry: Retry | None = None) -> None:
+        self.bus, self.job, self.epoch = bus, job, epoch
+        self.retry = retry or Retry(job)
+
+    async def publish(self, run: JobRun, effects: Effects, order: Order | None = None) -> None:
+        """Publish the effects of committed events; ``order`` requests the groups, by default with tickets."""
+        for number in effects.announce:
+            await self._announce(run, number)
+        await self.delete(effects.delete)  # first: the replacement may need as much space
+        if effects.tickets:
+            await (order or self.publish_draws)(run, effects.tickets)
+        if effects.purge_below is not None and not self.bus.held:  # the next checkpoint purges it
+            await self.bus.purge(subjects.EXPERIENCE, subjects.experience(self.job), below_seq=effects.purge_below)
+
+    async def _announce(self, run: JobRun, number: int) -> None:
+        batch = run.state.sealed.get(number)
+        if batch is None:
+            return
+        manifest = BatchManifest(
+            number=number,
+            revision=batch.revision,
+            start_version=batch.start_version,
+            update_index=batch.update_index,
+            groups=batch.groups,
+            hyperparameters=batch.hyperparameters,
+        )
+        data = pack(manifest, job=self.job, id=f"{number}.{batch.revision}", epoch=self.epoch)
+        msg_id = batch_id(self.job, number, batch.revision, self.epoch)
+        subject = subjects.batches(self.job)
+        publish = partial(self.bus.publish, subject, data, msg_id=msg_id, deadline_s=5)
+        await self.retry.until_taken(f"the manifest of batch {number}", subject, publish)
+
+    async def publish_draws(self, run: JobRun, draws: Sequence[Draw]) -> None:
+        """Publish a ticket for each draw."""
+        for start in range(0, len(draws), TICKETS_AT_ONCE):
+            await self.publish_tickets([self._ticket(run, draw) for draw in draws[start : start + TICKETS_AT_ONCE]])
+
+    def _ticket(self, run: JobRun, draw: Draw) -> Ticket:
+        info = run.state.open[draw]
+        return Ticket(
+            draw=draw, min_version=info.min_version, deadline=info.deadline, epoch=self.epoch,
+            temperature=info.temperature,
+        )  # fmt: skip
+
+    async def publish_tickets(self, tickets: list[Ticket]) -> None:
+        """Publish tickets, all or none; waits while the bus is away."""
+
+        async def publish() -> None:
+            await self.bus.publish_many([self._sent(ticket) for ticket in tickets], deadline_s=5)
+
+        await self.retry.until_taken(f"{len(tickets)} tickets", subjects.tickets(self.job), publish)
+
+    def _sent(self, ticket: Ticket) -> Outgoing:
+        """Build the message of a ticket, with the seconds left until its draw's deadline."""
+        timed = msgspec.structs.replace(ticket, deadline_s=max(0.0, ticket.deadline - bus_time()))
+        data = pack(timed, job=self.job, id=str(ticket.draw), epoch=ticket.epoch)
+        return Outgoing(subjects.tickets(self.job), data, headers_of(ticket), ticket_id(self.job, ticket))
+
+    async def delete(self, seqs: Iterable[int], *, stream: str = subjects.EXPERIENCE) -> None:
+        """Delete messages that are no longer needed; it does no harm if they stay."""
+        for seq in seqs:
+            try:
+                await self.bus.delete_message(stream, seq)
+            except (NotFound, Unavailable) as error:
+                logger.debug("message %d of %s was not deleted: %s", seq, stream, error)
+
+    async def copy_to_dead(self, stream: str, seq: int, *, reason: str, attempts: int) -> int:
+        """Copy a payload to DEAD before it is deleted; return the number of its messages.
+
+        Messages of other payloads, which a wrong header may claim, do not count. Safe to repeat, also if the payload is
+        gone. Waits while the bus is away. A full DEAD stops nothing: the payload is lost, and the log says so.
+        """
+        place, count, parts = 0, 1, ""
+        what, subject = f"a copy of message {seq} of {stream}", subjects.dead(self.job)
+        while place < count:
+            try:
+                message = await self.retry.until_taken(what, subject, partial(self.bus.get, stream, seq + place))
+            except NotFound:
+                place += 1
+                continue
+            if not place:
+                count, parts = _count(message), part_subject(message.subject)
+            elif message.subject != parts or message.headers.get(PART) != str(place):
+                return place
+            await self.retry.until_taken(what, subject, partial(self._copy_dead, message, stream, reason, attempts))
+            place += 1
+        return count
+
+    async def copy_unreadable(self, messages: Sequence[Unreadable]) -> list[Unreadable]:
+        """Copy messages to DEAD and leave them in place, because a coordinator of another version may read them.
+
+        Returns those that were not there yet, because other leaders read them again. Waits while the bus is away.
+        """
+        known = await self._dead_origins() if messages else set()
+        new = [one for one in messages if (one.stream, str(one.seq)) not in known]
+        for one in new:
+            await self.copy_to_dead(one.stream, one.seq, reason=one.reason, attempts=1)
+        return new
+
+    async def _dead_origins(self) -> set[tuple[str, str]]:
+        subject = subjects.dead(self.job)
+        read = partial(self.bus.read, subjects.DEAD, subject, headers_only=True)
+        letters = await self.retry.until_taken("a look at the dead letters", subject, read)
+        return {(one.headers.get(STREAM, ""), one.headers.get(SEQUENCE, "")) for one in letters}
+
+    async def copy_refused(self, run: JobRun, events: Sequence[Event]) -> None:
+        """Copy the groups that the trainer refused to DEAD, before the decision that deletes them."""
+        reason = next((event.reason for event in events if isinstance(event, BatchRefused)), "")
+        again = [draw for event in events if isinstance(event, BatchRefused) for draw in event.bad]
+        dropped = [event for event in events if isinstance(event, Dropped) and event.reason == "refused"]
+        given_up = [draw for event in dropped for draw in event.draws]
+        for draw in again + given_up:
+            if (candidate := run.candidates.get(draw)) is not None:
+                await self.copy_to_dead(subjects.EXPERIENCE, candidate.seq, reason=f"refused: {reason}", attempts=1)
+
+    async def _copy_dead(self, message: Message, stream: str, reason: str, attempts: int) -> None:
+        headers = {
+            **{name: value for name, value in message.headers.items() if name != MSG_ID},
+            STREAM: stream,
+            SEQUENCE: str(message.seq),
+            ATTEMPTS: str(attempts),
+            REASON: " ".join(reason.split())[:MAX_REASON],
+        }
+        msg_id = f"dead:{stream}:{message.seq}"
+        try:
+            await self.bus.publish(subjects.dead(self.job), message.data, headers=headers, msg_id=msg_id, deadline_s=5)
+        except StreamFull as error:
+            logger.error("%s: message %d of %s is not kept (%s): %s", self.job, message.seq, stream, reason, error)
+
+
+def _count(message: Message) -> int:
+    """Return the number of messages of a payload, from its first one; 1 for an unreadable header."""
+    try:
+        return count_of(message.headers)
+    except ProtocolError:
+        return 1
+
+
+def headers_of(ticket: Ticket) -> dict[str, str]:
+    """Return the headers of a ticket, so that a dead one still names its draw."""
+    return {DRAW_HEADER: str(ticket.draw)} if ticket.purpose == "train" else {}
+
+
+def ticket_id(job: str, ticket: Ticket) -> str:
+    """Return the message id of a ticket: every leader publishes a draw once.
+
+    Each evaluation asks a prompt again, with its own deadline: results of an earlier one may be lost.
+    """
+    once = f".{ticket.epoch}.{ticket.version}.{ticket.deadline:.6f}" if ticket.version is not None else ""
+    return f"ticket:{job}:{ticket.purpose}:{ticket.draw}{once}"
+
+
+def batch_id(job: str, number: int, revision: int, epoch: int) -> str:
+    """Return the message id of a manifest."""
+    return f"batch:{job}:{number}.{revision}.{epoch}"
+
+
+async def purge_manifests(bus: Bus, job: str, *, up_to: int) -> int:
+    """Purge the manifests of a job before the first one above batch ``up_to``; return how many.
+
+    A running job can spare those that its newest checkpoint covers: a restarted trainer repeats the later ones.
+    """
+    stop = 0
+    for message in await bus.read(subjects.BATCHES, subjects.batches(job), headers_only=True):
+        found = _ID.match(message.headers.get(MSG_ID, ""))
+        if found is None or int(found[1]) > up_to:
+            break
+        stop = message.seq + 1
+    return await bus.purge(subjects.BATCHES, subjects.batches(job), below_seq=stop)
+
+
+class TrainerCommands:
+    """Checkpoints and rollbacks of one job; one thing at a time is asked for."""
+
+    def __init__(self, bus: Bus, outbox: Outbox, job: str, epoch: int) -> None:
+        self._bus, self._outbox, self._job, self._epoch = bus, outbox, job, epoch
+        self._asked_at = 0.0
+        self._asked: tuple[object, ...] = ()
+
+    def follow(self, run: JobRun) -> bool:
+        """Ask for what ``run`` wants now; True while it wants something."""
+        state, rollback = run.state, run.rollback
+        if rollback is not None:
+            args = {"number": rollback.number, "reason": rollback.reason, "version": state.version}
+            self._ask("rollback", args, (rollback.number, state.version))
+        elif unwanted := run.unwanted:
+            self._ask("leave_out", {"draws": [str(draw) for draw in unwanted]}, tuple(unwanted))
+        elif reason := run.wants_checkpoint:
+            newest = state.checkpoint
+            self._ask("checkpoint", {"reason": reason}, (None if newest is None else newest.number, state.forked))
+        else:
+            return False
+        return True
+
+    def _ask(self, kind: CommandKind, args: dict[str, Any], about: tuple[object, ...]) -> None:
+        asked = (kind, *about)
+        if asked == self._asked and time.monotonic() - self._asked_at < ASK_AGAIN_S:
+            return
+        self._asked, self._asked_at = asked, time.monotonic()
+        command = pack(Command(kind=kind, epoch=self._epoch, args=args), job=self._job, epoch=self._epoch)
+        self._outbox.later(lambda: self._send(command), keep=False)
+
+    async def _send(self, command: bytes) -> None:
+        try:
+            reply = await self._bus.request(subjects.command(self._job), command, deadline_s=ASK_AGAIN_S)
+            ack, _ = unpack(reply, Ack)
+            if not ack.ok:
+                logger.warning("the trainer of %s refused a command: %s", self._job, ack.reason)
+        except Unavailable as error:
+            logger.info("the trainer of %s did not take the command yet: %s", self._job, error)

@@ -1,0 +1,228 @@
+"""Measurements of a run: metrics of updates, evaluations of exact versions, and the goals that follow from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from penstock.services.coordinator.leader.evaluation import EvaluationPlan
+from penstock.services.coordinator.leader.outbox import Outbox
+from penstock.services.coordinator.leader.pace import Pace
+from penstock.services.coordinator.training.gate import Candidate
+from penstock.services.coordinator.training.goals import Goals
+from penstock.services.coordinator.training.health import Health
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.promotion import Evaluated, gate_of
+from penstock.services.coordinator.training.tally import Tally
+from penstock.shared.config.jobs.amendable import TEMPERATURE
+from penstock.shared.config.jobs.kinds import AnyTraining
+from penstock.shared.data.check import SourceSummary
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Event
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import Report, Ticket
+from penstock.shared.protocol.trajectory import GroupHeader
+
+__all__ = ["Measures"]
+
+AGAIN_S = 10.0
+"""An evaluation that scored nothing is begun again after this long: its grader is away."""
+
+MAX_RESTORED = 1000
+"""A leader that died had at most so many rows to write; where more are missing they were given up."""
+
+
+class Measures:
+    """Rows of METRICS come from here. ``reward`` is the mean sampled reward of the newest update."""
+
+    def __init__(self, config: AnyTraining, outbox: Outbox) -> None:
+        self.config, self.outbox = config, outbox
+        self.plan = EvaluationPlan(config.evaluation, ())
+        self.goals = Goals(config.early_stop, config.checkpoint.keep_best)
+        self.tally = Tally(config.groups_per_batch, config.train_sources)
+        self.health = Health(config)
+        self.pace = Pace()
+        self.reward: float | None = None
+        self.evaluated: Evaluated | None = None
+        """The newest evaluation that misses no prompt."""
+        self.gate = gate_of(config, lambda: self.evaluated)
+        self.newest_row = (0, 0)
+        """Batch of the newest row of an update, and sequence of its entry in the ledger."""
+        self._warned = False
+        self._not_before = 0.0
+
+    def begin(self, state: LedgerState, *, held_out: Sequence[SourceSummary], now: float) -> None:
+        """Start to measure a run that is at ``state``; ``resume`` follows."""
+        self.plan = EvaluationPlan(self.config.evaluation, held_out)
+        self.goals.begin(state.best)
+        self.tally.begin(now, {})
+
+    def resume(self, rows: Iterable[dict[str, Any]], state: LedgerState) -> None:
+        """Continue from the rows that earlier leaders wrote to METRICS, oldest first, in one or more calls."""
+        for row in rows:
+            values = {name: value for name, value in row["values"].items() if value is not None}  # null: not finite
+            if row["kind"] != "eval":
+                self.newest_row = (int(row["batch"]), int(row.get("entry", 0)))
+                self.tally.go_on(values)  # what was spent on batches that were rolled back counts, too
+            if not state.in_lineage(int(row["batch"])):
+                continue
+            self.goals.take(values, int(row["batch"]))
+            if row["kind"] == "eval":
+                if not self._is_older(row, state):
+                    self._evaluated(int(row["step"]), int(row["version"]), values)
+            else:
+                self.health.take(int(row["batch"]), values)
+                self.reward = values.get("reward/mean", self.reward)
+
+    def roll_back(self, state: LedgerState) -> None:
+        """The lineage forked: what was measured of the batches that it lost decides nothing, and is measured again."""
+        self.plan.roll_back(state.updates)
+        if not self._is_known(state):
+            self.plan.done.discard(state.updates)  # nobody knows what these weights earn
+        self.goals.roll_back(state)
+        self.health.roll_back(state)
+
+    def _is_known(self, state: LedgerState) -> bool:
+        """True if the newest version needs no comparison, or is served with the reward that decides on it."""
+        if self.gate is None or not self._compares:
+            return True
+        served = state.promoted
+        return served is not None and served.version == state.version and not self.gate.lacks(state)
+
+    def _is_older(self, row: Mapping[str, Any], state: LedgerState) -> bool:
+        """True if a row of an evaluation is of what was the newest version before the fork that made this one."""
+        of_now = int(row["step"]) == state.updates
+        return of_now and int(row["version"]) != state.version and not self._is_known(state)
+
+    # -- updates -----------------------------------------------------------------------------------------------------
+
+    def on_group(self, header: GroupHeader, *, duplicate: bool) -> None:
+        """A group arrived."""
+        self.tally.on_group(header, duplicate=duplicate)
+        self.health.error = header.error or self.health.error
+
+    def on_events(self, events: Sequence[Event], candidates: Mapping[Draw, Candidate]) -> None:
+        """Decisions that are about to be committed; ``candidates`` are as they were before."""
+        self.tally.on_events(events, candidates)
+
+    def values_of(
+        self, report: Report, batch: BatchSealed, candidates: Mapping[Draw, Candidate], now: float,
+        live: Mapping[str, float],
+    ) -> dict[str, float]:  # fmt: skip
+        """Values of the update that trained ``batch``, of the groups in ``candidates``; they are to be recorded.
+
+        ``live``: what is known of where its groups came from.
+        """
+        self.tally.on_trained(batch, candidates)
+        trained = report.metrics.get("tokens/trained", float(sum(group.tokens for group in batch.groups)))
+        return {**report.metrics, **self.tally.row(batch, int(trained), now), **live}
+
+    def disproof(self, report: Report) -> str:
+        """Return why an update shows that its tokens were not sampled by the weights that they name, or ''."""
+        known = [report.metrics[name] for name in ("mismatch/logprob", "lag/logprob") if name in report.metrics]
+        bound, found = self.config.train.max_mismatch, max(known, default=0.0)
+        if bound is None or self.config.algorithm.type == "sac" or found <= bound:  # sac: old transitions
+            return ""
+        return (
+            f"update {report.batch}: sampler and trainer differ by {found:.2f} nats per token, more than "
+            f"train.max_mismatch {bound:g}: what the engines serve is not what they say. Look at their logs, start "
+            "them anew, and resume the job, or roll it back"
+        )
+
+    def after_update(self, event: BatchTrained, entry: int, state: LedgerState) -> None:
+        """An update was made, and stands in this entry of the ledger."""
+        self.reward = event.metrics.get("reward/mean", self.reward)
+        in_flight, dropped = float(len(state.open)), float(state.dropped.total())
+        values = event.metrics | {"draws/in_flight": in_flight, "draws/dropped": dropped}
+        self._write(event, entry, values)
+        self.goals.take(values, event.number)
+        self.health.take(event.number, values)
+        self.look()
+        for name in self.goals.unknown(values) if not self._warned else []:
+            self.outbox.event("warning", "metric", f"'{name}' is followed but is not a metric of this job's updates")
+        self._warned = True
+
+    def look(self, *, ended: bool = False) -> None:
+        """Tell of warnings that came or went. ``ended``: the run is over, so short ones are judged, too."""
+        self.health.recent = self.tally.since
+        for change in self.health.judge(ended=ended):
+            level, text = ("warning", change.message) if change.message else ("info", f"{change.kind} is over")
+            self.outbox.event(level, "health", text, kind=change.kind)
+
+    def lacks_rows(self, state: LedgerState) -> bool:
+        """True if the rows of the newest updates are missing, and the ledger has their values."""
+        batch, entry = self.newest_row
+        return 0 < state.last_trained - batch <= MAX_RESTORED and (entry > 0 or not batch)
+
+    def restore(self, event: BatchTrained, entry: int, state: LedgerState) -> None:
+        """Write the row of an update again, if it is missing."""
+        if not event.metrics or event.number <= self.newest_row[0]:
+            return
+        self._write(event, entry, event.metrics)
+        finite = {name: value for name, value in event.metrics.items() if math.isfinite(value)}
+        row = {"kind": "train", "batch": event.number, "entry": entry, "values": finite}
+        self.resume([row], state)
+
+    def _write(self, event: BatchTrained, entry: int, values: dict[str, float]) -> None:
+        self.outbox.metrics(
+            "train", event.number, event.version, values, batch=event.number, time=event.time, entry=entry
+        )
+
+    # -- evaluations -------------------------------------------------------------------------------------------------
+
+    def holds(self, state: LedgerState, point: int) -> bool:
+        """True if the update after ``point`` completed ones must not be sealed yet."""
+        return self._is_due(state, point) or self.goals.holds(state)
+
+    def _is_due(self, state: LedgerState, point: int, *, final: bool = False) -> bool:
+        """True if a point is to be evaluated: by the plan, or for what the version that is served is to be worth."""
+        lacks = self.gate is not None and self.plan.enabled and point == state.updates and self.gate.lacks(state)
+        return lacks or self.plan.due(point, final=final)
+
+    def begin_evaluation(self, state: LedgerState, *, final: bool, now: float, epoch: int) -> list[Ticket]:
+        """Tickets of the evaluation that is due now, if one is."""
+        if state.trainable or now < self._not_before or not self._is_due(state, state.updates, final=final):
+            return []
+        deadline = now + self.config.train.draw_timeout_s
+        return self.plan.start(
+            state.updates, state.version, now=now, deadline=deadline, epoch=epoch,
+            temperature=state.settings.get(TEMPERATURE),
+        )  # fmt: skip
+
+    def end_evaluation(self, state: LedgerState, now: float) -> bool:
+        """Close the evaluation in progress, if there is one."""
+        if self.plan.current is None:
+            return False
+        point = self.plan.current.point
+        values = self.plan.finish(now)
+        if self._evaluated(point, state.version, values):
+            self.outbox.metrics("eval", point, state.version, values, batch=state.newest_batch)
+        elif not values["eval/missing"]:
+            self._not_before = now + AGAIN_S
+        shown = [f"{name} {values[name]:.3f}" for name in self.config.evaluation.metrics if name in values]
+        text, missing = f"update {point}: {', '.join(shown) or 'nothing could be scored'}", values["eval/missing"]
+        text += f"; {missing:.0f} prompts are missing, so no goal follows from it" if missing else ""
+        self.outbox.event("warning" if missing else "info", "evaluation", text)
+        self.goals.take(values, state.newest_batch)
+        return True
+
+    def _evaluated(self, point: int, version: int, values: Mapping[str, float]) -> bool:
+        """True if a point is done. A gate that compares needs all prompts, and a reward that is a number: what misses
+        some, or could not be scored, is begun again."""
+        missing = bool(values.get("eval/missing"))
+        metric = self.gate.config.metric if self.gate is not None and self._compares else ""
+        if metric and (missing or not math.isfinite(values.get(metric, math.nan))):
+            self.plan.done.discard(point)
+            return False
+        self.plan.done.add(point)
+        if not missing:
+            self.evaluated = Evaluated(version, values)
+        return True
+
+    @property
+    def _compares(self) -> bool:
+        return self.gate is not None and self.gate.config.max_drop is not None
+
+    def pending(self, state: LedgerState) -> bool:
+        """True if the end of the run must wait for an evaluation."""
+        return self.plan.current is not None or self._is_due(state, state.updates, final=True)

@@ -1,0 +1,110 @@
+"""Publishes the version that engines serve: the one that the ledger promoted, once its weights exist.
+
+The trainer of a job with a promotion gate announces its versions as candidates. The leader copies the manifest of the
+promoted one to the key that engines watch. What they serve follows from the ledger, so any leader can repeat it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.services.coordinator.training.promotion import PromotionGate
+from penstock.shared.errors import Conflict, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
+from penstock.shared.protocol.events import Promoted
+from penstock.shared.protocol.weights import WeightManifest
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["ServedVersionPublisher"]
+
+logger = logging.getLogger(__name__)
+LOOK_S = 0.1
+DEADLINE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """A manifest, and its bytes in the bucket."""
+
+    manifest: WeightManifest
+    data: bytes
+
+    @property
+    def version(self) -> int:
+        return self.manifest.version
+
+
+class ServedVersionPublisher:
+    """Watches the candidates and the served version of one job, and publishes promoted versions.
+
+    Served versions only rise, in the ledger as in the bucket. If an earlier leader or trainer writes an older version,
+    this leader sees it and replaces it.
+
+    Args:
+        promoted: returns the newest promotion in the ledger.
+    """
+
+    def __init__(self, bus: Bus, job: str, gate: PromotionGate, promoted: Callable[[], Promoted | None]) -> None:
+        self._bus, self._job, self._gate, self._promoted = bus, job, gate, promoted
+        self._candidate: _Announced | None = None
+        self._standing: _Announced | None = None
+        """The version in the bucket, and its revision."""
+        self._revision = 0
+        self._served: _Announced | None = None
+        """The newest manifest of the promoted version."""
+
+    async def follow(self) -> None:
+        """Publish promoted versions until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch())
+            while True:
+                await self._publish()
+                await asyncio.sleep(LOOK_S)
+
+    async def _watch(self) -> None:
+        """Watch both keys; the key of the candidates lies below the other."""
+        async with contextlib.aclosing(self._bus.kv(subjects.MANIFESTS).watch(self._job)) as entries:
+            async for entry in entries:
+                announced = (
+                    None if entry.value is None else _Announced(unpack(entry.value, WeightManifest)[0], entry.value)
+                )
+                if entry.key == self._job:
+                    if entry.revision >= self._revision:
+                        self._standing, self._revision = announced, entry.revision
+                elif entry.key == subjects.candidate_manifest(self._job) and announced is not None:
+                    self._candidate = announced
+                self._take_served()
+
+    def _take_served(self) -> None:
+        """Keep the latest trainer's manifest of the promoted version, even if its key changes."""
+        promoted = self._promoted()
+        known = (self._candidate, self._standing, self._served)
+        fitting = [one for one in known if one is not None and promoted is not None and one.version == promoted.version]
+        self._served = max(fitting, key=lambda one: one.manifest.epoch, default=None)
+
+    async def _publish(self) -> None:
+        self._take_served()
+        served, standing = self._served, self._standing
+        if served is None:
+            return
+        if standing is not None and standing.version > served.version:  # a later leader has published it
+            return
+        if standing is not None and standing.manifest == served.manifest:
+            self._gate.announced = served.version
+            return
+        kv = self._bus.kv(subjects.MANIFESTS)
+        try:
+            revision = await kv.update(self._job, served.data, self._revision, deadline_s=DEADLINE_S)
+        except Conflict:  # the watch brings the other write
+            return
+        except Unavailable as error:
+            logger.warning("%s: version %d is not published to engines yet: %s", self._job, served.version, error)
+            return
+        if revision > self._revision:
+            self._standing, self._revision = served, revision
+            self._gate.announced = served.version

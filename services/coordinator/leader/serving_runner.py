@@ -1,0 +1,162 @@
+"""Leads one deployment: it runs once a rollout worker has loaded the model, and ends when somebody or idleness says so.
+
+There is no ledger and nothing to recover: the workers serve by the job's record alone, whoever leads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import Any
+
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.effects import EffectPublisher
+from penstock.services.coordinator.leader.outbox import Outbox
+from penstock.services.coordinator.leader.why import blocked_waits, wait_row, worker_waits
+from penstock.services.coordinator.training.retry import Retry
+from penstock.shared.config.jobs.serving_job import ServingJob
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.jobs import JobFailure, JobRecord, Phase
+from penstock.shared.protocol.messages import Ack, Report
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["ServingRunner"]
+
+LOOK_S = 0.5
+"""Heartbeats of the workers are looked at this often."""
+
+
+class ServingRunner:
+    """The leader's task for one deployment; ends when the job does."""
+
+    def __init__(self, bus: Bus, store: JobStore, members: Members, record: JobRecord, *, epoch: int) -> None:
+        self.bus, self.members = bus, members
+        self.job, self.record, self.epoch = record.id, record, epoch
+        self.config = ServingJob.parse(record.spec)
+        self.outbox = Outbox(bus, store, self.job, attempt=record.status.attempt + 1)
+        self.retry = Retry(self.job, tell=lambda text: self.outbox.event("warning", "blocked", text))
+        self.publisher = EffectPublisher(bus, self.job, epoch, self.retry)
+        self.ready = True
+        self._served = record.status.phase == "running"
+        self._failure: JobFailure | None = None
+        self._seen: dict[str, int] = {}
+        self._active, self._started_at = time.monotonic(), record.status.started_at
+        self._changed, self._ended = asyncio.Event(), asyncio.Event()
+
+    async def lead(self) -> None:
+        """Watch the workers until the deployment is over."""
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self.outbox.run()), tasks.create_task(self._serve_reports())]
+            while (end := self._end()) is None:
+                self._report("running" if self._served else "pending", self._message())
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await self._changed.wait()
+                self._changed.clear()
+                self._look(time.monotonic())
+            self._report(*end)
+            await self.outbox.flush()
+            self._ended.set()
+            for task in running:
+                task.cancel()
+
+    def _entries(self, clock: float) -> dict[str, dict[str, Any]]:
+        """Of each live rollout worker its entry for this job."""
+        found = {m.beat.worker: m.beat.jobs.get(self.job, {}) for m in self.members.of("rollout", clock)}
+        return {worker: entry for worker, entry in found.items() if entry}
+
+    def _look(self, clock: float) -> None:
+        """Note who serves, and whether anybody asked lately."""
+        entries = self._entries(clock)
+        tokens = {worker: int(entry.get("generated_tokens", 0)) for worker, entry in entries.items()}
+        serves = any(int(entry.get("version", -1)) >= 0 for entry in entries.values())
+        is_asked = any(int(entry.get("requests", 0)) for entry in entries.values())
+        if is_asked or tokens != self._seen or (serves and not self._served):
+            self._active = clock
+        self._seen = tokens
+        self._served = self._served or serves
+
+    def _end(self) -> tuple[Phase, str] | None:
+        """The terminal phase and why; None while the deployment goes on."""
+        idle_s = self.config.serving.idle_s
+        if self.record.desired_state == "cancelled":
+            return "cancelled", ""
+        if self._failure is not None:
+            return "failed", self._failure.message
+        if idle_s is not None and time.monotonic() - self._active > idle_s:
+            return "succeeded", f"nobody asked for {idle_s:g} s, so its slots were given back"
+        return None
+
+    def _message(self) -> str:
+        workers = sum(int(e.get("version", -1)) >= 0 for e in self._entries(time.monotonic()).values())
+        origin = self.record.origin
+        what = origin.checkpoint if origin is not None else str(self.config.model.path or "a model of random weights")
+        if not workers:
+            return f"no rollout worker has {what} in memory yet"
+        return f"{workers} rollout worker{'s' if workers > 1 else ''} serve{'' if workers > 1 else 's'} {what}"
+
+    def update_record(self, record: JobRecord) -> None:
+        """The job's record changed."""
+        self.record = record
+        self.config = ServingJob.parse(record.spec)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look at the job now."""
+        self._changed.set()
+
+    async def _serve_reports(self) -> None:
+        """A worker that cannot load the model says so here; it is answered once that stands in the job's record."""
+
+        async def on_report(data: bytes) -> bytes:
+            report, _ = unpack(data, Report)
+            if report.kind == "failed":
+                error = JobFailure(code="rollout_failed", message=report.reason, service="rollout")
+                self._failure = self._failure or error
+                self._changed.set()
+                await self._ended.wait()  # who asks has a deadline and asks again
+            return pack(Ack(ok=True), job=self.job, epoch=self.epoch)
+
+        server = await self.bus.serve(subjects.report(self.job), on_report)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await server.close(0.5)
+
+    async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
+        """A deployment has no work in queues: whatever is there under its name is kept for people to look at."""
+        count = await self.publisher.copy_to_dead(stream, seq, reason=reason, attempts=attempts)
+        await self.publisher.delete(range(seq, seq + count), stream=stream)
+
+    def _report(self, phase: Phase, message: str) -> None:
+        over = phase not in ("pending", "running")
+        if phase == "running" and self._started_at is None:
+            self._started_at = bus_datetime()
+        fields = {
+            "phase": phase,
+            "message": message,
+            "observed_generation": self.record.generation,
+            "error": self._failure if phase == "failed" else None,
+            "started_at": self._started_at,
+            "finished_at": bus_datetime() if over else None,
+        }
+        self.outbox.status(fields, force=over)
+
+    def status(self) -> dict[str, Any]:
+        """This leader's view of the job."""
+        return {"version": 0, "running": 0}
+
+    def why(self) -> list[dict[str, Any]]:
+        """Waits of the job."""
+        clock, now = time.monotonic(), bus_time()
+        rows = blocked_waits(self.job, self.retry.blocked, now)
+        rows += worker_waits(self.job, self.members, clock, now, services=("rollout",))
+        if not self._served and not rows:
+            since = self.record.created_at.timestamp()
+            rows.append(wait_row("a rollout worker to load the model", subjects.JOBS, self.job, age_s=now - since))
+        return rows

@@ -1,0 +1,168 @@
+"""Summary of a ledger, for people. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from penstock.services.coordinator.training.canary import row_of
+from penstock.services.coordinator.training.gate import Verdict
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.config.service import checkpoint_path
+from penstock.shared.protocol.events import Checkpointed
+
+__all__ = [
+    "best_of",
+    "canary_of",
+    "draws_of",
+    "phase_of",
+    "queues_of",
+    "retention_of",
+    "start_of",
+    "status_of",
+    "summary_of",
+]
+
+MAX_REPEATED = 2000
+"""A trainer that cannot read its checkpoint repeats at most so many batches: they must fit into one answer."""
+
+
+def draws_of(state: LedgerState) -> dict[str, Any]:
+    """The ledger equation."""
+    return {
+        "drawn": state.drawn,
+        "trained": state.trained,
+        "dropped": dict(state.dropped),
+        "in_flight": len(state.open),
+    }
+
+
+def best_of(state: LedgerState, data_dir: Path = Path()) -> dict[str, Any] | None:
+    """The best checkpoint, and by what it is the best."""
+    best = state.best
+    if best is None:
+        return None
+    path = str(checkpoint_path(data_dir, state.checkpoints[best.number].path))
+    return {"number": best.number, "metric": best.metric, "value": best.value, "step": best.step, "path": path}
+
+
+def canary_of(run: JobRun) -> dict[str, Any] | None:
+    """The version that is tried on a share of live traffic, if one is."""
+    canary, gate = run.state.canary, run.promotion
+    if canary is None or gate is None or gate.config.canary is None or run.state.finished:
+        return None
+    return row_of(gate.config.canary, canary, gate.arms(run.state))
+
+
+def phase_of(run: JobRun, desired: str) -> str:
+    """Phase of a job as users see it, who want it to be ``desired``."""
+    state = run.state
+    if state.finished:
+        return state.finished
+    if desired == "cancelled":
+        return "cancelling"
+    if desired == "paused":
+        settled = run.halted or not (state.trainable or run.wants_checkpoint)
+        return "paused" if settled else "pausing"
+    return "running" if state.checkpoint is not None or state.started else "pending"
+
+
+def status_of(run: JobRun, desired: str) -> dict[str, Any]:
+    """The part of a job's status that its run tells."""
+    state, phase = run.state, phase_of(run, desired)
+    failure, promoted = run.failure.message if run.failure is not None else "", state.promoted
+    return {
+        "phase": phase,
+        "message": failure or run.halted or run.stop_early,
+        "error": run.failure if phase == "failed" else None,
+        "step": state.updates,
+        "policy_version": state.version,
+        "served_version": None if promoted is None else promoted.version,
+        "promoted_at": None if promoted is None else datetime.fromtimestamp(promoted.time, UTC),
+        "canary": canary_of(run),
+        "draws": draws_of(state),
+        "queues": queues_of(run),
+        "checkpoint": None if state.checkpoint is None else str(run.path_of(state.checkpoint)),
+        "best_checkpoint": best_of(state, run.data_dir),
+    }
+
+
+def queues_of(run: JobRun) -> dict[str, int]:
+    """Work waiting at each stage: tickets without a group, groups without a batch, batches that are not trained."""
+    opened, accept = run.state.open, Verdict.ACCEPT
+    waiting = sum(not info.batch for info in opened.values())
+    groups = [c.verdict for d, c in run.candidates.items() if (info := opened.get(d)) is not None and not info.batch]
+    usable = sum(verdict is accept for verdict in groups)
+    return {"tickets": waiting - len(groups), "groups": usable, "batches": len(run.state.sealed)}
+
+
+def retention_of(run: JobRun) -> dict[str, Any]:
+    """Which checkpoints the trainer keeps: the newest ``keep``, and the ``pinned`` ones whatever their age."""
+    return {"pinned": run.state.pinned, "keep": run.config.checkpoint.keep}
+
+
+def start_of(run: JobRun) -> dict[str, Any]:
+    """Where a trainer takes up the job.
+
+    ``served``: an older version that engines still need, made again on the way; ``rollback``: the batch after which the
+    lineage is given up, and why.
+    """
+    state, rollback, served = run.state, run.rollback, run.state.promoted
+    behind = served is not None and served.version != state.version
+    checkpoint = state.checkpoint
+    if rollback is not None:
+        checkpoint = state.base_of(rollback.number)
+    elif served is not None and behind:
+        checkpoint = state.base_of(served.number)
+    after = checkpoint.number if checkpoint else 0
+    return {
+        "checkpoint": None if checkpoint is None else {"number": checkpoint.number, "path": checkpoint.path},
+        "version": state.version,
+        "digest": state.digest,
+        "last_trained": state.last_trained,
+        "pinned": state.pinned,
+        "served": {"number": served.number, "version": served.version} if served is not None and behind else None,
+        "rollback": None if rollback is None else asdict(rollback),
+        "batches": _rows_of(state, state.after(after)),
+        "environment": state.environment or run.environment,
+        **_older(state, checkpoint),
+    }
+
+
+def _older(state: LedgerState, checkpoint: Checkpointed | None) -> dict[str, Any]:
+    """For a trainer that cannot read ``checkpoint``: those before it, newest first, from which every batch can be
+    repeated, and the batches up to ``checkpoint``."""
+    if checkpoint is None:
+        return {}
+    found: list[Checkpointed] = []
+    for number in sorted((n for n in state.checkpoints if n < checkpoint.number), reverse=True):
+        again = state.after(number)
+        if len(again) > MAX_REPEATED or not all(n in state.batches for n in again):
+            break
+        found.append(state.checkpoints[number])
+    first = found[-1].number if found else checkpoint.number
+    return {
+        "older": [{"number": one.number, "path": one.path} for one in found],
+        "earlier": _rows_of(state, [n for n in state.after(first) if n <= checkpoint.number]),
+    }
+
+
+def _rows_of(state: LedgerState, numbers: Iterable[int]) -> list[list[Any]]:
+    """Number, revision, version and digest of those batches that are still in the log."""
+    known = [(n, state.batches[n]) for n in numbers if n in state.batches]
+    return [[n, batch.revision, batch.version, batch.digest] for n, batch in known]
+
+
+def summary_of(state: LedgerState) -> dict[str, Any]:
+    """Facts in the last event of a job."""
+    return {
+        "updates": state.updates,
+        "version": state.version,
+        "digest": state.digest,
+        "draws": draws_of(state),
+        "best_checkpoint": best_of(state),
+    }

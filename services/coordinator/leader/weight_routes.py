@@ -1,0 +1,90 @@
+"""Chooses the transport by which each worker of a job gets its weights, from what trainer and workers say they can.
+
+The choice stands in the bucket of manifests. Trainer and workers read it before each version; a worker whose transport
+fails tries the others, and its heartbeat says by which one its weights came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from penstock.services.coordinator.jobs.members import Member, Members
+from penstock.shared.errors import Conflict, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.weights import COLLECTIVES, WeightRoutes
+from penstock.shared.transport.bus import Bus
+
+__all__ = ["WeightRouter", "chosen_transports", "transports_of"]
+
+logger = logging.getLogger(__name__)
+LOOK_S = 0.5
+DEADLINE_S = 5.0
+
+
+def chosen_transports(job: str, trainer: Member | None, workers: Sequence[Member]) -> dict[str, str]:
+    """Return the transport of each worker that follows the policy of ``job``.
+
+    The same host: shared memory. Else a broadcast where both ends take part and the worker is the only one of its host;
+    several workers of a host share one transfer over TCP. Else files in a directory that both see.
+    """
+    if trainer is None:
+        return {}
+    sends = set(_transports(trainer, job))
+    rows = [(worker.beat, set(_transports(worker, job))) for worker in workers]
+    per_host = Counter(beat.host for beat, receives in rows if receives)
+    chosen = {}
+    for beat, receives in rows:
+        both = sends & receives
+        broadcast = [kind for kind in COLLECTIVES if kind in both and per_host[beat.host] == 1]
+        if "shm" in both and beat.host == trainer.beat.host:
+            chosen[beat.worker] = "shm"
+        elif broadcast:
+            chosen[beat.worker] = broadcast[-1]
+        elif receives:
+            chosen[beat.worker] = "tcp" if "tcp" in both else "disk"
+    return chosen
+
+
+def transports_of(job: str, members: Members, clock: float) -> dict[str, str]:
+    """Return the choice among the processes that live now."""
+    trainers = [one for one in members.of("trainer", clock) if _transports(one, job)]
+    return chosen_transports(job, next(iter(trainers), None), members.of("rollout", clock))
+
+
+def _transports(member: Member, job: str) -> list[str]:
+    """Return what a process says it can, or nothing of another version."""
+    return [str(name) for name in member.beat.jobs.get(job, {}).get("transports", [])]
+
+
+class WeightRouter:
+    """Keeps the choice for one job current."""
+
+    def __init__(self, bus: Bus, job: str, members: Members) -> None:
+        self._bus, self._job, self._members = bus, job, members
+
+    async def follow(self) -> None:
+        """Choose until cancelled."""
+        while True:
+            try:
+                await self._choose()
+            except (Conflict, Unavailable) as error:  # another leader wrote, or the bus is away: look again
+                logger.debug("%s: transports of weights are not written yet: %s", self._job, error)
+            await asyncio.sleep(LOOK_S)
+
+    async def _choose(self) -> None:
+        transports = transports_of(self._job, self._members, time.monotonic())
+        if not transports:  # a trainer that comes back finds the same workers
+            return
+        kv, key = self._bus.kv(subjects.MANIFESTS), subjects.weight_routes(self._job)
+        entry = await kv.get(key)
+        known = None if entry is None or entry.value is None else unpack(entry.value, WeightRoutes)[0]
+        if known is not None and known.transports == transports:
+            return
+        routes = WeightRoutes(epoch=known.epoch + 1 if known is not None else 1, transports=transports)
+        data = pack(routes, job=self._job, id=key, epoch=routes.epoch)
+        await kv.update(key, data, 0 if entry is None else entry.revision, deadline_s=DEADLINE_S)

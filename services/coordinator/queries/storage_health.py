@@ -1,0 +1,93 @@
+"""Health of the bus's storage: does it accept writes, and how full is LEDGER."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.services.coordinator.leader.why import wait_row
+from penstock.shared.errors import PenstockError
+from penstock.shared.protocol import subjects
+from penstock.shared.transport.bus import Bus, StreamState
+from penstock.shared.transport.server import flaw
+
+__all__ = [
+    "FILLING_SHARE",
+    "RESERVED_SHARE",
+    "WriteProbe",
+    "describe_ledger",
+    "is_filling",
+    "ledger_waits",
+    "reserve_ledger",
+]
+
+FILLING_SHARE = 0.7
+"""From this share on users are warned."""
+RESERVED_SHARE = 0.9
+"""From this share on the rest is reserved for running jobs: no new job is accepted."""
+TRUST_S = 1.0
+"""Anybody may ask for the health: at most one write in this time."""
+ADVICE = (
+    "see that its archive can be written (ledgers/ in the data directory), delete finished jobs (penstock rm JOB), or "
+    "raise PENSTOCK_LEDGER_BYTES and restart the coordinator"
+)
+
+
+def is_filling(state: StreamState) -> bool:
+    """Return True if users should free space."""
+    return state.max_bytes > 0 and state.bytes >= FILLING_SHARE * state.max_bytes
+
+
+def describe_ledger(state: StreamState) -> str:
+    """Describe the fill level, and what to do about it."""
+    return f"LEDGER is {state.bytes / state.max_bytes:.0%} full ({state.bytes} of {state.max_bytes} bytes): {ADVICE}"
+
+
+async def ledger_waits(bus: Bus) -> list[dict[str, Any]]:
+    """Return the wait row of a filling ledger: jobs continue until it is full. Raises Unavailable."""
+    state = await bus.stream_state(subjects.LEDGER)
+    if not is_filling(state):
+        return []
+    return [wait_row(f"soon: room in the ledger. {describe_ledger(state)}", subjects.LEDGER, subjects.LEDGER)]
+
+
+async def reserve_ledger(bus: Bus) -> None:
+    """Refuse a new job if only reserved space is left.
+
+    Raises:
+        HttpProblem: 507, the job is not accepted.
+        Unavailable: the bus does not answer.
+    """
+    state = await bus.stream_state(subjects.LEDGER)
+    if state.max_bytes > 0 and state.bytes >= RESERVED_SHARE * state.max_bytes:
+        raise HttpProblem(507, "ledger_full", f"{describe_ledger(state)}; what is left is kept for the jobs that run")
+
+
+class WriteProbe:
+    """Writes an entry that expires by itself, for ``worker``, and asks the server's monitor about all streams."""
+
+    def __init__(self, bus: Bus, worker: str, monitor_url: str | None = None) -> None:
+        self._kv, self._key = bus.kv(subjects.ANSWERS), f"ready.{worker.encode().hex()}"
+        self._monitor_url = monitor_url
+        self._until, self._flaw = 0.0, ""
+        self._asking = asyncio.Lock()
+
+    async def flaw(self, deadline_s: float) -> str:
+        """Return why writes are refused; '' if one succeeded within ``deadline_s`` and the monitor reports no flaw."""
+        async with self._asking:
+            if time.monotonic() >= self._until:
+                said, refused = await asyncio.gather(
+                    flaw(self._monitor_url, deadline_s=deadline_s), self._refused(deadline_s)
+                )
+                self._flaw = f"NATS says: {said}" if said else refused
+                self._until = time.monotonic() + TRUST_S
+            return self._flaw
+
+    async def _refused(self, deadline_s: float) -> str:
+        try:
+            await self._kv.put(self._key, b"", deadline_s=deadline_s)
+        except PenstockError as error:
+            return str(error)
+        return ""

@@ -1,0 +1,4 @@
+"""The pure core of a training job: ledger, gate, decisions, promotion; and the journal, which writes the ledger.
+
+`leader/` and `online/` call it. It imports nothing else of the coordinator, so that a ledger folds the same anywhere.
+"""

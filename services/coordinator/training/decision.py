@@ -1,0 +1,396 @@
+"""Drafts one atomic decision: which draws to drop, which batch to seal, what to draw next. Pure."""
+
+from __future__ import annotations
+
+import copy
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
+
+from msgspec.structs import replace
+
+from penstock.services.coordinator.training.draws import OpenDraw
+from penstock.services.coordinator.training.gate import MAX_REDRAWS, Candidate, Verdict, choose
+from penstock.services.coordinator.training.hyperparameters import hyperparameters_of
+from penstock.services.coordinator.training.ledger import NO_SIGNAL, WRONG_WEIGHTS, LedgerState
+from penstock.services.coordinator.training.promotion import PromotionGate, Rollback
+from penstock.shared.config.jobs.kinds import AnyTraining
+from penstock.shared.protocol.events import (
+    BatchRefused,
+    BatchSealed,
+    Drawn,
+    Dropped,
+    Event,
+    Finished,
+    PhaseChanged,
+    SealedGroup,
+    Tracking,
+    encode_events,
+)
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.jobs import JobFailure
+
+__all__ = ["Draft", "DrawSource", "Progress", "RunFacts", "TicketSource", "copy_state", "plan_draw"]
+
+ENTRY_BYTES = 896 << 10
+"""Largest size of the batches that one decision seals: an entry of the ledger is one message of at most 1 MiB, and
+other events of the decision need some of it."""
+
+Progress = tuple[Literal["True", "False"], str, str]
+"""Status, reason in one word, and a sentence."""
+
+
+class RunFacts(Protocol):
+    """Inputs of a decision."""
+
+    config: AnyTraining
+    state: LedgerState
+    candidates: dict[Draw, Candidate]
+    stored: dict[int, int]
+    stored_bytes: int
+    num_ordinals: int | None
+    row_bytes: int
+    writer_epoch: int
+    desired: str
+    stop_early: str
+    replays: int
+    hold: Callable[[int], bool]
+    source: DrawSource
+    promotion: PromotionGate | None
+
+    def rollback_of(self, state: LedgerState) -> Rollback | None:
+        """Return the target of a rollback that this ledger calls for, or None."""
+        ...
+
+
+class DrawSource(Protocol):
+    """Source of a job's draws; it also chooses which of them form a batch."""
+
+    redraws: bool
+    """True if a dropped draw can be repeated."""
+
+    @property
+    def refuses(self) -> bool:
+        """True if ``refusal`` may return a reason at all."""
+        ...
+
+    def draw(self, draft: Draft) -> None:
+        """Add draws for the free slots."""
+        ...
+
+    def refusal(self, draw: Draw) -> str:
+        """Return why an open draw must not be trained, with or without a group; '' if nothing excludes it."""
+        ...
+
+    def judge(self, draft: Draft) -> None:
+        """Add the results of a canary trial, before anything is decided on them."""
+        ...
+
+    def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
+        """Return the next batch in training order, out of the trainable groups; None: not yet."""
+        ...
+
+    def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
+        """Return the baselines of a batch, and its update of the tracked values."""
+        ...
+
+    def idle(self, state: LedgerState) -> Progress:
+        """Return whether a job without a sealed batch makes progress, for its condition `MakingProgress`."""
+        ...
+
+
+def plan_draw(config: AnyTraining, state: LedgerState, now: float, ahead: int = 0) -> tuple[int, float]:
+    """Return ``(min_version, deadline)`` of a draw for the batch ``ahead`` of the next one (negative: before it)."""
+    start = state.start_version(state.next_number + ahead)
+    return max(0, start - config.train.max_lag), now + config.train.draw_timeout_s
+
+
+def copy_state(state: LedgerState) -> LedgerState:
+    """Copy the state deep enough to draft on it: values in its dictionaries are replaced, never changed."""
+    draft = copy.copy(state)
+    draft.open = dict(state.open)
+    draft.dropped, draft.dropped_tokens = state.dropped.copy(), state.dropped_tokens.copy()
+    draft.sealed, draft.revisions = dict(state.sealed), dict(state.revisions)
+    draft.batches, draft.checkpoints = dict(state.batches), dict(state.checkpoints)
+    draft.admissions = dict(state.admissions)  # the others are replaced, not changed
+    return draft
+
+
+class Draft:
+    """Collects the events of one decision on a copy of the state."""
+
+    def __init__(self, run: RunFacts, state: LedgerState, now: float) -> None:
+        self.run, self.state, self.now = run, state, now
+        self.config = run.config
+        self.candidates = dict(run.candidates)
+        self.events: list[Event] = []
+        self.freed_bytes = 0
+
+    def add(self, event: Event) -> None:
+        self.state.apply(event)
+        self.events.append(event)
+
+    # -- phases ------------------------------------------------------------------------------------------------------
+
+    def phase(self) -> None:
+        target = "paused" if self.run.desired == "paused" else "running"
+        if self.state.phase != target:
+            reason = "by request"
+            self.add(PhaseChanged(writer_epoch=self.run.writer_epoch, time=self.now, phase=target, reason=reason))
+
+    def end(
+        self, phase: str, reason: str, summary: dict[str, object] | None = None, *, error: JobFailure | None = None
+    ) -> None:
+        if self.state.sealed:  # nothing will train them any more: refuse, then drop with the rest
+            for number in sorted(self.state.sealed, reverse=True):
+                sealed = self.state.sealed[number]
+                self.add(
+                    BatchRefused(
+                        writer_epoch=self.run.writer_epoch, time=self.now, number=number, revision=sealed.revision,
+                        bad=[], reason=phase, redraw=False, min_version=0, deadline=0.0,
+                    )
+                )  # fmt: skip
+        self.drop_draws(sorted(self.state.open), phase if phase != "succeeded" else "run_ended", redraw=False)
+        if self.state.phase != phase:
+            code, service = ("", None) if error is None else (error.code, error.service)
+            self.add(
+                PhaseChanged(
+                    writer_epoch=self.run.writer_epoch, time=self.now, phase=phase, reason=reason, code=code,
+                    service=service or "",
+                )
+            )  # fmt: skip
+        self.add(Finished(writer_epoch=self.run.writer_epoch, time=self.now, reason=phase, summary=summary or {}))
+
+    def promote(self) -> None:
+        """Decide whether the newest version is served."""
+        gate = self.run.promotion
+        if gate is None:
+            return
+        self.run.source.judge(self)
+        event = gate.decide(self.state, writer_epoch=self.run.writer_epoch, now=self.now)
+        if event is not None:
+            self.add(event)
+
+    # -- drops -------------------------------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """Drop groups and draws that cannot be trained: bad, stale, past their deadline or too far ahead."""
+        start = self.state.start_version(self.state.next_number)
+        by_reason: dict[tuple[str, bool], list[Draw]] = {}
+        lowest, now, accept, candidates = start - self.config.train.max_lag, self.now, Verdict.ACCEPT, self.candidates
+        refuses = self.run.source.refuses
+        for draw, info in self.state.open.items():  # thousands at each decision, so most get a quick check
+            if info.batch:
+                continue
+            candidate = candidates.get(draw)
+            if candidate is None:
+                is_well = info.deadline > now and info.min_version <= start
+            else:
+                is_well = candidate.verdict is accept and candidate.oldest >= lowest
+                is_well = is_well and not candidate.has_wrong_weights(self.state)
+            if is_well and not refuses:
+                continue
+            if (found := self._why_not(draw, info, start)) is not None:
+                by_reason.setdefault(found, []).append(draw)
+        for (reason, redraw), draws in sorted(by_reason.items()):
+            self.drop_draws(sorted(draws), reason, redraw=redraw)
+
+    def _why_not(self, draw: Draw, info: OpenDraw, start: int) -> tuple[str, bool] | None:
+        """Return why a draw is dropped, and whether it is drawn again; None if it stays."""
+        candidate = self.candidates.get(draw)
+        if refusal := self.run.source.refusal(draw):
+            return refusal, False
+        if candidate is None:
+            if info.deadline <= self.now:
+                # If nothing arrives at all, the workers are away and the prompts are not to blame.
+                return "deadline", draw.n < MAX_REDRAWS or not self.run.candidates
+            # A batch was refused: only later ones make that version, and no worker has started yet.
+            replanned = info.min_version > start and self.run.source.redraws
+            return ("replanned", True) if replanned else None
+        if candidate.verdict is Verdict.SKIPPED:
+            return candidate.header.skipped, False
+        if candidate.verdict is not Verdict.ACCEPT:
+            return str(candidate.verdict), draw.n < MAX_REDRAWS
+        stale = candidate.is_stale(start, self.config.train.max_lag)
+        reason = WRONG_WEIGHTS if candidate.has_wrong_weights(self.state) else "stale" if stale else ""
+        return (reason, True) if reason else None
+
+    def drop_draws(self, draws: list[Draw], reason: str, *, redraw: bool) -> None:
+        if not draws:
+            return
+        gone = [self.candidates.pop(draw, None) for draw in draws]
+        self.freed_bytes += sum(candidate.header.nbytes for candidate in gone if candidate is not None)
+        min_version, deadline = plan_draw(self.config, self.state, self.now)
+        self.add(
+            Dropped(
+                writer_epoch=self.run.writer_epoch,
+                time=self.now,
+                draws=draws,
+                reason=reason,
+                lengths=[candidate.mean_length if candidate else 0 for candidate in gone],
+                redraw=redraw and self.run.source.redraws and self.run.desired != "cancelled",
+                min_version=min_version,
+                deadline=deadline,
+            )
+        )
+
+    def resample(self) -> None:
+        """Drop groups without signal; ``draw`` replaces each of them by another ordinal in the same decision.
+
+        A batch resamples at most ``max_resampled`` times its size, and only while the data order has ordinals left;
+        beyond that, groups without signal are trained.
+        """
+        dynamic, run = self.config.algorithm.dynamic_sampling, self.run
+        if dynamic is None or not self.may_draw():
+            return
+        room = int(dynamic.max_resampled * self.config.groups_per_batch) - self.state.resampled
+        if run.num_ordinals is not None:
+            room = min(room, run.num_ordinals - self.state.next_ordinal)
+        idle = [draw for draw, candidate in self._unsealed().items() if not candidate.header.has_signal]
+        self.drop_draws(sorted(idle)[: max(0, room)], NO_SIGNAL, redraw=False)
+
+    def _unsealed(self) -> dict[Draw, Candidate]:
+        """Return the acceptable groups outside of batches, in order of arrival."""
+        accept, opened = Verdict.ACCEPT, self.state.open
+        return {
+            draw: candidate
+            for draw, candidate in self.candidates.items()
+            if candidate.verdict is accept and (info := opened.get(draw)) is not None and not info.batch
+        }
+
+    # -- seal and draw -----------------------------------------------------------------------------------------------
+
+    def seal(self) -> None:
+        """Seal as many batches as one entry of the ledger holds; the next decision continues."""
+        unsealed = self._unsealed() if self.may_seal() else {}
+        taken, largest = len(encode_events(self.events)), 0
+        while taken + largest <= ENTRY_BYTES and self.may_seal():
+            state, number = self.state, self.state.next_number
+            start = state.start_version(number)
+            lowest = start - self.config.train.max_lag
+            ready = [draw for draw, candidate in unsealed.items() if candidate.oldest >= lowest]
+            chosen = self.run.source.choose(self, ready)
+            if chosen is None:
+                return
+            baselines, tracking = self.run.source.values(self, chosen)
+            self.add(
+                BatchSealed(
+                    writer_epoch=self.run.writer_epoch,
+                    time=self.now,
+                    number=number,
+                    revision=state.revisions.get(number, 0) + 1,
+                    start_version=start,
+                    update_index=state.update_index(number),
+                    groups=self._entries(chosen, baselines),
+                    hyperparameters=hyperparameters_of(state.settings),
+                    tracking=tracking,
+                )
+            )
+            for draw in chosen:
+                del unsealed[draw]
+            largest = len(encode_events(self.events[-1:]))
+            taken += largest
+
+    def _entries(self, chosen: Sequence[Draw], baselines: Mapping[Draw, float]) -> list[SealedGroup]:
+        entries, admissions = [self.candidates[draw].entry for draw in chosen], self.state.admissions
+        if not baselines and not admissions:
+            return entries
+        found = []
+        for entry in entries:
+            admission = admissions.get(entry.draw.ordinal)
+            weight = 1.0 if admission is None else admission.weight
+            found.append(replace(entry, baseline=baselines.get(entry.draw), weight=weight))
+        return found
+
+    def may_seal(self) -> bool:
+        run, state = self.run, self.state
+        if not self.may_draw():
+            return False
+        number = state.next_number
+        if number - state.last_trained > self.config.train.max_lag + 1 or run.hold(state.update_index(number)):
+            return False
+        if run.promotion is not None and not run.promotion.lets_train(state):
+            return False
+        remaining = self.remaining_batches()
+        return remaining is None or remaining > 0
+
+    def remaining_batches(self) -> int | None:
+        """Return the number of batches that may still be sealed; None is unlimited. A refused batch comes before those
+        sealed after it, even if these reach the limit, or exceed one that was lowered meanwhile."""
+        limit, state = self.config.train.max_updates, self.state
+        if limit is None:
+            return None
+        gap = bool(state.sealed) and not state.trainable and state.updates < limit
+        return max(int(gap), limit - state.updates - len(state.sealed))
+
+    def may_draw(self) -> bool:
+        run, state = self.run, self.state
+        wanted = state.phase == "running" and run.desired == "running" and not run.stop_early
+        return wanted and run.rollback_of(state) is None
+
+    def draw(self) -> None:
+        if self.may_draw():
+            self.run.source.draw(self)
+
+    def byte_credits(self) -> int:
+        """Return how many groups of the largest size the job's byte budget still allows beside those in flight."""
+        in_flight = sum(1 for draw, info in self.state.open.items() if not info.batch and draw not in self.candidates)
+        free = self.config.limits.byte_budget - self.run.stored_bytes + self.freed_bytes
+        return max(0, free // (self.config.max_group_bytes + self.run.row_bytes) - in_flight)
+
+
+class TicketSource:
+    """Draws with tickets, in the job's data order, as many as the lag bound allows in flight."""
+
+    redraws = True
+    refuses = False
+
+    def refusal(self, draw: Draw) -> str:
+        """Return '': no user owns a prompt."""
+        return ""
+
+    def judge(self, draft: Draft) -> None:
+        """Add nothing: there are no live conversations."""
+
+    def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
+        """See ``gate.choose``."""
+        return choose(draft.config, draft.state, draft.candidates, ready=ready)
+
+    def draw(self, draft: Draft) -> None:
+        """Draw for the next batches, within the lag bound, the slots in flight and the byte budget."""
+        run, state, config = draft.run, draft.state, draft.config
+        size = config.groups_per_batch
+        room = config.max_draws - len(state.open) - run.replays
+        if room <= 0:
+            return
+        planned = sorted(info.min_version for info in state.open.values() if not info.batch)
+        remaining = draft.remaining_batches()
+        if remaining is not None:
+            room = min(room, max(0, remaining) * size - len(planned))
+        if run.num_ordinals is not None:
+            room = min(room, run.num_ordinals - state.next_ordinal)
+        room = min(room, draft.byte_credits())
+        ahead = 0
+        while room > 0:
+            # Beyond the lag bound `oversample` draws for the next batch, whose short groups these then make up for.
+            min_version, deadline = plan_draw(config, state, draft.now, min(ahead, config.train.max_lag))
+            count = min(room, size * (ahead + 1) - bisect_right(planned, min_version))
+            ahead += 1
+            if count <= 0:
+                continue
+            draft.add(
+                Drawn(
+                    writer_epoch=run.writer_epoch, time=draft.now, start=state.next_ordinal,
+                    stop=state.next_ordinal + count, min_version=min_version, deadline=deadline,
+                )
+            )  # fmt: skip
+            planned = sorted([*planned, *[min_version] * count])
+            room -= count
+
+    def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
+        """Return no baselines: groups bring their own, or need none."""
+        return {}, Tracking()
+
+    def idle(self, state: LedgerState) -> Progress:
+        """Report progress: workers answer tickets."""
+        return "True", "Generating", ""

@@ -1,0 +1,76 @@
+"""Jobs that go on after they have ended: which can, and what changes for them. Pure, but for a look at the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.services.coordinator.training.checkpoints import read_stored
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import AnyTraining, parse_training, trains
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.service import checkpoint_path
+from penstock.shared.errors import Conflict
+from penstock.shared.protocol.bus_clock import bus_time
+from penstock.shared.protocol.jobs import JobRecord
+
+__all__ = ["check_extension", "told_of_extension"]
+
+
+def check_extension(record: JobRecord, state: LedgerState, max_updates: int, data_dir: Path) -> None:
+    """Look whether a job that has ended can go on until ``max_updates`` are done. Reads the disk.
+
+    Raises:
+        Conflict: it cannot; says why, and what to do instead.
+    """
+    what = f"job '{record.id}'"
+    anew = f"submit another one that begins with model.path: job:{record.name}@latest"
+    if not trains(record.spec):
+        raise Conflict(f"{what} is of kind '{record.kind}': it trains nothing that could go on")
+    config = parse_training(record.spec)
+    if isinstance(config, OnlineJob):
+        raise Conflict(f"{what} is an online job, whose conversations ended with it: {anew}")
+    if record.status.phase == "failed":
+        raise Conflict(f"{what} failed ({record.status.message}): {anew}")
+    if max_updates <= state.updates:
+        raise Conflict(f"{what} has done {state.updates} updates: max_updates must be more")
+    if reason := _ended_early(record, config, state):
+        raise Conflict(f"{what} would end at once: {reason}; {anew}")
+    newest = state.checkpoint
+    if newest is None or newest.number != state.newest_batch:
+        raise Conflict(f"{what} ended without a last checkpoint: {anew}")
+    if read_stored(checkpoint_path(data_dir, newest.path)) is None:
+        raise Conflict(f"the files of the last checkpoint of {what} are not on the coordinator's host any more")
+
+
+def _ended_early(record: JobRecord, config: AnyTraining, state: LedgerState) -> str:
+    """Why the job would not go on with more updates; '' where their number ended it, or a user did."""
+    limit_s, begun = config.limits.timeout_s, record.created_at.timestamp()
+    if limit_s is not None and bus_time() - begun > limit_s:
+        return f"limits.timeout_s ({limit_s:g}) is over"
+    most = config.train.max_updates
+    if state.finished == "cancelled" or (most is not None and state.updates >= most):
+        return ""
+    return record.status.message or "its data were at their end (train.data_epochs)"
+
+
+def told_of_extension(config: AnyTraining, state: LedgerState, max_updates: int) -> list[str]:
+    """Changes that the greater length brings, for people.
+
+    Args:
+        config: the job file of before; ``state`` where it ended.
+    """
+    notes = []
+    sections = {"optimizer": config.optimizer} if isinstance(config, JobConfig) else {}
+    if isinstance(config, JobConfig) and config.algorithm.critic is not None:
+        sections["algorithm.critic.optimizer"] = config.algorithm.critic.optimizer
+    for key, section in sections.items():
+        if section.schedule != "constant":
+            notes.append(
+                f"{key}.schedule: '{section.schedule}' had decayed over the run; it is now one over {max_updates} "
+                f"updates, {state.updates / max_updates:.0%} of the way along, so that the learning rate rises again: "
+                "amend optimizer.learning_rate to lower it"
+            )
+    if config.early_stop is not None:
+        notes.append(f"early_stop: '{config.early_stop.metric}' is followed on, and may end the job before")
+    return notes

@@ -1,0 +1,156 @@
+"""The on-policy gate: pure decisions about groups, from headers only.
+
+The lag of a group is (policy version at the start of the update that trains it) − (oldest version in its spans).
+``max_lag`` bounds it; 0 is strictly on-policy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from penstock.services.coordinator.training.ledger import LedgerState, OpenDraw
+from penstock.shared.config.jobs.kinds import AnyTraining
+from penstock.shared.protocol.events import SealedGroup
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.trajectory import GroupHeader
+
+__all__ = ["Candidate", "Verdict", "choose", "is_stale", "judge"]
+
+MAX_REDRAWS = 4
+"""An ordinal that failed this often is not drawn again: a prompt that always breaks must not stop the run."""
+
+
+class Verdict(StrEnum):
+    """Decision on a group that arrived."""
+
+    ACCEPT = "accept"
+    """The group may be trained."""
+    DUPLICATE = "duplicate"
+    """Its draw has a group already, or is terminal; outside the equation, deleted at once."""
+    SKIPPED = "skipped"
+    """The worker refused the prompt; dropped under the worker's reason, not redrawn."""
+    FAILED = "failed"
+    """Too few trajectories are left without a scorer failure, or no baseline; dropped and redrawn."""
+    NOT_FINITE = "not_finite"
+    """A log-prob or reward is not finite; dropped and redrawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A group that arrived and is not committed yet: where it lies and what its header says.
+
+    ``oldest`` is the version that its lag counts from; only the policy loss knows a lag. ``entry`` stands for it in a
+    batch. Both are made once, on arrival: a batch may hold thousands of groups.
+    """
+
+    seq: int
+    header: GroupHeader
+    verdict: Verdict
+    oldest: float = field(init=False)
+    entry: SealedGroup = field(init=False)
+
+    def __post_init__(self) -> None:
+        header = self.header
+        entry = SealedGroup(
+            draw=header.draw,
+            attempt=header.attempt,
+            seq=self.seq,
+            digest=header.digest,
+            min_version=header.min_version,
+            max_version=header.max_version,
+            rewards=header.rewards,
+            tokens=sum(header.lengths),
+            worker=header.worker,
+            objective=header.objective,
+            temperature=header.temperature,
+            nbytes=header.nbytes,
+        )
+        object.__setattr__(self, "entry", entry)
+        object.__setattr__(self, "oldest", header.min_version if header.objective == "policy" else math.inf)
+
+    @property
+    def messages(self) -> range:
+        """Sequences of the messages that hold it."""
+        return range(self.seq, self.seq + self.header.num_messages)
+
+    def is_stale(self, start_version: int, max_lag: int) -> bool:
+        """True if an update that starts from ``start_version`` may not train it."""
+        return is_stale(self.oldest, start_version, max_lag)
+
+    def has_wrong_weights(self, state: LedgerState) -> bool:
+        """True if weights made it that the ledger does not know under their number.
+
+        A trainer that ended before its update was recorded may have shown them to engines: its successor's update can
+        give other bits. Groups of earlier versions do not say which weights made them.
+        """
+        header = self.header
+        if header.max_version > state.version and header.objective == "policy":
+            return True
+        return bool(header.weights) and state.made_by_others(header.weights)
+
+    @property
+    def mean_length(self) -> int:
+        """Mean completion length in tokens."""
+        lengths = self.header.lengths
+        return round(sum(lengths) / len(lengths)) if lengths else 0
+
+
+def judge(
+    header: GroupHeader, info: OpenDraw | None, *, taken: bool, smallest_group: int, needs_baseline: bool = False
+) -> Verdict:
+    """Decide on a group by its header. ``info``: the draw's ledger entry; ``taken``: it has a group already.
+
+    ``smallest_group`` counts sampled completions; with ``needs_baseline`` the greedy one must have a reward, too.
+    """
+    if info is None or info.batch or taken:
+        return Verdict.DUPLICATE
+    if header.skipped:
+        return Verdict.SKIPPED
+    if not header.finite:
+        return Verdict.NOT_FINITE
+    if needs_baseline and header.baseline is None:
+        return Verdict.FAILED
+    return Verdict.ACCEPT if len(header.counted) >= smallest_group else Verdict.FAILED
+
+
+def is_stale(min_version: float, start_version: int, max_lag: int) -> bool:
+    """True if a group may not be trained by an update that starts from ``start_version``."""
+    return start_version - min_version > max_lag
+
+
+def choose(
+    config: AnyTraining, state: LedgerState, candidates: Mapping[Draw, Candidate], *, ready: Sequence[Draw]
+) -> list[Draw] | None:
+    """The groups of the next batch, in training order, or None when it cannot be sealed yet.
+
+    ``ready`` are the acceptable, not stale candidates in order of arrival.
+
+    * ``in_order``: the batch is the lowest open draws; wait until all of them are there.
+    * ``drop``: first come, first trained; what becomes stale is dropped later.
+    * ``wait``: first come, first trained, but what the *next* update could no longer train goes first, and a draw in
+      flight that could no longer be trained is waited for (its deadline bounds the wait).
+    """
+    size = config.groups_per_batch
+    if config.train.staleness == "in_order":
+        first = state.in_flight[:size]
+        return (
+            first
+            if len(first) == size and all(draw in candidates for draw in first) and set(first) <= set(ready)
+            else None
+        )
+    if len(ready) < size:
+        return None
+    urgent_below = state.start_version(state.next_number) + 1 - config.train.max_lag
+    urgent = [draw for draw in ready if candidates[draw].header.min_version < urgent_below]
+    # A missing draw must fit into this very batch: wait for it while there is room beside the urgent ones present.
+    if config.train.staleness == "wait" and len(urgent) < size:
+        for draw, info in state.open.items():
+            if info.min_version < urgent_below and not info.batch and draw not in candidates:
+                return None
+    if urgent and len(urgent) < len(ready):
+        sooner = set(urgent)
+        return sorted([*urgent, *(draw for draw in ready if draw not in sooner)][:size])
+    return sorted(ready[:size])

@@ -1,0 +1,147 @@
+"""Decisions by a job's metrics: the end at its goal, and the best checkpoint. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.goals import EarlyStopConfig, KeepBestConfig
+from penstock.shared.protocol.events import BestCheckpoint
+
+__all__ = ["Best", "BestTracker", "EarlyStop", "Goals"]
+
+
+class EarlyStop:
+    """Watches one metric; ``reason`` is why the run should end, or ''."""
+
+    def __init__(self, config: EarlyStopConfig) -> None:
+        self.config = config
+        self._newest: deque[float] = deque(maxlen=config.window)
+        self._best: float | None = None
+        self._without = 0
+        self.reason = ""
+
+    def take(self, value: float) -> None:
+        """Take the next value of the metric."""
+        config = self.config
+        self._newest.append(value)
+        if len(self._newest) < config.window:
+            return
+        mean = sum(self._newest) / config.window
+        if config.goal is not None and (mean >= config.goal if config.mode == "max" else mean <= config.goal):
+            self.reason = f"{config.metric} reached {mean:g}, the goal is {config.goal:g}"
+        gain = math.inf if self._best is None else (mean - self._best) * (1 if config.mode == "max" else -1)
+        if gain > config.min_delta:
+            self._best, self._without = mean, 0
+        else:
+            self._without += 1
+        if config.patience is not None and self._without >= config.patience:
+            self.reason = f"{config.metric} had no new best in {self._without} values; the best is {self._best:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best value so far and the batch after which it was measured."""
+
+    value: float
+    step: int
+
+
+class BestTracker:
+    """Watches one metric; ``best`` is its best value."""
+
+    def __init__(self, config: KeepBestConfig, known: BestCheckpoint | None) -> None:
+        self.config = config
+        self.best = None if known is None else Best(known.value, known.step)
+
+    def take(self, value: float, step: int) -> None:
+        """Take the value after batch ``step``."""
+        if self.best is None or (value > self.best.value if self.config.mode == "max" else value < self.best.value):
+            self.best = Best(value, step)
+
+
+class Goals:
+    """Both rules of one job. ``state`` arguments are the ledger, the only record of earlier results."""
+
+    def __init__(self, early_stop: EarlyStopConfig | None, keep_best: KeepBestConfig | None) -> None:
+        self._stop, self._keep = early_stop, keep_best
+        self._taken: list[tuple[dict[str, float], int]] = []
+        self.begin(None)
+
+    def begin(self, known: BestCheckpoint | None) -> None:
+        """Start from the results in the ledger."""
+        self._early = None if self._stop is None else EarlyStop(self._stop)
+        self._tracker = None if self._keep is None else BestTracker(self._keep, known)
+        self._taken.clear()
+
+    def roll_back(self, state: LedgerState) -> None:
+        """Decide again after a fork, from the values of the batches that are left."""
+        left = [(values, step) for values, step in self._taken if state.in_lineage(step)]
+        self.begin(state.best)
+        for values, step in left:
+            self.take(values, step)
+
+    def take(self, values: Mapping[str, float], step: int) -> None:
+        """Take the metrics of an update or an evaluation after batch ``step``. A value that is not finite does not
+        count.
+
+        An evaluation without some prompts does not count either, because fewer prompts may score better.
+        """
+        if values.get("eval/missing"):
+            return
+        followed = {rule.metric for rule in (self._stop, self._keep) if rule is not None}
+        self._taken.append(({name: values[name] for name in followed if name in values}, step))
+        if self._early is not None and math.isfinite(value := values.get(self._early.config.metric, math.nan)):
+            self._early.take(value)
+        if self._tracker is not None and math.isfinite(value := values.get(self._tracker.config.metric, math.nan)):
+            self._tracker.take(value, step)
+
+    @property
+    def stop_reason(self) -> str:
+        """Return why the run should end early, or ''."""
+        return "" if self._early is None else self._early.reason
+
+    def unknown(self, values: Mapping[str, float]) -> list[str]:
+        """Return the watched metrics that are neither in ``values`` of an update nor from an evaluation."""
+        followed = [rule.config.metric for rule in (self._early, self._tracker) if rule is not None]
+        return [name for name in followed if name not in values and not name.startswith("eval/")]
+
+    def wanted(self, state: LedgerState) -> str:
+        """Return why a new best needs a checkpoint, or ''."""
+        best = self._unmarked(state)
+        if best is None or self._tracker is None or _checkpoint_of(best, state) is not None:
+            return ""
+        return f"new best {self._tracker.config.metric} {best.value:.4g} after update {best.step}"
+
+    def holds(self, state: LedgerState) -> bool:
+        """Return True if no batch may be sealed, because the best weights are not in a checkpoint yet."""
+        followed = self._tracker.config.metric if self._tracker is not None else ""
+        return followed.startswith("eval/") and bool(self.wanted(state))
+
+    def mark(self, state: LedgerState, *, writer_epoch: int, now: float) -> list[BestCheckpoint]:
+        """Return the event that names the best checkpoint, once it exists and the ledger does not name it yet."""
+        best = self._unmarked(state)
+        number = None if best is None else _checkpoint_of(best, state)
+        if best is None or number is None or self._tracker is None:
+            return []
+        metric = self._tracker.config.metric
+        return [
+            BestCheckpoint(
+                writer_epoch=writer_epoch, time=now, number=number, metric=metric, value=best.value, step=best.step
+            )
+        ]
+
+    def _unmarked(self, state: LedgerState) -> Best | None:
+        best = None if self._tracker is None else self._tracker.best
+        if best is None or best.step > state.last_trained:
+            return None
+        marked = state.best
+        return None if marked is not None and (marked.value, marked.step) == (best.value, best.step) else best
+
+
+def _checkpoint_of(best: Best, state: LedgerState) -> int | None:
+    """Return the first checkpoint that contains the update after which ``best`` was measured."""
+    return min((number for number in state.checkpoints if number >= best.step), default=None)

@@ -1,0 +1,303 @@
+"""Decides which version of an online job is served, from the measurements of the newest one. Pure.
+
+A version that breaks a bound is refused: the version before it stays served, and its answers are trained within the lag
+bound. After `online.promotion.patience` refusals in a row training rolls back to the served version. With
+`online.promotion.canary` a version that keeps every bound first answers a share of live traffic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.services.coordinator.training.canary import Arm, arms_of, verdict_of
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.shared.config.jobs.kinds import AnyTraining
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.online.promotion import PromotionConfig
+from penstock.shared.protocol.events import (
+    BatchTrained,
+    CanaryBegun,
+    Event,
+    Judged,
+    LineageForked,
+    Promoted,
+    PromotionRefused,
+)
+
+__all__ = ["Decided", "Evaluated", "PromotionGate", "Rollback", "flaw_of_rollback", "flaws_of_promotions", "gate_of"]
+
+Decided = Promoted | PromotionRefused | CanaryBegun
+"""Decisions on a version."""
+FIGURES = {
+    "policy/kl_ref": "max_kl",
+    "policy/entropy": "min_entropy",
+    "mismatch/kl": "max_mismatch",
+    "lag/kl": "max_mismatch",
+}
+"""Metrics of an update that have bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The newest complete evaluation: its version and its values."""
+
+    version: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """A rollback of training to its state after batch ``number``; ``operation`` is the request, or ''."""
+
+    number: int
+    reason: str
+    operation: str = ""
+
+
+class PromotionGate:
+    """Decides on the newest version.
+
+    Args:
+        evaluated: returns the newest evaluation, None before the first.
+    """
+
+    def __init__(self, config: PromotionConfig, evaluated: Callable[[], Evaluated | None]) -> None:
+        self.config, self._evaluated = config, evaluated
+        self.forced = -1
+        """A version that a user wants served in spite of its measurements."""
+        self.announced = -1
+        """The version in the manifest that engines watch."""
+        self._judged: Mapping[str, Judged] = {}
+        self._arms = arms_of([])
+
+    def figures_of(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of an update that the ledger keeps: those with a bound."""
+        bounded = [name for name, bound in FIGURES.items() if getattr(self.config, bound) is not None]
+        return {name: metrics[name] for name in bounded if name in metrics}
+
+    def decide(self, state: LedgerState, *, writer_epoch: int, now: float) -> Decided | None:
+        """Return the event that decides on ``state.version``; None if it is decided, or not measured yet."""
+        figures = self._figures(state)
+        reason, known = self._grant(state, figures)
+        flaws = [] if reason or self._is_decided(state) else self._flaws(state, figures)
+        if reason == "passed" and self.config.canary is not None:
+            canary = state.canary
+            if canary is None:
+                return self._canary(state, known, writer_epoch=writer_epoch, now=now)
+            verdict = verdict_of(self.config.canary, canary, self.arms(state), now=now)
+            reason = {"passed": "passed", "timed out": "canary timed out"}.get(verdict.status, "")
+            flaws = [verdict.reason] if verdict.status == "refused" else []
+            figures = known = dict(known) | verdict.figures
+        if reason:
+            return Promoted(
+                writer_epoch=writer_epoch, time=now, version=state.version, number=state.last_trained,
+                digest=state.digest, reason=reason, figures=dict(known),
+            )  # fmt: skip
+        if not flaws:
+            return None
+        return PromotionRefused(
+            writer_epoch=writer_epoch, time=now, version=state.version, number=state.last_trained,
+            reason="; ".join(flaws), figures=figures,
+        )  # fmt: skip
+
+    def _canary(
+        self, state: LedgerState, figures: Mapping[str, float], *, writer_epoch: int, now: float
+    ) -> CanaryBegun | None:
+        """Begin a trial of the newest version, once nothing is in training, because its weights must stay."""
+        config, served = self.config.canary, state.promoted
+        if config is None or served is None or state.sealed:
+            return None
+        return CanaryBegun(
+            writer_epoch=writer_epoch, time=now, version=state.version, number=state.last_trained,
+            digest=state.digest, served=served.version, share=config.share, figures=dict(figures),
+        )  # fmt: skip
+
+    def arms(self, state: LedgerState) -> tuple[Arm, Arm]:
+        """Return the figures of the version on trial and of the served one, computed for each new sample."""
+        if self._judged is not state.judged:
+            self._judged, self._arms = state.judged, arms_of(state.judged.values())
+        return self._arms
+
+    def _grant(self, state: LedgerState, figures: Mapping[str, float]) -> tuple[str, Mapping[str, float]]:
+        """Return why the newest version is served, or '', with its figures."""
+        served, metric = state.promoted, self.config.metric
+        if served is None:
+            return "initial", {}
+        if served.version == state.version:
+            return ("measured", figures) if metric in figures and self.lacks(state) else ("", {})
+        if state.forked == state.version and self._is_wanted_fork(state, served):
+            return "rolled back", served.figures if served.digest == state.digest else {}
+        unknown = self.config.max_drop is not None and metric not in figures
+        if self.forced == state.version and not (unknown and state.sealed):  # otherwise it would never be measured
+            return "by request", figures
+        if state.canary is not None:  # it passed when the trial began
+            return "passed", state.canary.figures
+        passed = not (self._is_decided(state) or unknown or self._flaws(state, figures))
+        return ("passed", figures) if passed else ("", {})
+
+    @staticmethod
+    def _is_wanted_fork(state: LedgerState, served: Promoted) -> bool:
+        """Return True if a fork has the served weights, no newer ones are left, or a user asked for it."""
+        return bool(state.fork_request) or served.digest == state.digest or not state.after(served.number)
+
+    def lacks(self, state: LedgerState) -> bool:
+        """Return True if the held-out reward of the newest version is needed next, whatever the plan of evaluations is.
+
+        That holds if it is served, because others are compared with it, or if a fork began it, because the next
+        training depends on it.
+        """
+        served = state.promoted
+        if self.config.max_drop is None or served is None:
+            return False
+        if served.version != state.version:
+            return state.forked == state.version and state.canary is None and not self._is_decided(state)
+        return not math.isfinite(served.figures.get(self.config.metric, math.nan))
+
+    @staticmethod
+    def _is_decided(state: LedgerState) -> bool:
+        return state.version in (one.version for one in (state.promoted, state.refused) if one is not None)
+
+    def _figures(self, state: LedgerState) -> dict[str, float]:
+        """Return the figures of the newest version; a held-out reward that is not a number counts as not measured."""
+        evaluated, metric = self._evaluated(), self.config.metric
+        if self.config.max_drop is None or evaluated is None or evaluated.version != state.version:
+            return dict(state.figures)
+        value = evaluated.values.get(metric, math.nan)
+        return state.figures | {metric: value} if math.isfinite(value) else dict(state.figures)
+
+    def _flaws(self, state: LedgerState, figures: Mapping[str, float]) -> list[str]:
+        """Return the bounds that are broken for certain; a missing measurement breaks none."""
+        served = {} if state.promoted is None else state.promoted.figures
+        return broken_bounds(self.config, figures, served, measured=self.config.metric in figures)
+
+    # -- what follows ------------------------------------------------------------------------------------------------
+
+    def rollback(self, state: LedgerState) -> Rollback | None:
+        """Return the rollback that too many refusals call for.
+
+        One refusal of a fork is too many: its number is above the clock, so what is served is too old for it.
+        """
+        refused, served = state.refused, state.promoted
+        if refused is None or served is None:
+            return None
+        if state.num_refused < self.config.patience and refused.version != state.forked:
+            return None
+        return Rollback(served.number, f"version {refused.version} was refused: {refused.reason}")
+
+    def lets_train(self, state: LedgerState) -> bool:
+        """Return True if another batch may be sealed: one at a time, so that the served version keeps its slot, and
+        none during a trial, which has the other one."""
+        if state.sealed or state.canary is not None:
+            return False
+        return state.promoted is not None and self.announced == state.promoted.version
+
+    def fact(self, state: LedgerState) -> tuple[Literal["True", "False", "Unknown"], str, str]:
+        """Return status, reason and message of the condition `PromotionAllowed`."""
+        served, refused = state.promoted, state.refused
+        if served is None:
+            return "Unknown", "NoVersionYet", ""
+        if served.version == state.version:
+            return "True", _camel(served.reason), f"version {served.version} is served"
+        kept = f"version {served.version} is served on"
+        if state.canary is not None and self.config.canary is not None:
+            canary, old = self.arms(state)
+            needed, share = self.config.canary.conversations, state.canary.share
+            return "Unknown", "Canary", (
+                f"version {state.version} answers {share:.0%} of the conversations; {canary.count} of its and "
+                f"{old.count} of the others, of {needed} each, are judged; {kept}"
+            )  # fmt: skip
+        if refused is not None:
+            return "False", "BoundBroken", f"version {refused.version}: {refused.reason}; {kept}"
+        return "Unknown", "NotMeasured", f"version {state.version} is not measured yet; {kept}"
+
+
+def gate_of(config: AnyTraining, evaluated: Callable[[], Evaluated | None]) -> PromotionGate | None:
+    """Return the gate of a job; None if it always serves the newest version."""
+    promotion = config.online.promotion if isinstance(config, OnlineJob) else None
+    return None if promotion is None else PromotionGate(promotion, evaluated)
+
+
+def broken_bounds(
+    config: PromotionConfig, figures: Mapping[str, float], served: Mapping[str, float], *, measured: bool = True
+) -> list[str]:
+    """Return the bounds that ``figures`` of a version break, given those of the served version.
+
+    Args:
+        measured: True if the held-out reward counts.
+    """
+    flaws: list[str] = []
+    bounds = (
+        ("policy/kl_ref", None, config.max_kl),
+        ("policy/entropy", config.min_entropy, None),
+        *((name, None, config.max_mismatch) for name in _compared(figures)),
+    )
+    for name, floor, ceiling in bounds:
+        if floor is not None or ceiling is not None:
+            flaws += _outside(name, figures.get(name, math.nan), floor, ceiling)
+    if config.max_drop is not None and measured:
+        floor = served.get(config.metric, -math.inf) - config.max_drop
+        if math.isnan(floor):
+            flaws.append(f"{config.metric} of the version served is unknown")
+        flaws += _outside(config.metric, figures.get(config.metric, math.nan), floor, None)
+    return flaws
+
+
+def _compared(figures: Mapping[str, float]) -> list[str]:
+    """Comparisons of sampler and trainer that an update has: over tokens of its own version, of older ones, or both."""
+    return [name for name in ("mismatch/kl", "lag/kl") if name in figures] or ["mismatch/kl"]
+
+
+def flaws_of_promotions(entries: Iterable[Iterable[Event]], config: PromotionConfig | None) -> list[str]:
+    """Find versions that passed without keeping the bounds, or by figures that are not theirs."""
+    flaws: list[str] = []
+    served: Mapping[str, float] = {}
+    measured: Mapping[str, float] = {}
+    for event in (event for entry in entries for event in entry):
+        match event:
+            case BatchTrained():
+                measured = event.figures
+            case LineageForked():
+                measured = {}
+            case Promoted() if config is not None:
+                is_decided = event.reason in ("passed", "canary timed out")
+                broken = broken_bounds(config, event.figures, served) if is_decided else []
+                if is_decided and not measured.items() <= event.figures.items():
+                    broken.append("its figures are not those of its update")
+                flaws += [f"version {event.version} was served: {flaw}" for flaw in broken]
+                served = event.figures
+            case _:
+                pass
+    return flaws
+
+
+def flaw_of_rollback(state: LedgerState, number: int) -> str:
+    """Return why training cannot roll back to checkpoint ``number``, or ''."""
+    if number not in state.checkpoints:
+        known = ", ".join(str(one) for one in sorted(state.checkpoints)) or "none"
+        return f"there is no checkpoint {number} to go back to; there are: {known}"
+    later = state.after(number)
+    if not later:
+        return f"nothing was trained after checkpoint {number}"
+    gone = [one for one in later if one not in state.batches]
+    if gone:
+        return (
+            f"batch {gone[0]}, trained after checkpoint {number}, is not in the log any more: take a later checkpoint"
+        )
+    return ""
+
+
+def _outside(name: str, value: float, floor: float | None, ceiling: float | None) -> list[str]:
+    if not math.isfinite(value):
+        return [f"{name} is unknown"]
+    if floor is not None and value < floor:
+        return [f"{name} {value:.4g} < {floor:.4g}"]
+    if ceiling is not None and value > ceiling:
+        return [f"{name} {value:.4g} > {ceiling:.4g}"]
+    return []
+
+
+def _camel(reason: str) -> str:
+    return "".join(word.capitalize() for word in reason.split())

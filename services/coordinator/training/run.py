@@ -1,0 +1,485 @@
+"""One job's run: the pure core of the coordinator. Facts go in, decisions come out; no clock, no bus.
+
+The service feeds it groups (by header), reports of the trainer and the time; ``decide`` answers with the events of one
+atomic decision, which the service appends to the ledger and hands back to ``commit``. ``commit`` tells what to do next:
+tickets to publish, groups to delete, batches to announce. All of that is derived from the ledger and safe to repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from penstock.services.coordinator.training.decision import Draft, DrawSource, TicketSource, copy_state, plan_draw
+from penstock.services.coordinator.training.gate import MAX_REDRAWS, Candidate, Verdict, judge
+from penstock.services.coordinator.training.ledger import HALTED, LedgerState
+from penstock.services.coordinator.training.promotion import PromotionGate, Rollback
+from penstock.services.coordinator.training.reports import events_of_report
+from penstock.shared.config.jobs.amendable import settings_of
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.kinds import AnyTraining
+from penstock.shared.config.service import checkpoint_path
+from penstock.shared.errors import Conflict
+from penstock.shared.protocol.events import (
+    BatchRefused,
+    BatchSealed,
+    BatchTrained,
+    Checkpointed,
+    Drawn,
+    Dropped,
+    Event,
+    Extended,
+    JobStarted,
+    LineageForked,
+    PhaseChanged,
+    Redrawn,
+    SettingsChanged,
+)
+from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.jobs import JobFailure
+from penstock.shared.protocol.messages import Report
+from penstock.shared.protocol.parts import num_parts
+from penstock.shared.protocol.trajectory import GroupHeader
+
+__all__ = ["Effects", "JobRun"]
+
+REPLAYED = 1000
+"""A replayed dead letter draws under its id times this, so that no two share a number; redraws stay far below it."""
+FAILED_STREAK = 4
+"""The job fails after this many batches' worth of groups in a row could not be scored."""
+
+
+@dataclass(slots=True)
+class Effects:
+    """Effects of committed events; ``delete`` are messages of EXPERIENCE."""
+
+    tickets: list[Draw] = field(default_factory=list)
+    delete: list[int] = field(default_factory=list)
+    announce: list[int] = field(default_factory=list)
+    purge_below: int | None = None
+
+
+class JobRun:
+    """State of one job on its leader.
+
+    Args:
+        config: the job.
+        state: the folded ledger.
+        num_ordinals: places in the data order, None for as many as asked for.
+        row_bytes: what the largest row of the data adds to ``max_group_bytes`` of a group.
+        writer_epoch: epoch of this leader, stands in every event it writes.
+        hold: whether the update after so many completed ones must not be sealed yet (evaluation pins its version).
+        source: where draws come from; default: the data order, by tickets.
+        promotion: decides which version is served; None: the newest.
+        data_dir: below it lie the checkpoints.
+    """
+
+    def __init__(
+        self,
+        config: AnyTraining,
+        state: LedgerState,
+        *,
+        num_ordinals: int | None,
+        row_bytes: int = 0,
+        writer_epoch: int,
+        hold: Callable[[int], bool] = lambda point: False,
+        source: DrawSource | None = None,
+        promotion: PromotionGate | None = None,
+        data_dir: Path = Path(),
+    ) -> None:
+        self.config = config
+        self.state = state
+        self.num_ordinals, self.row_bytes = num_ordinals, row_bytes
+        self.writer_epoch = writer_epoch
+        self.config_digest = xxhash.xxh3_64_hexdigest(config.model_dump_json().encode())
+        self.hold = hold
+        self.source: DrawSource = source or TicketSource()
+        self.promotion = promotion
+        self.data_dir = data_dir
+        self.asked_rollback: Rollback | None = None
+        """Rollback that a user asks for."""
+        self.failed_rollbacks: dict[str, str] = {}
+        """Rollbacks that the trainer could not carry out, by request, with the reason."""
+        self.candidates: dict[Draw, Candidate] = {}
+        self.stored: dict[int, int] = {}
+        """EXPERIENCE sequence -> bytes of every group of this job that is in the stream (of its first message)."""
+        self.stored_bytes = 0
+        self.desired = "running"
+        self.cancel_now = False
+        """Cancel without training the sealed batches and without a last checkpoint."""
+        self.last_checkpoint = True
+        """A cancelled run checkpoints before it ends."""
+        self.failed_streak = 0
+        self.failure: JobFailure | None = None
+        self.stop_early = ""
+        self.new_best = ""
+        """Why a checkpoint is wanted for a metric's new best, or ''."""
+        self.requested = False
+        """The user asked for a checkpoint."""
+        self.batched = {group.seq for batch in state.sealed.values() for group in batch.groups}
+        """EXPERIENCE sequences of the groups that a sealed or trained batch of this lineage holds."""
+        self.batched.update(seq for batch in state.batches.values() for seq in batch.seqs)
+        self.environment: dict[str, Any] | None = None
+        """Description of the simulator of an embodied job, once an env worker gave it."""
+        self.replays = 0
+        """Dead letters to replay: the run keeps slots in flight for them."""
+
+    @property
+    def halted(self) -> str:
+        """Why the trainer had the job paused, until a user resumes it."""
+        return self.state.halted if self.desired != "running" else ""
+
+    def halt(self, reason: str, now: float) -> list[Event]:
+        """Return the event that records why the trainer had the job paused, or [] if the ledger has it."""
+        if not self.state.started or self.state.finished or self.state.halted == reason:
+            return []
+        return [
+            PhaseChanged(
+                writer_epoch=self.writer_epoch, time=now, phase="paused", reason=reason, code=HALTED, service="trainer"
+            )
+        ]
+
+    def rollback_of(self, state: LedgerState) -> Rollback | None:
+        """Return the target of a rollback by this ledger: by request, or after too many refused versions."""
+        if self.asked_rollback is not None or self.promotion is None:
+            return self.asked_rollback
+        return self.promotion.rollback(state)
+
+    def give_up_rollback(self, reason: str) -> None:
+        """Note that the trainer cannot read the checkpoint of a requested rollback."""
+        if self.asked_rollback is not None:
+            self.failed_rollbacks[self.asked_rollback.operation] = reason
+            self.asked_rollback = None
+
+    def path_of(self, checkpoint: Checkpointed) -> Path:
+        """Directory of a checkpoint on this host."""
+        return checkpoint_path(self.data_dir, checkpoint.path)
+
+    @property
+    def rollback(self) -> Rollback | None:
+        """Target of the rollback that is due, or None."""
+        return self.rollback_of(self.state)
+
+    def amend(self, config: AnyTraining, generation: int, now: float) -> list[Event]:
+        """Use ``config`` from the next batch on; return the event that records it, or [] if no setting changes."""
+        self.config, state, settings = config, self.state, settings_of(config)
+        if not state.started or state.finished or settings == state.settings:
+            return []
+        number = state.next_number
+        return [
+            SettingsChanged(
+                writer_epoch=self.writer_epoch, time=now, generation=generation, number=number,
+                update_index=state.update_index(number), settings=settings,
+            )
+        ]  # fmt: skip
+
+    def extend(self, extensions: int, now: float) -> list[Event]:
+        """Return the event that lets a finished run go on, or [] unless users asked for it more often than it did."""
+        most = self.config.train.max_updates
+        if not self.state.finished or extensions <= self.state.extensions or most is None:
+            return []
+        number = self.state.extensions + 1
+        return [Extended(writer_epoch=self.writer_epoch, time=now, number=number, max_updates=most)]
+
+    # -- facts -------------------------------------------------------------------------------------------------------
+
+    def on_group(self, seq: int, header: GroupHeader) -> Verdict:
+        """Judge a group that arrived in EXPERIENCE. On DUPLICATE the caller deletes it."""
+        if seq in self.stored or header.epoch > self.writer_epoch:  # again, or another leader's: that one judges it
+            return Verdict.ACCEPT
+        self.stored[seq] = header.nbytes
+        self.stored_bytes += header.nbytes
+        info = self.state.open.get(header.draw)
+        verdict = judge(
+            header,
+            info,
+            taken=header.draw in self.candidates,
+            smallest_group=self.config.algorithm.smallest_group,
+            needs_baseline=self.config.algorithm.greedy_baseline,
+        )
+        if verdict is Verdict.DUPLICATE:
+            return self._known(seq, header)
+        self.candidates[header.draw] = Candidate(seq, header, verdict)
+        if verdict is Verdict.FAILED:
+            self.failed_streak += 1
+            if self.failed_streak >= FAILED_STREAK * self.config.groups_per_batch:
+                reason = header.error or "scorers failed on every completion"
+                text = f"{self.failed_streak} groups in a row could not be scored: {reason}"
+                self.failure = self.failure or JobFailure(code="not_scored", message=text)
+        elif verdict is Verdict.ACCEPT:
+            self.failed_streak = 0
+        return verdict
+
+    def _known(self, seq: int, header: GroupHeader) -> Verdict:
+        """Judge a group whose draw has one: the group of a batch that a new leader sees again, or a true duplicate."""
+        if seq not in self.batched:
+            return Verdict.DUPLICATE
+        if header.draw in self.state.open:  # that batch is not trained yet
+            self.candidates[header.draw] = Candidate(seq, header, Verdict.ACCEPT)
+        return Verdict.ACCEPT
+
+    def take_up(self) -> int:
+        """Count the stored groups of trained batches from the ledger; return the sequence where the rest of EXPERIENCE
+        begins.
+
+        The group of an open draw has that sequence or a higher one, so nothing below decides anything. Ledgers of
+        earlier versions lack the sizes of groups: then all groups are read.
+        """
+        state = self.state
+        purged = max((checkpoint.low_seq for checkpoint in state.checkpoints.values()), default=0)
+        if not all(batch.sizes or not batch.seqs for batch in state.batches.values()):
+            return 1
+        for batch in state.batches.values():
+            self.stored.update((s, n) for s, n in zip(batch.seqs, batch.sizes, strict=True) if s >= purged)
+        self.stored_bytes = sum(self.stored.values())
+        return min((info.after for info in state.open.values()), default=state.heard) + 1
+
+    def forget_stored(self, seqs: Iterable[int]) -> None:
+        """Note that these messages are gone from EXPERIENCE."""
+        for seq in seqs:
+            self.stored_bytes -= self.stored.pop(seq, 0)
+
+    @property
+    def max_batches(self) -> int | None:
+        """Policy updates of the whole run; None: until the data ends."""
+        return self.config.train.max_updates
+
+    @property
+    def wants_checkpoint(self) -> str:
+        """Why the trainer should checkpoint now, or ''."""
+        state, checkpoint = self.state, self.state.checkpoint
+        unwanted = self.desired == "cancelled" and not self.last_checkpoint
+        if checkpoint is None or checkpoint.number >= state.last_trained or unwanted:
+            return ""
+        if self.stored_bytes * 2 >= self.config.limits.byte_budget:
+            return "byte budget half used"
+        if self.desired != "running" or self.training_done:
+            return "run is at an end" if self.training_done else "pause"
+        if self.rollback is not None:  # these updates are about to be given up
+            return ""
+        if wanted := self.new_best or ("request" if self.requested else self._deletion_waits_after(checkpoint.number)):
+            return wanted
+        return "interval" if state.last_trained - checkpoint.number >= self.config.checkpoint.every else ""
+
+    def _deletion_waits_after(self, number: int) -> str:
+        """Return why a checkpoint is needed to delete groups that a trainer may still ask for, or ''."""
+        if self.source.redraws:  # no user owns a prompt
+            return ""
+        after = (batch for trained, batch in self.state.batches.items() if trained > number)
+        waits = any(self.source.refusal(draw) for batch in after for draw in batch.draws)
+        return "deletion of a user's data" if waits else ""
+
+    @property
+    def unwanted(self) -> list[Draw]:
+        """Draws of sealed batches that must no longer be trained."""
+        if self.source.redraws:
+            return []
+        sealed = (group.draw for batch in self.state.sealed.values() for group in batch.groups)
+        return sorted(draw for draw in sealed if self.source.refusal(draw))
+
+    @property
+    def batch_ready(self) -> bool:
+        """True if enough groups wait for a batch, and none is sealed."""
+        if self.state.sealed or len(self.candidates) < self.config.groups_per_batch:
+            return False
+        waiting = sum(found.verdict is Verdict.ACCEPT for found in self.candidates.values())
+        return waiting >= self.config.groups_per_batch
+
+    @property
+    def has_room(self) -> bool:
+        """True if another draw may be in flight."""
+        return len(self.state.open) < self.config.max_draws
+
+    @property
+    def training_done(self) -> bool:
+        """True if no further batch will be sealed or trained, not even one that waits for a refused one."""
+        if self.state.trainable or self.rollback is not None:
+            return False
+        if self.stop_early:
+            return True
+        if self.max_batches is not None and self.state.updates >= self.max_batches:
+            return True
+        exhausted = self.num_ordinals is not None and self.state.next_ordinal >= self.num_ordinals
+        return exhausted and len(self.state.in_flight) < self.config.groups_per_batch
+
+    # -- decisions ---------------------------------------------------------------------------------------------------
+
+    def decide(self, now: float, after: Sequence[Event] = ()) -> list[Event]:
+        """The events of the next atomic decision, [] when nothing is to be decided. Does not change the run.
+
+        ``after`` are events that will be committed in the same decision, before the ones returned.
+        """
+        if self.state.finished:
+            return []
+        draft = Draft(self, copy_state(self.state), now)
+        for event in after:
+            draft.state.apply(event)
+        state = draft.state
+        if not state.started:
+            return self._start(now)
+        if self.failure is not None:
+            draft.end("failed", self.failure.message, error=self.failure)
+            return draft.events
+        if self.desired == "cancelled" and self._may_cancel(state):
+            draft.end("cancelled", "cancelled by request")
+            return draft.events
+        if state.checkpoint is None:  # the initial policy does not exist yet
+            return []
+        draft.phase()
+        draft.promote()
+        draft.drop()
+        draft.resample()
+        draft.seal()
+        draft.draw()
+        return draft.events
+
+    def _start(self, now: float) -> list[Event]:
+        """The first event of the ledger, [] while the simulator of the job is not described yet."""
+        if self.lacks_environment and self.desired != "cancelled" and self.failure is None:
+            return []
+        return [
+            JobStarted(
+                writer_epoch=self.writer_epoch, time=now, config_digest=self.config_digest,
+                settings=settings_of(self.config), environment=self.environment or {},
+            )
+        ]  # fmt: skip
+
+    @property
+    def lacks_environment(self) -> bool:
+        """True if the job cannot begin before an env worker has described its simulator."""
+        return isinstance(self.config, EmbodiedJob) and not self.state.started and self.environment is None
+
+    def _may_cancel(self, state: LedgerState) -> bool:
+        """A cancelled run trains what is sealed and checkpoints first, unless it must end now or its trainer cannot.
+
+        What waits for a batch that was refused is not trained: nothing is sealed any more.
+        """
+        checkpoint = state.checkpoint
+        if self.cancel_now or self.halted or checkpoint is None:
+            return True
+        unsaved = self.last_checkpoint and checkpoint.number < state.last_trained
+        return not (state.trainable or unsaved)
+
+    def finish(self, now: float, summary: dict[str, object]) -> list[Event]:
+        """Return the last decision of a finished run: it drops the draws in flight."""
+        draft = Draft(self, copy_state(self.state), now)
+        draft.end("succeeded", self.stop_early or "done", summary)
+        return draft.events
+
+    def on_report(self, report: Report, now: float) -> list[Event]:
+        """Return the events of a trainer's report, or [] if it is known already. Raises Refusal."""
+        return events_of_report(self, report, now)
+
+    def on_dead_letter(self, draw: Draw, now: float) -> list[Event]:
+        """Drop the draw of an unusable ticket or raw group, in the decision that makes it a dead letter."""
+        if draw not in self.state.open or self.state.open[draw].batch or draw in self.candidates:
+            return []
+        draft = Draft(self, copy_state(self.state), now)
+        draft.drop_draws([draw], "dead_letter", redraw=draw.n < MAX_REDRAWS)
+        return draft.events
+
+    def replay_dead_letter(self, letter: int, draw: Draw, now: float) -> list[Event]:
+        """Draw the prompt of a dead letter again, under a number of its own; return [] if that was done before.
+
+        Raises:
+            Conflict: not now, because the run draws nothing or has no slot; or never, because it did not draw this
+                prompt.
+        """
+        state = self.state
+        if letter in state.replayed:
+            return []
+        draft = Draft(self, copy_state(state), now)
+        if not self.source.redraws or not draft.may_draw() or state.checkpoint is None or self.training_done:
+            raise Conflict("the job draws no prompts now: it is paused, at its end, or not fed by prompts")
+        if not draft.byte_credits() or not self.has_room:
+            raise Conflict("the byte budget of the job is used up, or all its draws are in flight; try again later")
+        again = Draw(draw.ordinal, letter * REPLAYED)
+        if draw.ordinal >= state.next_ordinal or again in state.open:
+            raise Conflict(f"dead letter {letter} stands for draw {draw}: it was never drawn, or is open again")
+        min_version, deadline = plan_draw(self.config, state, now)
+        return [
+            Redrawn(
+                writer_epoch=self.writer_epoch, time=now, letter=letter,
+                draw=again, min_version=min_version, deadline=deadline,
+            )
+        ]  # fmt: skip
+
+    # -- commit ------------------------------------------------------------------------------------------------------
+
+    def commit(self, events: Sequence[Event]) -> Effects:
+        """Apply committed events to the state; return their effects."""
+        effects = Effects()
+        for event in events:
+            before = set(self.state.open) if isinstance(event, LineageForked) else set()
+            released = self._apply(event)
+            match event:
+                case Drawn() | Redrawn():
+                    effects.tickets += _asked_by(event)
+                case Dropped():
+                    effects.delete += self._release(event.draws)
+                    effects.tickets += [draw.again() for draw in event.draws] if event.redraw else []
+                case BatchRefused():
+                    effects.delete += self._release(event.bad)
+                    effects.tickets += [draw.again() for draw in event.bad] if event.redraw else []
+                case BatchSealed():
+                    effects.announce.append(event.number)
+                case BatchTrained():
+                    for draw in self.state.batches[event.number].draws:
+                        self.candidates.pop(draw, None)
+                case Checkpointed():
+                    effects.purge_below = event.low_seq
+                    self.forget_stored([seq for seq in self.stored if seq < event.low_seq])
+                case LineageForked():
+                    self.candidates = {d: c for d, c in self.candidates.items() if d in self.state.open}
+                    effects.delete += [message for seq in released for message in self._messages(seq)]
+                    self.forget_stored(released)
+                    effects.tickets += sorted(set(self.state.open) - before)
+                case _:
+                    pass
+        effects.tickets = [draw for draw in effects.tickets if draw in self.state.open]  # the run may end here, too
+        return effects
+
+    def _apply(self, event: Event) -> list[int]:
+        """Apply one event to the state; return the sequences of groups that no batch holds any more."""
+        released: list[int] = []
+        batches, sealed = self.state.batches, self.state.sealed
+        match event:
+            case BatchSealed():
+                self.batched.update(group.seq for group in event.groups)
+            case BatchRefused():
+                released = [group.seq for group in sealed[event.number].groups]
+            case LineageForked():
+                released = self._rolled_back(event)
+            case _:
+                pass
+        self.state.apply(event)
+        if isinstance(event, Checkpointed):
+            released = [seq for number in batches.keys() - self.state.batches.keys() for seq in batches[number].seqs]
+        self.batched.difference_update(released)
+        return released
+
+    def _rolled_back(self, event: LineageForked) -> list[int]:
+        """Return the sequences of the groups that a fork gives up: nothing will train or repeat them."""
+        given_up = [batch.seqs for number, batch in self.state.batches.items() if number >= event.from_batch]
+        given_up += [tuple(group.seq for group in batch.groups) for batch in self.state.sealed.values()]
+        return [seq for seqs in given_up for seq in seqs]
+
+    def _release(self, draws: Iterable[Draw]) -> list[int]:
+        gone = [candidate for draw in draws if (candidate := self.candidates.pop(draw, None)) is not None]
+        self.forget_stored(candidate.seq for candidate in gone)
+        return [message for candidate in gone for message in candidate.messages]
+
+    def _messages(self, seq: int) -> range:
+        """Sequences of the messages that hold a stored group."""
+        return range(seq, seq + num_parts(self.stored.get(seq, 0)))
+
+
+def _asked_by(event: Drawn | Redrawn) -> list[Draw]:
+    """Return the draws that an event requests."""
+    if isinstance(event, Redrawn):
+        return [event.draw]
+    return [Draw(ordinal) for ordinal in range(event.start, event.stop)]

@@ -1,0 +1,98 @@
+"""Protocol of a job's own source of groups, for jobs whose groups do not come from tickets."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from penstock.services.coordinator.training.decision import DrawSource
+from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.retry import Retry
+from penstock.services.coordinator.training.run import JobRun
+from penstock.shared.protocol.events import Event
+from penstock.shared.protocol.ids import Draw
+
+__all__ = ["Fact", "LiveDeadLetter", "Supply", "Unreadable"]
+
+Fact = Callable[[], Awaitable[None]]
+"""Runs in turn with the decisions of its job."""
+
+
+class Unreadable(NamedTuple):
+    """A message that cannot be decoded."""
+
+    stream: str
+    seq: int
+    reason: str
+
+
+class LiveDeadLetter(NamedTuple):
+    """A dead letter of INTERACTIONS or FEEDBACK in its original form, with its parts joined."""
+
+    stream: str
+    seq: int
+    headers: Mapping[str, str]
+    data: bytes
+
+
+class Supply(Protocol):
+    """Makes the groups of one job on its leader."""
+
+    retry: Retry
+    """The leader's retry: it reports the waits for the bus."""
+
+    @property
+    def source(self) -> DrawSource:
+        """Its part of each decision."""
+        ...
+
+    async def recover(self, state: LedgerState) -> None:
+        """Restore the state that earlier leaders left, before the first decision."""
+        ...
+
+    async def follow(self, post: Callable[[Fact], Awaitable[None]]) -> None:
+        """Post facts until cancelled."""
+        ...
+
+    async def order(self, run: JobRun, draws: Sequence[Draw]) -> None:
+        """Publish the groups of these draws. Safe to repeat."""
+        ...
+
+    def decided(self, state: LedgerState, *, ends: bool) -> Sequence[Event]:
+        """Return the decisions on live items that facts brought, each small enough for an entry of the ledger.
+
+        The runner records them before the next decision, which may depend on them. If that one ``ends`` the job,
+        everything undecided is refused.
+        """
+        ...
+
+    async def flush(self) -> None:
+        """Publish what facts brought and no decision records."""
+        ...
+
+    def unreadable(self) -> list[Unreadable]:
+        """Return the unreadable messages since the last call: the runner copies them before a decision passes them."""
+        ...
+
+    async def requeue(self, letter: LiveDeadLetter) -> int:
+        """Take in a message that was unreadable; return how many of its interactions or items are new here.
+
+        Raises ProtocolError if it still cannot be decoded, and Unavailable. Safe to repeat.
+        """
+        ...
+
+    async def committed(self, state: LedgerState, events: Sequence[Event], seq: int) -> None:
+        """Note that a decision stands in the ledger, as entry ``seq``, and in ``state``."""
+        ...
+
+    async def close(self) -> None:
+        """Refuse everything undecided when the job is over, also what came since the last fact. Safe to repeat."""
+        ...
+
+    def measures(self) -> dict[str, float]:
+        """Return the metrics since the last update, for its row."""
+        ...
+
+    def waits(self, run: JobRun, now: float) -> list[dict[str, Any]]:
+        """Return the waits of the missing groups."""
+        ...

@@ -1,0 +1,1 @@
+"""Conversations of one episode: turns are rendered, generated and timed until the episode ends."""

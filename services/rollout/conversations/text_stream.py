@@ -1,0 +1,148 @@
+"""From tokens to text as it becomes certain: whole characters only, nothing of a stop string, tool calls apart."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from penstock.shared.protocol.live.inference import ToolCall
+
+__all__ = ["CLOSE", "OPEN", "TextStream", "ToolCalls", "held_back"]
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+MAX_BLOCK = 1 << 16
+"""Characters between the markers of one call; a longer one is text, so that little is held back."""
+_UNFINISHED = "\ufffd"
+"""Text that a decoder writes for bytes that are no character yet."""
+
+
+def held_back(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of ``text`` may be the start of a marker."""
+    longest = max(map(len, markers), default=0) - 1
+    for length in range(min(longest, len(text)), 0, -1):
+        tail = text[-length:]
+        if any(marker.startswith(tail) for marker in markers):
+            return length
+    return 0
+
+
+class TextStream:
+    """Decodes one completion token by token; ends before the first stop string."""
+
+    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str]) -> None:
+        self._decode, self._stop = decode, stop
+        self._token_ids: list[int] = []
+        self._start = self._read = 0
+        """Tokens [start, read) are written; how the next ones are written depends on them (spaces)."""
+        self._pending = ""
+        self.stopped = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Text that is certain now."""
+        self._token_ids += token_ids
+        if self.stopped:
+            return ""
+        before = self._decode(self._token_ids[self._start : self._read])
+        now = self._decode(self._token_ids[self._start :])
+        if len(now) <= len(before) or now.endswith(_UNFINISHED):
+            return ""
+        self._start, self._read = self._read, len(self._token_ids)
+        return self._release(now[len(before) :], final=False)
+
+    def close(self) -> str:
+        """The rest once the last token is there."""
+        if self.stopped:
+            return ""
+        before = self._decode(self._token_ids[self._start : self._read])
+        now = self._decode(self._token_ids[self._start :])
+        self._read = len(self._token_ids)
+        return self._release(now[len(before) :], final=True)
+
+    def _release(self, text: str, *, final: bool) -> str:
+        self._pending += text
+        cuts = [place for stop in self._stop if (place := self._pending.find(stop)) >= 0]
+        if cuts:
+            self.stopped = True
+            released, self._pending = self._pending[: min(cuts)], ""
+            return released
+        keep = 0 if final else held_back(self._pending, self._stop)
+        released, self._pending = self._pending[: len(self._pending) - keep], self._pending[len(self._pending) - keep :]
+        return released
+
+
+@dataclass(slots=True)
+class ToolCalls:
+    """Takes tool calls out of a text: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen).
+
+    What cannot be parsed stays text. The ids of calls follow from ``owner`` and their number alone.
+    """
+
+    owner: str = ""
+    valid: bool | None = None
+    """True if all calls could be parsed; None where there was none."""
+    num_calls: int = 0
+    _pending: str = ""
+    _scanned: int = 0
+    """No end of a call begins before this place of the pending text."""
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Text outside of calls, and calls that are complete."""
+        pending = self._pending + text
+        content: list[str] = []
+        calls: list[ToolCall] = []
+        place, close = 0, pending.find(CLOSE, self._scanned)
+        while (start := pending.find(OPEN, place)) >= 0:
+            body = start + len(OPEN)
+            if 0 <= close < body:
+                close = pending.find(CLOSE, body)
+            if close < 0 and len(pending) < body + MAX_BLOCK + len(CLOSE):
+                break
+            if close < 0 or close > body + MAX_BLOCK:
+                self._judge(False)
+                content.append(pending[place:body])
+                place = body
+                continue
+            call, end = _parsed(pending[body:close], self._id(self.num_calls + len(calls))), close + len(CLOSE)
+            self._judge(call is not None)
+            content.append(pending[place:end] if call is None else pending[place:start].rstrip())
+            calls += [call] if call is not None else []
+            place = end
+        self.num_calls += len(calls)
+        certain = _certain(pending, place, start)
+        content.append(pending[place:certain])
+        self._pending = pending[certain:]
+        self._scanned = max(0, len(self._pending) - len(CLOSE) + 1)
+        return "".join(content), calls
+
+    def close(self) -> str:
+        """The rest at the end; a call that was begun and not closed is none."""
+        left, self._pending, self._scanned = self._pending, "", 0
+        if OPEN in left:
+            self._judge(False)
+        return left if left.strip() or not self.num_calls else ""
+
+    def _id(self, number: int) -> str:
+        return f"call_{blake2b(f'{self.owner} {number}'.encode(), digest_size=12).hexdigest()}"
+
+    def _judge(self, parsed: bool) -> None:
+        self.valid = parsed and self.valid is not False
+
+
+def _certain(text: str, place: int, start: int) -> int:
+    """Where what may be a call, or space before one, begins after ``place``; ``start``: of a call, -1 for none."""
+    if start < 0:
+        start = len(text) - held_back(text[max(place, len(text) - len(OPEN)) :], [OPEN])
+    return place + len(text[place:start].rstrip())
+
+
+def _parsed(text: str, id: str) -> ToolCall | None:
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return ToolCall(id, name, json.dumps(arguments, ensure_ascii=False))

@@ -1,0 +1,208 @@
+"""Plays episodes with tools: the policy writes a turn, its calls are carried out, it reads the results and goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from penstock.services.rollout.conversations.episode_state import Ask, StateKeeper, with_state
+from penstock.services.rollout.conversations.turn_clock import TurnClock
+from penstock.services.rollout.conversations.turn_writer import TurnWriter, rows_of
+from penstock.services.rollout.engines import Engine
+from penstock.services.rollout.episode import plain
+from penstock.services.rollout.observations import ObservationWriter
+from penstock.services.rollout.trajectory import Episode
+from penstock.shared.config.environment import CallFormat, EnvironmentConfig
+from penstock.shared.config.tools import ToolConfig
+from penstock.shared.data.prompts import Prompt
+from penstock.shared.protocol.generation import Sampling
+from penstock.shared.protocol.tools import ToolReply, ToolRequest
+from penstock.shared.runtime.tasks import together
+
+__all__ = ["Call", "EpisodePlayer", "find_calls", "token_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call, or why what stood between the markers is none."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+def find_calls(text: str, form: CallFormat, tools: Sequence[ToolConfig]) -> list[Call]:
+    """Every call that is complete, in order; one whose end is missing is none."""
+    calls, place = list[Call](), 0
+    while (start := text.find(form.begin, place)) >= 0:
+        body = start + len(form.begin)
+        end = text.find(form.end, body)
+        if end < 0:
+            break
+        calls.append(_parsed(text[body:end]) if form.body == "json" else _only(text[body:end], tools[0]))
+        place = end + len(form.end)
+    return calls
+
+
+def _only(body: str, tool: ToolConfig) -> Call:
+    """The body is the tool's first required argument, or its first one."""
+    schema = tool.parameters
+    name = next(iter(schema.get("required") or schema["properties"]))
+    return Call(tool.name, {name: body})
+
+
+def _parsed(body: str) -> Call:
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return Call(problem=f"the call is not JSON: {error}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return Call(problem="a call is an object with 'name' and 'arguments'")
+    arguments = call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return Call(problem="'arguments' must be an object")
+    try:
+        msgspec.msgpack.encode([call["name"], arguments])
+    except (ValueError, OverflowError, RecursionError) as error:  # half of a character, a number of 100 digits
+        return Call(problem=f"the call cannot be sent: {error}")
+    return Call(call["name"], arguments)
+
+
+class EpisodePlayer:
+    """Plays episodes of one environment on one engine.
+
+    Args:
+        end_token: the token that ends a turn because it ends a call; None: its text does, where calls end turns.
+        stop_tokens: all tokens that may end a turn.
+        judged: the objects behind tools are asked what they say of an episode.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: EnvironmentConfig,
+        writer: ObservationWriter,
+        decode: Callable[[list[int]], str],
+        *,
+        end_token: int | None,
+        stop_tokens: frozenset[int],
+        judged: bool = False,
+    ) -> None:
+        self._config, self._observations, self._decode, self._judged = config, writer, decode, judged
+        ends = not config.calls.parallel
+        self._writer = TurnWriter(
+            engine, config, decode, stop_tokens=stop_tokens - {end_token},
+            also=(end_token,) if ends and end_token is not None else (),
+            stop_strings=(config.calls.end,) if ends and end_token is None else (),
+        )  # fmt: skip
+
+    async def play(
+        self, name: str, prompt: Prompt, seed: int, asked: Sequence[tuple[Sampling, int]], ask: Ask
+    ) -> list[Episode]:
+        """One episode for each completion that ``asked`` wants, all at once, in order; ``seed``: of their states.
+
+        Raises:
+            ConfigError: the engine's model is too short for such an episode, or an observation for the results of a
+                turn. The other episodes are over then, too.
+        """
+        rows = rows_of(asked)
+        self._writer.check_room(len(prompt.token_ids), max(sampling.max_new_tokens for sampling in rows))
+        self._observations.check(self._config.most_results)
+        return await together(
+            with_state(
+                f"{name}.{i}", seed=seed, row=plain(prompt.row), ask=ask, restarts=self._config.restarts,
+                play=partial(self._episode, prompt.token_ids, sampling, ask),
+            )
+            for i, sampling in enumerate(rows)
+        )  # fmt: skip
+
+    def scored_text(self, episode: Episode) -> str:
+        """The text that scorers see."""
+        return episode.transcript if self._config.scored == "transcript" else episode.answer
+
+    async def _episode(self, prompt_ids: list[int], sampling: Sampling, ask: Ask, keeper: StateKeeper) -> Episode:
+        episode, goes_on = Episode(), True
+        try:
+            while goes_on:
+                async with TurnClock(self._config.turn_timeout_s) as clock:
+                    goes_on = await self._turn(prompt_ids, sampling, episode, _Calls(clock, ask, keeper))
+            if self._judged and episode.finish != "abort":
+                async with TurnClock(self._config.turn_timeout_s) as clock:
+                    await self._judge(episode, clock, keeper)
+        except TimeoutError:
+            episode.fail(f"a turn took longer than environment.turn_timeout_s ({self._config.turn_timeout_s:g} s)")
+        return episode
+
+    async def _turn(self, prompt_ids: list[int], sampling: Sampling, episode: Episode, calling: _Calls) -> bool:
+        """One turn and its calls; whether another turn follows."""
+        sample, text = await self._writer.write(calling.episode, prompt_ids, sampling, episode, calling.clock)
+        calls = find_calls(text, self._config.calls, self._config.tools)
+        if sample.finish != "stop" or not calls:
+            return False
+        if episode.num_turns == self._config.max_turns or episode.num_chosen >= sampling.max_new_tokens:
+            episode.finish = "length"
+            return False
+        results = await self._results(f"{calling.episode}/{episode.num_turns}", calls, calling)
+        if isinstance(results, ToolReply):
+            episode.fail(results.text)
+            return False
+        told = self._observations.write(results)
+        episode.hear(told, self._decode(told))
+        return True
+
+    async def _results(self, name: str, calls: Sequence[Call], calling: _Calls) -> list[str] | ToolReply:
+        """Text for the policy, in the order of its calls; or the failure that ends its trajectory."""
+        most = self._config.calls.max_calls
+        if len(calls) > most:
+            return [_told("error", f"{len(calls)} calls in one turn, at most {most} are carried out")]
+        stateful = self._config.stateful
+        replies = await together(
+            calling.carry_out(f"{name}/{i}", one, stateful=one.name in stateful) for i, one in enumerate(calls)
+        )
+        failed = [reply for reply in replies if reply.status == "failed"]
+        ends = failed if self._config.on_tool_failure == "fail" else [reply for reply in failed if reply.gone]
+        if ends:
+            return ends[0]
+        return [_told(reply.status, reply.text) for reply in replies]
+
+    @staticmethod
+    async def _judge(episode: Episode, clock: TurnClock, keeper: StateKeeper) -> None:
+        reply = await keeper.ask(clock, ToolRequest(purpose="reward", arguments={"answer": episode.answer}))
+        if reply.status == "ok":
+            episode.reward = float(reply.text)
+        else:
+            episode.fail(reply.text)
+
+
+class _Calls:
+    """Has the calls of one turn carried out."""
+
+    def __init__(self, clock: TurnClock, ask: Ask, keeper: StateKeeper) -> None:
+        self.clock, self._ask, self._keeper = clock, ask, keeper
+
+    @property
+    def episode(self) -> str:
+        """Whose turn it is."""
+        return self._keeper.episode
+
+    async def carry_out(self, name: str, one: Call, *, stateful: bool) -> ToolReply:
+        """Calls that use the state of the episode are carried out in the order in which they are asked for."""
+        if one.problem:
+            return ToolReply(status="error", text=one.problem)
+        request = ToolRequest(name=one.name, arguments=one.arguments)
+        return await (self._keeper.ask(self.clock, request) if stateful else self._ask(self.clock, name, request))
+
+
+def token_of(vocabulary: Mapping[str, int], marker: str) -> int | None:
+    """The token that alone writes ``marker``; None where another one may, too, or none does."""
+    holders = [token for token in vocabulary if marker in token]
+    return vocabulary[marker] if holders == [marker] else None
+
+
+def _told(status: str, text: str) -> str:
+    return text if status == "ok" else f"error: {text}"

@@ -1,0 +1,65 @@
+"""The optimizer steps of an update: which microbatches each rank computes for them, and what their losses divide by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.services.trainer.batch.facts import BatchFacts
+from penstock.services.trainer.batch.packing import Columns, Ints, Microbatch, microbatches
+from penstock.services.trainer.ranks.collective import Collective
+
+__all__ = ["Minibatch", "minibatches"]
+
+
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """One optimizer step.
+
+    Attributes:
+        microbatches: this rank's; None where another rank has more, so that all ranks take part equally often.
+        num_tokens: scored tokens of the minibatch over all ranks, those skipped included.
+        num_sequences: sequences with a scored token, likewise.
+    """
+
+    microbatches: list[Microbatch | None]
+    num_tokens: int
+    num_sequences: int
+
+
+def minibatches(
+    columns: Columns,
+    facts: BatchFacts,
+    collective: Collective,
+    *,
+    number: int,
+    max_tokens: int,
+    skip_B: NDArray[np.bool_],
+    excluded_B: NDArray[np.bool_],
+    order_G: Ints | None = None,
+) -> list[Minibatch]:
+    """Cut the batch into ``number`` contiguous runs of whole groups, as equal as they can be.
+
+    Args:
+        columns: of this rank's groups.
+        skip_B: rows of the batch that are not packed, but that the denominators count.
+        excluded_B: rows that are neither packed nor counted.
+        order_G: order of the groups that is cut; None: that of the manifest. Rows of a minibatch keep the manifest's.
+    """
+    of_rows = facts.minibatch_of_rows(number, order_G)
+    packed_B = ~(skip_B | excluded_B)[facts.own_B]
+    own = [
+        microbatches(columns, np.flatnonzero((of_rows[facts.own_B] == i) & packed_B), max_tokens) for i in range(number)
+    ]
+    most = collective.max({str(i): float(len(part)) for i, part in enumerate(own)})
+    counts = [facts.scored_B[(of_rows == i) & ~excluded_B] for i in range(number)]
+    return [
+        Minibatch(
+            microbatches=[*own[i], *[None] * (int(most[str(i)]) - len(own[i]))],
+            num_tokens=int(counts[i].sum()),
+            num_sequences=int((counts[i] > 0).sum()),
+        )
+        for i in range(number)
+    ]

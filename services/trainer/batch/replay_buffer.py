@@ -1,0 +1,146 @@
+"""The replay buffer: the newest transitions in a ring of columns, each group taken in once, drawn by a pure function.
+
+Shape legend: N = transitions that are given, K = transitions that are kept, B = transitions that are drawn,
+G = groups of which any are kept, O = numbers of an observation, A = numbers of an action.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.services.trainer.batch.episodes import Transitions
+from penstock.shared.config.embodied import ReplayBufferConfig
+from penstock.shared.errors import CheckpointError
+from penstock.shared.protocol.ids import Draw
+
+__all__ = ["ReplayBuffer", "sampled_rows"]
+
+_COUNTERS = ("inserted", "groups")
+"""Entries of the state beside the columns."""
+
+
+def sampled_rows(seed: int, number: int, *, stored: int, size: int) -> NDArray[np.int64]:
+    """``size`` rows of a buffer that holds ``stored``, uniformly with replacement: a pure function of the arguments.
+
+    Args:
+        number: of the draw; every draw of a run has its own.
+    """
+    return np.random.default_rng([seed, number]).integers(0, stored, size)
+
+
+class ReplayBuffer:
+    """Keeps the newest ``capacity`` transitions. A group that is given again while any of it is kept is left out.
+
+    Args:
+        seed: of all draws.
+
+    Raises:
+        ConfigError: the columns need more than ``max_bytes``.
+    """
+
+    def __init__(self, config: ReplayBufferConfig, *, observation_size: int, action_size: int, seed: int) -> None:
+        config.check_bytes(observation_size=observation_size, action_size=action_size)
+        shapes: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
+            "observations": ((observation_size,), np.float32),
+            "actions": ((action_size,), np.float32),
+            "rewards": ((), np.float32),
+            "next_observations": ((observation_size,), np.float32),
+            "terminated": ((), np.bool_),
+        }
+        self._columns: dict[str, NDArray[Any]] = {
+            name: np.zeros((config.capacity, *shape), dtype) for name, (shape, dtype) in shapes.items()
+        }
+        self.capacity, self._seed = config.capacity, seed
+        self.inserted = 0
+        """Transitions ever taken in."""
+        self._groups: deque[tuple[Draw, int]] = deque()
+        """Groups of which any transition is kept, each with ``inserted`` after its last one."""
+
+    def __len__(self) -> int:
+        return min(self.inserted, self.capacity)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names in ``state`` of what has one entry for each transition."""
+        return tuple(self._columns)
+
+    def insert(self, transitions: Transitions) -> int:
+        """Take in the groups that are new, in the place of the oldest transitions; returns how many were new."""
+        fresh_N = self._admit(transitions)
+        given = {
+            "observations": transitions.observations_NO,
+            "actions": transitions.actions_NA,
+            "rewards": transitions.rewards_N,
+            "next_observations": transitions.next_observations_NO,
+            "terminated": transitions.terminated_N,
+        }
+        places = (self.inserted + np.arange(len(fresh_N))) % self.capacity
+        for name, column in given.items():
+            self._columns[name][places[-self.capacity :]] = column[fresh_N[-self.capacity :]]
+        self.inserted += len(fresh_N)
+        while self._groups and self._groups[0][1] <= self.inserted - self.capacity:
+            self._groups.popleft()
+        return len(fresh_N)
+
+    def _admit(self, transitions: Transitions) -> NDArray[np.int64]:
+        """Rows of the groups that are new."""
+        known = {draw for draw, _ in self._groups}
+        fresh, end = [], self.inserted
+        for group, draw in enumerate(transitions.draws):
+            rows = np.flatnonzero(transitions.group_N == group)
+            if draw in known or not len(rows):
+                continue
+            known.add(draw)
+            fresh.append(rows)
+            end += len(rows)
+            self._groups.append((draw, end))
+        return np.concatenate([np.zeros(0, np.int64), *fresh])
+
+    def sample(self, number: int, size: int) -> dict[str, Tensor]:
+        """``observations`` and ``next_observations`` [B, O], ``actions`` [B, A], ``rewards`` and ``terminated`` [B].
+
+        Depends on nothing but the seed, the number of the draw and what the buffer holds. The buffer is not empty.
+        """
+        rows = sampled_rows(self._seed, number, stored=len(self), size=size)
+        return {name: torch.from_numpy(column[rows]) for name, column in self._columns.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of the columns as they lie [K, ...]; ``inserted`` int64 [1]; ``groups`` int64 [G, 3]: the two numbers
+        of the draw, and ``inserted`` after it."""
+        columns = {name: torch.from_numpy(column[: len(self)].copy()) for name, column in self._columns.items()}
+        groups = [[draw.ordinal, draw.n, end] for draw, end in self._groups]
+        return columns | {
+            "inserted": torch.tensor([self.inserted]),
+            "groups": torch.tensor(groups, dtype=torch.int64).reshape(-1, 3),
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Inverse of ``state``: what follows goes on as if it had not been interrupted.
+
+        Raises:
+            CheckpointError: of another capacity or other sizes; nothing was loaded.
+        """
+        if state.keys() != {*self._columns, *_COUNTERS}:
+            raise CheckpointError(f"replay buffer: the columns are {sorted(state)}; nothing else can be loaded")
+        if state["inserted"].shape != (1,) or state["groups"].ndim != 2 or state["groups"].shape[1] != 3:
+            raise CheckpointError("replay buffer: 'inserted' or 'groups' has another shape than expected")
+        inserted = int(state["inserted"][0])
+        kept = min(inserted, self.capacity)
+        for name, column in self._columns.items():
+            saved = state[name].numpy()
+            if saved.shape != (kept, *column.shape[1:]) or saved.dtype != column.dtype:
+                raise CheckpointError(
+                    f"replay buffer: '{name}' is {saved.dtype} {list(saved.shape)}, expected {column.dtype} "
+                    f"{[kept, *column.shape[1:]]}: resume with the capacity and the environment it was saved with"
+                )
+        self._groups = deque((Draw(ordinal, n), end) for ordinal, n, end in state["groups"].tolist())
+        self.inserted = inserted
+        for name, column in self._columns.items():
+            column[:kept] = state[name].numpy()

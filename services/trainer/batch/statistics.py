@@ -1,0 +1,202 @@
+"""Metrics of an update: facts of the batch, and sums over the scored tokens that went forward.
+
+Shape legend: B = trajectories that count, N = scored tokens of the batch, M = scored tokens of a microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.services.trainer.batch.facts import BatchFacts
+from penstock.services.trainer.batch.packing import Columns
+from penstock.services.trainer.ranks.collective import Collective, union
+from penstock.shared.algorithms.kl import k3
+from penstock.shared.algorithms.policy_loss import PolicyLoss
+from penstock.shared.protocol.messages import BatchManifest
+
+__all__ = [
+    "Mismatch",
+    "TokenSums",
+    "advantage_facts",
+    "batch_facts",
+    "lag_facts",
+    "optimizer_facts",
+    "sampled_entropy_of",
+]
+
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+RATIO_QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
+
+
+def reduced_sums(sums: dict[str, float], collective: Collective) -> dict[str, float]:
+    """Sums over ranks; a rank that lacks a name adds 0."""
+    return collective.sum({name: sums.get(name, 0.0) for name in union(sums, collective)})
+
+
+def quantiles(name: str, values: NDArray[np.floating], places: dict[str, float]) -> dict[str, float]:
+    """``{name}_{suffix}`` of ``values`` at each place, linearly interpolated; empty for no value."""
+    if not len(values):
+        return {}
+    found = np.quantile(values, list(places.values()))
+    return {f"{name}_{suffix}": float(value) for suffix, value in zip(places, found, strict=True)}
+
+
+@dataclass(slots=True)
+class TokenSums:
+    """Sums over all tokens of an update that went forward, epochs counted again each time."""
+
+    sums: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0})
+    ratios: list[Tensor] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of this rank."""
+        return int(self.sums["tokens"])
+
+    def add(self, logprobs_M: Tensor, behaviour_M: Tensor, loss: PolicyLoss, extra: dict[str, Tensor]) -> None:
+        """Count one microbatch; ``extra`` are further values per token, [M]."""
+        logprobs_M = logprobs_M.detach()
+        per_token = {
+            "policy/approx_kl": k3(behaviour_M, logprobs_M),
+            "policy/clip_low": loss.clipped_low_M,
+            "policy/clip_high": loss.clipped_high_M,
+            **extra,
+        }
+        totals = torch.stack([values.detach().sum(dtype=torch.float64) for values in per_token.values()]).tolist()
+        for name, total in zip(per_token, totals, strict=True):
+            self.sums[name] = self.sums.get(name, 0.0) + total
+        self.sums["tokens"] += len(logprobs_M)
+        self.ratios.append(loss.ratio_M.detach().float().cpu())
+
+    def means(self, collective: Collective) -> dict[str, float]:
+        """Mean over the tokens of all ranks of each sum, and quantiles of the ratio; empty if no token went forward."""
+        sums = reduced_sums(self.sums, collective)
+        own = torch.cat(self.ratios).numpy() if self.ratios else np.zeros(0, np.float32)
+        ratios = np.concatenate([part["ratio"] for part in collective.gather({"ratio": own})])
+        tokens = sums.pop("tokens")
+        if not tokens:
+            return {"tokens/forward": 0.0}
+        return {
+            "tokens/forward": tokens,
+            **{name: total / tokens for name, total in sums.items()},
+            "policy/ratio_max": float(ratios.max()),
+            **quantiles("policy/ratio", ratios, RATIO_QUANTILES),
+        }
+
+
+@dataclass(slots=True)
+class Mismatch:
+    """How far trainer and sampler disagree on the same tokens, before the first step of an update.
+
+    Tokens of the version that is trained show the error of the sampler; those of older versions how far the policy has
+    moved since.
+    """
+
+    sums: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("tokens", "absolute", "kl", "older", "lag_absolute", "lag_kl"), 0.0)
+    )
+
+    def add(self, logprobs_M: Tensor, behaviour_M: Tensor, older_M: Tensor | None = None) -> None:
+        """Count one microbatch; ``older_M``, bool: which tokens an older version chose, None: none of them."""
+        difference_M = (logprobs_M.detach() - behaviour_M).abs().double()
+        kl_M = k3(behaviour_M, logprobs_M.detach()).double()
+        older_M = torch.zeros_like(kl_M, dtype=torch.bool) if older_M is None else older_M.to(kl_M.device)
+        found = {
+            "tokens": (~older_M).sum(), "absolute": difference_M[~older_M].sum(), "kl": kl_M[~older_M].sum(),
+            "older": older_M.sum(), "lag_absolute": difference_M[older_M].sum(), "lag_kl": kl_M[older_M].sum(),
+        }  # fmt: skip
+        for name, value in found.items():
+            self.sums[name] += float(value)
+
+    def means(self, collective: Collective) -> dict[str, float]:
+        """Mean absolute difference of log-probs and k3 of KL(sampler || trainer), and the same as ``lag/*`` over
+        tokens of older versions; absent where no such token went forward."""
+        total = collective.sum(self.sums)
+        means = {}
+        if total["tokens"]:
+            means["mismatch/logprob"] = total["absolute"] / total["tokens"]
+            means["mismatch/kl"] = total["kl"] / total["tokens"]
+        if total["older"]:
+            means["lag/logprob"] = total["lag_absolute"] / total["older"]
+            means["lag/kl"] = total["lag_kl"] / total["older"]
+        return means
+
+
+def batch_facts(facts: BatchFacts) -> dict[str, float]:
+    """Rewards and lengths of the whole batch, failed trajectories excluded."""
+    rewards_B, lengths_B = facts.rewards_B.astype(np.float64), facts.length_B.astype(np.float64)
+    return {
+        "reward/mean": float(rewards_B.mean()),
+        "reward/std": float(rewards_B.std()),
+        "reward/min": float(rewards_B.min()),
+        "reward/max": float(rewards_B.max()),
+        **quantiles("reward/quantile", rewards_B, QUANTILES),
+        **_parts(facts),
+        "groups/count": float(facts.num_groups),
+        "sequences/count": float(len(rewards_B)),
+        "sequences/failed": float(facts.num_failed),
+        "tokens/scored": float(facts.scored_B.sum()),
+        "tokens/observed": float((facts.length_B - facts.scored_B).sum()),
+        "length/mean": float(lengths_B.mean()),
+        "length/max": float(lengths_B.max()),
+        **quantiles("length/quantile", lengths_B, QUANTILES),
+        "length/truncated": float(facts.truncated_B.mean()),
+    }
+
+
+def advantage_facts(facts: BatchFacts, advantages: Tensor, *, per_token: bool) -> dict[str, float]:
+    """Advantages of trajectories [B] or of tokens [N], and the groups to which they give no signal at all."""
+    values = advantages.double()
+    groups = np.repeat(facts.group_B, facts.scored_B) if per_token else facts.group_B
+    signal = np.zeros(facts.num_groups, np.bool_)
+    signal[groups[(values != 0).numpy()]] = True
+    return {
+        "advantage/mean": float(values.mean()),
+        "advantage/std": float(values.std(correction=0)),
+        "advantage/min": float(values.min()),
+        "advantage/max": float(values.max()),
+        "groups/no_signal": float((~signal).sum()),
+    }
+
+
+def lag_facts(manifest: BatchManifest) -> dict[str, float]:
+    """Lag of the groups of a batch that the policy loss trains: mean, largest, the share of groups with each lag.
+
+    Ahead counts as none.
+    """
+    groups = [group for group in manifest.groups if group.objective == "policy"]
+    if not groups:
+        return {}
+    lags = np.array([max(manifest.start_version - group.min_version, 0) for group in groups], np.int64)
+    shares = np.bincount(lags) / len(lags)
+    return {
+        "lag/mean": float(lags.mean()),
+        "lag/max": float(lags.max()),
+        **{f"lag/share_{lag}": float(share) for lag, share in enumerate(shares)},
+    }
+
+
+def optimizer_facts(name: str, rate: float, grad_norms: list[float]) -> dict[str, float]:
+    """Learning rate, steps made, and the mean of their gradient norms; one that is not finite made no step."""
+    finite = [norm for norm in grad_norms if math.isfinite(norm)]
+    facts = {f"{name}/lr": rate, f"{name}/steps": float(len(finite))}
+    return facts | ({f"{name}/grad_norm": sum(finite) / len(finite)} if finite else {})
+
+
+def sampled_entropy_of(columns: Columns, collective: Collective) -> dict[str, float]:
+    """The sampler's mean entropy over all scored tokens, as its own log-probs estimate it."""
+    behaviour = columns.logprobs[columns.counted()]
+    total = collective.sum({"logprob": float(behaviour.sum(dtype=np.float64)), "tokens": float(len(behaviour))})
+    return {"policy/entropy": -total["logprob"] / total["tokens"]} if total["tokens"] else {}
+
+
+def _parts(facts: BatchFacts) -> dict[str, float]:
+    present = {name: values[np.isfinite(values)] for name, values in facts.parts.items()}
+    means = {name: float(values.mean(dtype=np.float64)) for name, values in present.items() if len(values)}
+    return {f"reward/part/{name}": mean for name, mean in means.items()}

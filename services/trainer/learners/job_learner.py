@@ -1,0 +1,84 @@
+"""The learner of a job of any kind: its interface, and which one a job gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from penstock.services.trainer.backends.base import LearnerState
+from penstock.services.trainer.learners.embodied_learner import EmbodiedLearner
+from penstock.services.trainer.learners.learner import Learner
+from penstock.services.trainer.ranks.collective import Collective
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import AnyTraining
+from penstock.shared.errors import ConfigError
+from penstock.shared.models.loading import resolve_device
+from penstock.shared.protocol.embodied.environment import EnvSpec
+from penstock.shared.protocol.weights import Layout
+
+__all__ = ["JobLearner", "open_learner"]
+
+
+class JobLearner(Protocol):
+    """The models of a job on one rank and the rule that trains them, as replicas, publishing and replays use them.
+
+    Every method is a collective: all ranks call the same ones in the same order.
+    """
+
+    @property
+    def base_digest(self) -> str:
+        """Of the weights under a published adapter; "" without one."""
+
+    def layout(self) -> Layout:
+        """Layout of the tensors for engines."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors for engines, in the order of ``layout``; all ranks take them to the end. Read only."""
+
+    def base_layout(self) -> Layout:
+        """Layout of what ``take_base`` gives."""
+
+    def take_base(self) -> Iterator[tuple[str, Tensor]]:
+        """Weights under a published adapter that no engine can load by itself, once. Read only."""
+
+    def environment(self) -> dict[str, str]:
+        """Facts beside the state that bit-identical results depend on."""
+
+    def state(self) -> LearnerState:
+        """A copy of everything that the next update depends on."""
+
+    def load_state(self, state: LearnerState) -> None:
+        """Inverse of ``state``. Raises CheckpointError."""
+
+    def update(self, shard: BatchShard[Any], *, update_index: int) -> dict[str, float]:
+        """One policy update; returns its metrics.
+
+        Raises:
+            ProtocolError: the batch cannot be trained; nothing was changed.
+            NonFiniteStep: a loss or gradient is not finite and `train.on_nonfinite` is `pause`.
+        """
+
+
+def open_learner(
+    config: AnyTraining, collective: Collective | None = None, *, simulator: EnvSpec | None = None
+) -> JobLearner:
+    """The learner of a job on the device that its placement names.
+
+    Args:
+        simulator: facts of the simulator of an embodied job.
+
+    Raises:
+        ConfigError: the models cannot be built.
+    """
+    device = resolve_device(config.placement.device)
+    if isinstance(config, JobConfig):
+        return Learner(config, device=device, collective=collective)
+    if simulator is None:
+        raise ConfigError(
+            f"simulator '{config.environment.task}' was not described: an env service has to say what it observes "
+            "before the job is trained"
+        )
+    return EmbodiedLearner(config, simulator, device=device, collective=collective)

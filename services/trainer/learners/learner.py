@@ -1,0 +1,224 @@
+"""The models of a job on one rank, and the update rule that trains them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from penstock.services.trainer.backends import open_backend
+from penstock.services.trainer.backends.base import Backend, LearnerState, Role, TensorLayout
+from penstock.services.trainer.backends.local import LocalBackend
+from penstock.services.trainer.learners.warm_start import warm_start
+from penstock.services.trainer.ranks.collective import Alone, Collective
+from penstock.services.trainer.ranks.sharding import BatchShard
+from penstock.services.trainer.schedule import learning_rate
+from penstock.services.trainer.teacher import open_teacher
+from penstock.services.trainer.update_rules import OnPolicyRule
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.data.prompts import Demonstration
+from penstock.shared.errors import CheckpointError, ConfigError
+from penstock.shared.models.compatibility import check_same_shapes, check_same_tokens, check_tokenizer
+from penstock.shared.models.loading import build_model, build_tokenizer
+from penstock.shared.protocol.trajectory import Group
+from penstock.shared.protocol.weights import Layout
+from penstock.shared.weights import layout_of
+
+__all__ = ["Learner", "load_reference"]
+
+
+def load_reference(policy: Backend, config: JobConfig, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Make the model at ``algorithm.kl.reference`` the frozen reference; the policy stays as it is.
+
+    Raises:
+        ConfigError: it cannot be loaded, has other shapes, or means something else by a token.
+    """
+    kl = config.algorithm.kl
+    if kl is None or kl.reference is None:
+        return
+    if config.model.lora is not None:
+        raise ConfigError("algorithm.kl.reference: with model.lora the reference is the model without its adapter")
+    what = f"the reference model '{kl.reference}'"
+    source = config.model.model_copy(update={"path": kl.reference, "config": None, "tokenizer": None})
+    theirs = build_tokenizer(source)
+    check_same_tokens(tokenizer, theirs, what=what)
+    model = build_model(source, len(theirs), seed=0)
+    parameters = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    check_same_shapes(
+        ((name, shape) for name, shape, _ in policy.layout()),
+        ((name, tuple(tensor.shape)) for name, tensor in parameters),
+        what=what,
+    )
+    own = [(name, tensor.to("cpu", copy=True)) for name, tensor in policy.weights()]
+    policy.load_weights(parameters)
+    policy.freeze_reference()
+    policy.load_weights(own)
+    policy.new_optimizer(config.optimizer)
+
+
+class Learner:
+    """Policy, reference policy and, where the algorithm has them, critic and teacher; optimizers; the update rule.
+
+    Every method is a collective: all ranks call the same ones in the same order.
+
+    Args:
+        config: the job; ``model`` and ``seed`` decide the initial weights.
+        device: where the models live.
+        collective: the ranks that share a batch.
+        total_updates: length of the run for the learning-rate schedule; default: ``train.max_updates``.
+
+    Raises:
+        ConfigError: the model, the tokenizer, the reference or the teacher cannot be loaded or do not fit together, or
+            the schedule needs a length that is not known.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        *,
+        device: str = "cpu",
+        collective: Collective | None = None,
+        total_updates: int | None = None,
+    ) -> None:
+        self._config = config
+        self._collective = collective = collective or Alone()
+        total_updates = total_updates or config.train.max_updates
+        critic = config.algorithm.critic
+        for optimizer in [config.optimizer] + ([critic.optimizer] if critic is not None else []):
+            learning_rate(optimizer, optimizer.warmup_updates, total_updates)
+        self.tokenizer = build_tokenizer(config.model)
+        check_tokenizer(config.model, self.tokenizer)
+        roles: tuple[Role, ...] = ("policy", "critic") if config.algorithm.needs_critic else ("policy",)
+        self._models: dict[Role, Backend] = {role: open_backend(config, role, collective, device) for role in roles}
+        self._policy = self._models["policy"]
+        self._base_taken = False
+        load_reference(self._policy, config, self.tokenizer)
+        self._teacher = open_teacher(config, self.tokenizer, collective, device)
+        self._rule = OnPolicyRule(config, self._models, collective, total_updates=total_updates, teacher=self._teacher)
+
+    def warm_start(
+        self,
+        batches: Iterable[Sequence[Demonstration]],
+        on_step: Callable[[int, float], None] = lambda step, loss: None,
+    ) -> None:
+        """Supervised training before version 0; see ``warm_start.warm_start``.
+
+        The critic starts from the body that the policy has then.
+        """
+        eos = self.tokenizer.eos_token_id
+        warm_start(self._policy, batches, self._config, self._collective, eos=eos, on_step=on_step)
+        critic = self._models.get("critic")
+        if critic is not None and self._config.algorithm.critic is not None:
+            body = {name for name, _, _ in critic.layout()}
+            critic.load_weights((name, tensor) for name, tensor in self._policy.weights() if name in body)
+            critic.new_optimizer(self._config.algorithm.critic.optimizer)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The live policy, where one process holds it whole.
+
+        Raises:
+            ConfigError: the backend keeps it in shards.
+        """
+        if not isinstance(self._policy, LocalBackend):
+            raise ConfigError("the policy has no module of its own: only backend 'local' holds it whole")
+        return self._policy.model
+
+    def layout(self) -> Layout:
+        """Layout of the tensors for engines: the policy's weights, or its adapter; fixed order, tied ones once."""
+        return _layout_of(self._policy.published_layout())
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Tensors for engines, in the order of ``layout``: see ``Backend.published``. Read only."""
+        return self._policy.published()
+
+    @property
+    def publishes_adapter(self) -> bool:
+        """True if engines hold the weights under the adapter themselves."""
+        return self._config.model.lora is not None and self._config.model.lora.publish == "adapters"
+
+    @property
+    def base_digest(self) -> str:
+        """Of the weights under a published adapter; "" without one."""
+        return self.environment()["base"] if self.publishes_adapter else ""
+
+    def base_layout(self) -> Layout:
+        """Layout of what ``take_base`` gives."""
+        return _layout_of(self._policy.layout())
+
+    def take_base(self) -> Iterator[tuple[str, Tensor]]:
+        """``frozen``, once, where the warm start made these weights, so that no engine can load them by itself.
+
+        Else nothing. Read only. As with ``weights``, all ranks have to take it to its end.
+        """
+        taken, self._base_taken = self._base_taken, True
+        return iter(()) if taken or not self._config.warm_start.steps else self.frozen()
+
+    def frozen(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under a published adapter; nothing without one. Read only."""
+        return self._policy.frozen()
+
+    def environment(self) -> dict[str, str]:
+        """Facts beside the state that bit-identical results depend on: compare with a checkpoint's before a replay."""
+        return self._policy.environment() | self._pins
+
+    def state(self) -> LearnerState:
+        """A copy of everything that the next update depends on."""
+        models = {role: model.state() for role, model in self._models.items()}
+        models["policy"] = replace(models["policy"], environment=models["policy"].environment | self._pins)
+        return LearnerState(models=models, rule=self._rule.state())
+
+    def load_state(self, state: LearnerState) -> None:
+        """Inverse of ``state``.
+
+        Raises:
+            CheckpointError: the state belongs to another model or another algorithm.
+        """
+        if state.models.keys() != self._models.keys() or state.rule.keys() != self._rule.state().keys():
+            raise CheckpointError(
+                f"the state holds {[*state.models, *state.rule]}, this job's algorithm "
+                f"'{self._config.algorithm.type}' needs {[*self._models, *self._rule.state()]}"
+            )
+        taught_by = state.models["policy"].environment.get("teacher", "")
+        if taught_by != self._pins.get("teacher", ""):
+            raise CheckpointError(
+                f"the checkpoint was taught by weights of digest '{taught_by}', algorithm.teacher holds "
+                f"'{self._pins.get('teacher', '')}': give the teacher that the job was started with"
+            )
+        for role, model in self._models.items():
+            model.load_state(state.models[role])
+        self._rule.load_state(state.rule)
+
+    @property
+    def _pins(self) -> dict[str, str]:
+        """Facts that no checkpoint holds and every update depends on."""
+        return {"teacher": self._teacher.digest} if self._teacher is not None else {}
+
+    def update(self, shard: BatchShard[Group], *, update_index: int) -> dict[str, float]:
+        """One policy update: ``epochs × minibatches`` optimizer steps on a batch of which this rank holds ``shard``.
+
+        Advantages use the whole batch. Sequences whose advantage is exactly 0 are not computed where nothing else gives
+        them a gradient; the denominators count them, so the result is the same.
+
+        Args:
+            update_index: number of updates before this one in the lineage.
+
+        Returns:
+            Metrics, the same on every rank but for seconds. `policy/*` and `mismatch/*` cover the `tokens/forward`
+            tokens that went forward (epochs counted again) and are absent if there was none. `policy/approx_kl` is k3
+            of KL(behaviour || policy); `mismatch/*` compares trainer and sampler on the first minibatch, before any
+            step. `policy/entropy` is exact with an entropy bonus, else the estimate from the samples. `update_s/*` are
+            seconds.
+
+        Raises:
+            ProtocolError: a group cannot be scored, or every trajectory failed; nothing was changed.
+            NonFiniteStep: a loss or gradient is not finite and `train.on_nonfinite` is `pause`.
+        """
+        return self._rule.update(shard, update_index=update_index)
+
+
+def _layout_of(layout: TensorLayout) -> Layout:
+    return layout_of((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in layout)

@@ -1,0 +1,118 @@
+"""State of a process whose models are cut over ranks: its place, the orders, the threads that own torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from penstock.services.trainer.ranks.liveness import Liveness
+from penstock.services.trainer.ranks.orders import Orders
+from penstock.services.trainer.ranks.process_group import Place, World, join
+from penstock.shared.errors import CheckpointError, RankLost
+
+__all__ = ["Ranks", "Threads", "meet", "to_the_end"]
+
+T = TypeVar("T")
+
+LOOK_S = 0.5
+"""How often a rank that waits for its own part looks whether another one failed in its part."""
+FAILED_GRACE_S = 5.0
+"""Once one rank failed, the others have this long to come to the vote on it; then they are stuck in a collective."""
+
+
+class Threads:
+    """One thread that computes and one that writes checkpoints meanwhile."""
+
+    def __init__(self, *, local_rank: int = 0) -> None:
+        self._torch = ThreadPoolExecutor(1, "torch", initializer=partial(_choose_device, local_rank))
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+
+    async def compute(self, work: Any) -> Any:
+        """Run ``work`` in the thread that owns the models."""
+        return await asyncio.get_running_loop().run_in_executor(self._torch, work)
+
+    async def write(self, work: Any) -> Any:
+        """Run ``work`` in the thread that owns the disk."""
+        return await asyncio.get_running_loop().run_in_executor(self._writer, work)
+
+    def close(self) -> None:
+        """Start nothing more; what runs goes on to its end."""
+        self._torch.shutdown(wait=False, cancel_futures=True)
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+
+class Ranks:
+    """Of one process, for its whole life. One job at a time is trained: the one that holds ``turn``."""
+
+    def __init__(self, world: World, threads: Threads, liveness: Liveness | None = None) -> None:
+        self.world, self.threads, self.liveness = world, threads, liveness
+        self.stranded = ""
+        """Why these ranks cannot be used any more: some stand in a collective to which another one never comes."""
+        self.orders = Orders(world.store, rank=world.place.rank, size=world.place.size)
+        self.turn = asyncio.Lock()
+        self.busy = asyncio.Lock()
+        """Held while an order is carried out."""
+
+    @property
+    def place(self) -> Place:
+        """Which rank this is."""
+        return self.world.place
+
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await this rank's part of an order, but not for long once any rank failed in its own.
+
+        Raises:
+            CheckpointError: a rank failed, and this one stands in a collective that it will not come to.
+            RankLost: that happened before.
+        """
+        if self.stranded:
+            work.close()
+            raise RankLost(self.stranded)
+        task = asyncio.ensure_future(work)
+        failed_s = 0.0
+        while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
+            failure = self.liveness.failure if self.liveness is not None else ""
+            failed_s = failed_s + LOOK_S if failure else 0.0
+            if failed_s >= FAILED_GRACE_S:
+                self.stranded = f"the ranks wait for one that failed: {failure}"
+                raise CheckpointError(failure)
+        return await task
+
+
+async def meet(place: Place, *, deadline_s: float, silence_s: float = 60.0, interval_s: float = 1.0) -> Ranks:
+    """Meet the other ranks of this trainer, or become the only one.
+
+    Args:
+        deadline_s: longest wait for another rank, here and in every collective.
+        silence_s: see ``Liveness``.
+        interval_s: see ``Liveness``.
+
+    Raises:
+        RankLost: they did not all come within ``deadline_s``.
+    """
+    threads = Threads(local_rank=place.local_rank)
+    world = await threads.compute(partial(join, place, deadline_s=deadline_s))
+    liveness = None
+    if place.size > 1:
+        liveness = await Liveness.open(world, threads.compute, silence_s=silence_s, interval_s=interval_s)
+    return Ranks(world, threads, liveness)
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await ``work`` without passing a cancellation on: other ranks are in the middle of the same."""
+    task: Awaitable[T] = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])  # type: ignore[type-var]
+        raise
+
+
+def _choose_device(local_rank: int) -> None:
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())

@@ -1,0 +1,206 @@
+"""Liveness of the other ranks of this trainer, and where each of them is.
+
+Rank 0 listens; every other rank keeps a connection to it, beside those that carry tensors, and both ends send a sign
+once per interval. The event loop sends them, so a long step in the thread that computes holds up nothing; a process
+that is stopped, or whose host is gone, says nothing any more, long before a collective gives up. Silence is counted in
+one's own intervals: a process that was stopped itself accuses nobody when it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from penstock.services.trainer.ranks.process_group import World
+from penstock.shared.errors import RankLost
+
+__all__ = ["Liveness", "Sign"]
+
+logger = logging.getLogger(__name__)
+
+KEY = "liveness"
+"""Where the store holds rank 0's port and the word that shows that a connection is a rank's."""
+LONGEST_ERROR = 2000
+Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
+LOOPBACK = ("127.0.0.1", "localhost")
+
+
+class Sign(msgspec.Struct, frozen=True, array_like=True):
+    """Report of a rank on itself: its number, its place, and its own failure."""
+
+    word: str
+    rank: int
+    stage: str
+    entered: int
+    """Stages that it entered so far: an equal number in later signs means that it is still in the same one."""
+    failure: str
+
+
+class Liveness:
+    """One rank's end. Rank 0 hears all others, the others hear rank 0.
+
+    Args:
+        silence_s: a rank that gives no sign for this long is lost.
+        interval_s: between two signs.
+    """
+
+    def __init__(self, world: World, word: str, *, silence_s: float, interval_s: float) -> None:
+        self._world, self._word = world, word
+        self._silence_s, self._interval_s = silence_s, min(interval_s, silence_s / 4)
+        place = world.place
+        self._silence = dict.fromkeys(range(1, place.size) if place.rank == 0 else [0], 0.0)
+        self._heard: dict[int, Sign] = {}
+        self._links: set[asyncio.StreamWriter] = set()
+        self._server: asyncio.Server | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, world: World, compute: Compute, *, silence_s: float, interval_s: float) -> Liveness:
+        """Listen on rank 0, connect to it on another rank.
+
+        Args:
+            compute: runs what blocks in a thread.
+
+        Raises:
+            RankLost: rank 0 cannot be reached.
+        """
+        host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        if world.place.rank == 0:
+            found = cls(world, secrets.token_hex(16), silence_s=silence_s, interval_s=interval_s)
+            own_port = await found._listen(host)
+            await compute(partial(world.store.set, KEY, f"{own_port} {found._word}"))
+            return found
+        try:
+            told: bytes = await compute(partial(world.store.get, KEY))
+            port, word = told.decode().split()
+            found = cls(world, word, silence_s=silence_s, interval_s=interval_s)
+            reader, writer = await asyncio.open_connection(host, int(port))
+        except (RuntimeError, OSError) as error:
+            raise RankLost(f"rank {world.place.rank} does not reach rank 0 at {host}: {error}") from error
+        found._links.add(writer)
+        found._tell()  # shows at once whose connection this is
+        found._reading = asyncio.create_task(found._hear(reader), name="signs of rank 0")
+        return found
+
+    async def run(self) -> None:
+        """Give signs and count silences, until cancelled.
+
+        Raises:
+            RankLost: a rank gave no sign for too long; says which, and where it was.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                self._tell()
+                began = loop.time()
+                await asyncio.sleep(self._interval_s)
+                passed_s = min(loop.time() - began, 2 * self._interval_s)
+                for rank in self._silence:
+                    self._silence[rank] += passed_s
+                self._check()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._server is not None:
+            self._server.close()
+        if self._reading is not None:
+            self._reading.cancel()
+        for writer in self._links:
+            writer.close()
+
+    @property
+    def failure(self) -> str:
+        """An error of one rank in what all of them do together, as long as they have not voted on it; '' if none."""
+        for sign in (self._own(), *self._heard.values()):
+            if sign.failure:
+                return f"rank {sign.rank}: {sign.failure}"
+        return ""
+
+    def story(self) -> str:
+        """Where every rank is, as far as this one knows."""
+        known = {sign.rank: sign for sign in (self._own(), *self._heard.values())}
+        ranks = sorted({*known, *self._silence})
+        return "; ".join(f"rank {rank} {_where(known.get(rank))}{self._since(rank)}" for rank in ranks)
+
+    def _since(self, rank: int) -> str:
+        silent_s = self._silence.get(rank, 0.0)
+        return f", silent for {silent_s:.0f} s" if silent_s > 2 * self._interval_s else ""
+
+    def _check(self) -> None:
+        lost = [rank for rank, silent_s in self._silence.items() if silent_s >= self._silence_s]
+        if lost:
+            named = " and ".join(f"rank {rank}" for rank in lost)
+            raise RankLost(
+                f"{named} of {self._world.place.size} gave no sign for {self._silence_s:g} s "
+                f"(PENSTOCK_RANK_SILENCE_S): stopped, or the host is gone. All ranks start over from the last "
+                f"checkpoint. When heard last: {self.story()}"
+            )
+
+    def _own(self) -> Sign:
+        world, stages = self._world, self._world.stages
+        return Sign(self._word, world.place.rank, str(stages), stages.entered, world.failure[:LONGEST_ERROR])
+
+    def _tell(self) -> None:
+        line = msgspec.json.encode(self._own()) + b"\n"
+        for writer in self._links:
+            if not writer.is_closing():
+                writer.write(line)
+
+    async def _listen(self, host: str) -> int:
+        """On the loopback device where all ranks share the host, else on every device, as the store does."""
+        if host in LOOPBACK:
+            listener = socket.create_server(("127.0.0.1", 0))
+        elif socket.has_dualstack_ipv6():
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+        else:
+            listener = socket.create_server(("", 0))
+        self._server = await asyncio.start_server(self._take, sock=listener)
+        return int(listener.getsockname()[1])
+
+    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            first = await asyncio.wait_for(reader.readline(), self._silence_s)
+            if self._heed(first):
+                self._links.add(writer)
+                await self._hear(reader)
+        except (OSError, ValueError, msgspec.DecodeError) as error:  # a TimeoutError is an OSError
+            logger.info("a connection that does not show itself to be a rank's was closed: %s", error)
+        finally:
+            self._links.discard(writer)
+            writer.close()
+
+    async def _hear(self, reader: asyncio.StreamReader) -> None:
+        """Until the connection closes: a rank that is gone falls silent."""
+        try:
+            while line := await reader.readline():
+                if not self._heed(line):
+                    return
+        except (OSError, ValueError, msgspec.DecodeError) as error:
+            logger.info("no more signs of a rank: %s", error)
+
+    def _heed(self, line: bytes) -> bool:
+        """Take a sign; False for one without the word. Raises DecodeError."""
+        sign = msgspec.json.decode(line, type=Sign)
+        if sign.word != self._word or sign.rank not in self._silence:
+            logger.warning("a connection that is no rank's was closed")
+            return False
+        self._heard[sign.rank], self._silence[sign.rank] = sign, 0.0
+        return True
+
+
+def _where(sign: Sign | None) -> str:
+    if sign is None:
+        return "was never heard"
+    if not sign.stage:
+        return f"in no stage with the others (after {sign.entered})"
+    return f"in '{sign.stage}' (stage {sign.entered})"

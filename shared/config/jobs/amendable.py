@@ -1,0 +1,100 @@
+"""Which keys of a job file may change while the job runs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.jobs.training_job import TrainingJob
+
+__all__ = [
+    "AMENDABLE",
+    "BACKEND",
+    "TEMPERATURE",
+    "changed_keys",
+    "is_amendable",
+    "leaves",
+    "settings_of",
+    "value_at",
+    "with_patch",
+]
+
+AMENDABLE = (
+    "algorithm.kl.coef",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "limits.byte_budget",
+    "limits.timeout_s",
+    "optimizer.learning_rate",
+    "sampling.temperature",
+    "train.max_updates",
+)
+"""Settings that a run follows from one batch to the next, beside its free labels. All others are fixed at its start."""
+BACKEND = "backend"
+"""Section that may change as a whole: the trainer goes on from a checkpoint that it takes for that. Not where a gate
+decides over versions: one that is served is made again to the bit from an earlier checkpoint, and needs its backend."""
+TEMPERATURE = "sampling.temperature"
+"""Holds for what is drawn from then on; what was drawn before is trained at the temperature that it was sampled at."""
+LABELS = "metadata"
+
+
+def settings_of(config: TrainingJob) -> dict[str, Any]:
+    """Value of every amendable key; None where its section does not exist."""
+    spec = config.model_dump(mode="json")
+    return {key: value_at(spec, key) for key in AMENDABLE}
+
+
+def is_amendable(config: BaseModel, key: str) -> bool:
+    """True if ``key`` may change in a job that is ``config`` now."""
+    if key == LABELS or key.startswith(f"{LABELS}."):
+        return True
+    if not isinstance(config, TrainingJob):
+        return False
+    if key == BACKEND or key.startswith(f"{BACKEND}."):
+        return not (isinstance(config, OnlineJob) and config.online.promotion is not None)
+    if key not in AMENDABLE:
+        return False
+    kl = config.algorithm.kl if isinstance(config, JobConfig) else None
+    return key != "algorithm.kl.coef" or (kl is not None and kl.adaptive is None)
+
+
+def changed_keys(old: BaseModel, new: BaseModel) -> list[str]:
+    """Dotted keys whose values differ, defaults included."""
+    before, after = dict(leaves(old.model_dump(mode="json"))), dict(leaves(new.model_dump(mode="json")))
+    missing = object()
+    return sorted(k for k in before.keys() | after.keys() if before.get(k, missing) != after.get(k, missing))
+
+
+def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """``(dotted key, value)`` of everything that is no non-empty section; a list is one value."""
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def value_at(data: Mapping[str, Any], key: str) -> Any:
+    """The value at a dotted key, None where a section on the way is missing."""
+    node: Any = data
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, Mapping) else None
+    return node
+
+
+def with_patch(data: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """``data`` with a JSON merge patch (RFC 7396) applied: null removes a key, so that its default holds again."""
+    result = dict(data)
+    for name, value in patch.items():
+        if value is None:
+            result.pop(name, None)
+        elif isinstance(value, Mapping):
+            inner = result.get(name)
+            result[name] = with_patch(inner if isinstance(inner, Mapping) else {}, value)
+        else:
+            result[name] = value
+    return result

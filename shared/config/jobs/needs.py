@@ -1,0 +1,86 @@
+"""Which packages beyond the usual ones a job needs, and in which service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from penstock.shared.config.environment import VerifiersConfig
+from penstock.shared.config.jobs.embodied_job import EmbodiedJob
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import AnyJob, TextJob
+from penstock.shared.config.jobs.serving_job import ServingJob
+from penstock.shared.config.rewards.scorers import MathScorer, RewardModelScorer
+from penstock.shared.config.rollout import ENGINE_PACKAGES
+
+__all__ = ["ANNOUNCED", "OPTIONAL", "Need", "needs"]
+
+OPTIONAL = {
+    "bitsandbytes": "optim-8bit",
+    "math_verify": "reward",
+    "megatron": "megatron",
+    "peft": "lora",
+    "torch": "torch",
+    "verifiers": "verifiers",
+}
+"""Packages as they are imported, and the extra of Penstock that brings each."""
+ANNOUNCED = (*OPTIONAL, *ENGINE_PACKAGES)
+"""Packages of which a process says in its heartbeats that it has them."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """``key`` of a job file needs ``package`` (one of ANNOUNCED) in processes of ``service``.
+
+    An optional package is needed in every one of them; an engine in one, for the others leave the job's tickets alone.
+    """
+
+    key: str
+    package: str
+    service: str
+
+    @property
+    def extra(self) -> str:
+        """The extra to install: ``penstock[EXTRA]``."""
+        return OPTIONAL[self.package]
+
+    @property
+    def is_engine(self) -> bool:
+        """True if one process with the package is enough."""
+        return self.package in ENGINE_PACKAGES
+
+
+def needs(spec: AnyJob) -> list[Need]:
+    """Packages that a job needs and a service may lack; weights and data sets may need more."""
+    if isinstance(spec, EmbodiedJob | ServingJob):
+        return []
+    found = [*_of_rollouts(spec)]
+    if isinstance(spec, JobConfig):
+        found += _of_training(spec)
+    return found
+
+
+def _of_rollouts(spec: TextJob) -> Iterator[Need]:
+    if spec.rollout.engine in ENGINE_PACKAGES:
+        yield Need("rollout.engine", spec.rollout.engine, "rollout")
+    if spec.model.lora is not None:
+        yield Need("model.lora", "peft", "rollout")
+    for place, scorer in enumerate(spec.reward.scorers):
+        if isinstance(scorer, MathScorer):
+            yield Need(f"reward.scorers[{place}]", "math_verify", "reward")
+        if isinstance(scorer, RewardModelScorer):
+            yield Need(f"reward.scorers[{place}]", "torch", "reward")
+    if isinstance(spec.environment, VerifiersConfig) and spec.environment.python is None:
+        yield Need("environment", "verifiers", "env")
+
+
+def _of_training(spec: JobConfig) -> Iterator[Need]:
+    critic = spec.algorithm.critic
+    if spec.model.lora is not None:
+        yield Need("model.lora", "peft", "trainer")
+    if spec.optimizer.type == "adamw_8bit":
+        yield Need("optimizer.type", "bitsandbytes", "trainer")
+    if critic is not None and critic.optimizer.type == "adamw_8bit":
+        yield Need("algorithm.critic.optimizer.type", "bitsandbytes", "trainer")
+    if spec.backend.type == "megatron":
+        yield Need("backend.type", "megatron", "trainer")

@@ -1,0 +1,84 @@
+"""The job file of a deployment: a checkpoint that rollout workers serve and nobody trains."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from penstock.shared.config.base import StrictModel
+from penstock.shared.config.environment import check_completions
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.training_job import PlacementConfig
+from penstock.shared.config.model import ModelConfig
+from penstock.shared.config.sampling import SamplingConfig
+
+__all__ = ["ServingConfig", "ServingJob"]
+
+
+class ServingConfig(StrictModel):
+    """How requests are answered, and for how long."""
+
+    hold_s: float = Field(30.0, gt=0, le=600)
+    """How long a request waits for a rollout worker that has loaded the model, or for a free one, before its client is
+    told to come back."""
+    idle_s: float | None = Field(None, gt=0)
+    """The deployment ends after so many seconds without a request; null: it stays until somebody cancels it."""
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the tokenizer's chat template; default: those of the job that made the checkpoint."""
+
+
+class ServingJob(StrictModel):
+    """Serve one policy under the name of the job: a checkpoint of another job (`model.path: job:NAME@final`), or a
+    model directory.
+
+    It takes slots of every rollout worker, and has no trainer, no ledger and no learning. Of a checkpoint the sections
+    `model`, `sampling` and `placement` default to those of the job that made it.
+    """
+
+    kind: Literal["serving"]
+    """Kind of job; `serving` answers at `/v1/chat/completions` and `/v1/completions`, and trains nothing."""
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
+    """Name of the model for clients."""
+    seed: int = Field(0, ge=0, lt=1 << 63)
+    """Seed of initial weights where `model.config` builds them."""
+    model: ModelConfig
+    """The policy."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of a request that does not say otherwise."""
+    serving: ServingConfig = ServingConfig()
+    """How requests are answered, and for how long."""
+    placement: PlacementConfig = PlacementConfig()
+    """How the services share the cores, and sequences that one engine decodes at once."""
+    metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
+    """Free labels."""
+
+    @model_validator(mode="after")
+    def _model_can_be_served(self) -> ServingJob:
+        check_completions(self.model, "sampling", self.sampling, None)
+        if self.model.lora is not None:
+            raise ValueError("model.lora: a deployment trains no adapter; leave it out")
+        return self
+
+    def after(self, trained: JobConfig, path: str) -> ServingJob:
+        """The deployment of a checkpoint in the directory ``path``, which the job ``trained`` made.
+
+        Keys that this file sets stay; all others are those of that job, but for what only training needs.
+        """
+        model = {key: getattr(trained.model, key) for key in _MODEL} | _given(self.model) | {"path": path}
+        sampling = trained.sampling.model_copy(update=_given(self.sampling))
+        serving = {"chat_template_args": trained.data.prompt.chat_template_args} | _given(self.serving)
+        return ServingJob.model_validate(
+            {
+                **_given(self), "model": model, "sampling": sampling, "serving": serving,
+                "placement": trained.placement.model_copy(update=_given(self.placement)),
+            }
+        )  # fmt: skip
+
+
+_MODEL = ("dtype", "fp32_head", "trust_remote_code")
+"""Keys of `model` that the weights of a checkpoint leave open."""
+
+
+def _given(section: StrictModel) -> dict[str, Any]:
+    return {key: getattr(section, key) for key in section.model_fields_set}

@@ -1,0 +1,1 @@
+"""Key `online` of a job file: live episodes, feedback, promotion and what protects them."""

@@ -1,0 +1,1 @@
+"""Key `reward` of a job file: scorers, graders and the formulas that combine them."""

@@ -1,0 +1,1 @@
+"""Messages of embodied jobs: simulators, groups of episodes, films."""

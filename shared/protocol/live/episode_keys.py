@@ -1,0 +1,38 @@
+"""Keys of one episode: signed, short-lived, stored nowhere. Every replica that has the secret can read them."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from penstock.shared.protocol.live.signed import SignedTexts
+
+__all__ = ["EPISODE_SCOPES", "PREFIX", "EpisodeGrant", "EpisodeScope", "episode_key", "read_episode_key"]
+
+PREFIX = "rle_"
+EpisodeScope = Literal["inference:write", "feedback:write"]
+EPISODE_SCOPES: tuple[EpisodeScope, ...] = get_args(EpisodeScope)
+"""Uses of an episode's key."""
+
+
+class EpisodeGrant(msgspec.Struct, frozen=True, array_like=True):
+    """Contents of a key: its episode (`ep_` and a UUID), the API key that made it (its id), its end (Unix seconds)."""
+
+    episode: str
+    maker: str
+    scopes: list[EpisodeScope]
+    expires: int
+
+
+_KEYS = SignedTexts(PREFIX, "episode key 1", EpisodeGrant)
+
+
+def episode_key(grant: EpisodeGrant, secret: bytes) -> str:
+    """The text of a key."""
+    return _KEYS.write(grant, secret)
+
+
+def read_episode_key(text: str, secret: bytes) -> EpisodeGrant | None:
+    """Contents of a key; None for one that was not signed with ``secret``. The caller checks whether it has expired."""
+    return _KEYS.read(text, secret)
