@@ -151,10 +151,10 @@ async def test_what_only_the_coordinator_can_refuse(connect: Any, job: Any) -> N
 )  # fmt: skip
 async def test_hostile_bodies(connect: Any, content: bytes, kind: str, status: int, code: str) -> None:
     async with connect() as client:
-        began = time.perf_counter()
+        began = time.process_time()  # of this process alone: the machine may be busy
         reply = await client.post("/v1/jobs", content=content, headers={"content-type": kind})
         assert_problem(reply, status, code)
-        assert time.perf_counter() - began < 5
+        assert time.process_time() - began < 5
 
 
 async def test_a_body_is_cut_off_while_it_streams_in(connect: Any) -> None:
