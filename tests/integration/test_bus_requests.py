@@ -43,14 +43,14 @@ async def test_errors_cross_the_wire_by_name(bus: Bus, caplog: pytest.LogCapture
 
 async def test_a_slow_answer_is_given_up_with_its_name(bus: Bus) -> None:
     async def slow(_: bytes) -> bytes:
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(3)
         return b""
 
     await bus.serve("score.j", slow)
     start = time.monotonic()
     with pytest.raises(Unavailable, match=r"'score\.j' within 0\.1 s"):
         await bus.request("score.j", b"", deadline_s=0.1)
-    assert time.monotonic() - start < 0.4
+    assert time.monotonic() - start < 2.5
 
 
 async def test_requests_run_concurrently_up_to_the_limit(bus: Bus) -> None:

@@ -45,9 +45,9 @@ async def test_fetch_takes_what_is_there_and_no_more(bus: Bus) -> None:
     async with await workers(bus) as puller:
         await put(bus, 3)
         start = time.monotonic()
-        found = await puller.fetch(10, 5.0)
+        found = await puller.fetch(10, 40.0)
         assert [d.data for d in found] == [b"0", b"1", b"2"]
-        assert time.monotonic() - start < 0.5, "it waited although something was there"
+        assert time.monotonic() - start < 20, "it waited although something was there"
         assert [d.deliveries for d in found] == [1, 1, 1]
         await put(bus, 2)
         assert len(await puller.fetch(1, 1.0)) == 1
@@ -61,20 +61,20 @@ async def test_small_fetches_do_not_pause(bus: Bus) -> None:
         start = time.monotonic()
         for _ in range(30):
             assert len(await puller.fetch(2, 1.0)) == 2
-        assert time.monotonic() - start < 1.0
+        assert time.monotonic() - start < 20
 
 
 async def test_fetch_waits_for_the_first_message(bus: Bus) -> None:
     async with await workers(bus) as puller:
         start = time.monotonic()
         assert await puller.fetch(4, 0.3) == []
-        assert 0.25 < time.monotonic() - start < 1.0
-        waiting = asyncio.create_task(puller.fetch(4, 3.0))
+        assert 0.25 < time.monotonic() - start < 20
+        waiting = asyncio.create_task(puller.fetch(4, 40.0))
         await asyncio.sleep(0.2)
         start = time.monotonic()
         await put(bus, 1)
         assert len(await waiting) == 1
-        assert time.monotonic() - start < 0.2
+        assert time.monotonic() - start < 20
 
 
 async def test_an_acknowledged_message_leaves_the_queue(bus: Bus) -> None:
@@ -114,7 +114,7 @@ async def test_refused_work_comes_back_after_its_delay(bus: Bus) -> None:
         await (await one(puller)).nak(0.4)
         again = await one(puller)
         assert again.deliveries == 2
-        assert 0.35 < time.monotonic() - start < 1.5
+        assert 0.35 < time.monotonic() - start < 20
         await again.term()
         await drained(bus)
 

@@ -162,7 +162,7 @@ async def test_limit_counts_from_the_start_of_each_completion(user_module: Path)
         assert reply.failed == [False] * 4
         started = time.monotonic()
         reply = await pool.score(ask("4", "hang"))
-        assert 0.45 < time.monotonic() - started < 5.0
+        assert 0.45 < time.monotonic() - started < 30
     assert reply.failed == [False, True]
 
 

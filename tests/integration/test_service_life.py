@@ -174,7 +174,7 @@ async def test_a_signal_while_waiting_for_the_bus_ends_at_once(tmp_path: Path, t
     start = time.monotonic()
     toy.process.send_signal(signal.SIGTERM)
     assert await toy.exit_code() == 0
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 10
 
 
 @pytest.mark.usefixtures("bus")

