@@ -113,11 +113,11 @@ class SlotWorker:
 
 
 @dataclass
-class _Nothing(WeightTransferInitInfo, WeightTransferUpdateInfo):
+class _Nothing(WeightTransferInitInfo, WeightTransferUpdateInfo):  # type: ignore[misc]
     """There is nothing to say: the slot is open."""
 
 
-class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):
+class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[misc]
     """Loads the version that ``SlotWorker`` opened. vLLM copies it into the form that its kernels want."""
 
     init_info_cls = _Nothing
