@@ -21,7 +21,9 @@ MISMATCH = 1e-4
 def test_a_job_learns_from_what_vllm_writes(
     deploy: Callable[..., Any], make_job: Callable[..., Any], tmp_path: Path, python_with: Callable[[str], Path]
 ) -> None:
-    with deploy(tmp_path / "vllm", pythons={"rollout": python_with("vllm")}) as stack:
+    deployment = deploy(tmp_path / "vllm", pythons={"rollout": python_with("vllm")})
+    deployment.ready_s = 400.0  # an interpreter of its own imports its own torch
+    with deployment as stack:
         job = stack.client.submit(
             make_job(
                 f"train.max_updates={UPDATES}", "train.draw_timeout_s=600", "optimizer.learning_rate=3e-3",
