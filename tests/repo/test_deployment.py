@@ -168,7 +168,7 @@ def name_of(requirement: str) -> str:
     return re.split(r"[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
 
-@pytest.mark.parametrize("extra", CLOSURES.keys() - {"build", "core"})
+@pytest.mark.parametrize("extra", sorted(CLOSURES.keys() - {"build", "core"}))
 def test_the_list_of_an_extra_names_what_it_requires(extra: str) -> None:
     assert {name_of(line) for line in REQUIREMENTS(PROJECT, [extra])} <= CLOSURES[extra]
     assert CLOSURES["core"] <= CLOSURES[extra]

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.services.coordinator.serving import retries
-from penstock.services.rollout.serving import presence
+from penstock.services.rollout.serving import server
 from penstock.services.rollout.serving.recorder import Recorder
 
 IDS = {"return_token_ids": True}
@@ -142,7 +142,7 @@ async def test_a_client_that_leaves_is_recorded_as_such(stack_of: Any) -> None:
 async def test_what_a_gateway_that_died_had_asked_for_is_not_trained_on(
     stack_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "MAX_SILENT", 2)
+    monkeypatch.setattr(server, "MAX_SILENT", 2)
     async with stack_of() as stack:
         for _ in range(2):
             await opened(stack, max_tokens=LONG)
@@ -158,7 +158,7 @@ async def test_what_a_gateway_that_died_had_asked_for_is_not_trained_on(
 
 
 async def test_a_gateway_that_was_only_stalled_gets_its_answer(stack_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "MAX_SILENT", 2)
+    monkeypatch.setattr(server, "MAX_SILENT", 2)
     async with stack_of() as stack, asyncio.timeout(60):
         _, lines = await opened(stack, max_tokens=LONG)
         engine = stack.rollouts[0]._engine
