@@ -25,7 +25,7 @@ _NAMES = {
 }
 """Events whose type does not say of what they tell."""
 _OTHERS = (
-    "asked", "blocked", "clock_skew", "dead_letter", "dropped", "evaluation", "halted", "health", "ledger_filling",
+    "asked", "blocked", "clock_skew", "dead_letter", "dropped", "evaluation", "extended", "halted", "health", "ledger_filling",
     "lineage_forked", "metric", "phase", "settings", "step", "submitted", "tracking",
 )  # fmt: skip
 EVENT_TYPES = tuple(

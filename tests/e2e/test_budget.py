@@ -95,13 +95,13 @@ def test_a_full_stream_is_waited_for(stack: Any, make_job: Callable[..., Any], s
 
 def test_a_finished_job_is_deleted(stack: Any) -> None:
     job = stack.submit("train.max_updates=2")
-    refused = stack.cli("rm", job)
+    refused = stack.cli("rm", job, "--yes")
     assert refused.exit_code == 1
     assert "only what has ended is deleted" in refused.stderr
     stack.finish(job)
     folder = stack.directory / "data" / "checkpoints" / job
     assert folder.is_dir()
-    assert stack.cli("rm", job, "--checkpoints").exit_code == 0
+    assert stack.cli("rm", job, "--checkpoints", "--yes").exit_code == 0
     with pytest.raises(NotFound):
         stack.client.get(job)
     assert not stack.ledger(job)

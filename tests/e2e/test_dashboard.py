@@ -312,7 +312,9 @@ def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, brief
             page.goto(f"{stack.stack.url}/{view.format(job=brief)}")
             page.wait_for_selector(f"main {sign} >> visible=true")
             titles.add(page.title())
-            assert page.locator("main :is(h1, h2):visible").all_inner_texts()[: len(headings)] == headings, view
+            found = page.locator("main :is(h1, h2):visible").all_inner_texts()
+            shown = [heading for heading in found if heading != "Warnings"]  # a job this small may have some
+            assert shown[: len(headings)] == headings, view
             source = AXE.read_text()
             page.evaluate(f"window.axe || (() => {{ {source} }})()")
             found = page.evaluate("axe.run({ resultTypes: ['violations'] }).then((found) => found.violations)")
