@@ -25,8 +25,8 @@ _NAMES = {
 }
 """Events whose type does not say of what they tell."""
 _OTHERS = (
-    "asked", "blocked", "clock_skew", "dead_letter", "dropped", "evaluation", "extended", "halted", "health", "ledger_filling",
-    "lineage_forked", "metric", "phase", "settings", "step", "submitted", "tracking",
+    "asked", "blocked", "clock_skew", "dead_letter", "dropped", "evaluation", "extended", "halted", "health",
+    "ledger_filling", "lineage_forked", "metric", "phase", "settings", "step", "submitted", "tracking",
 )  # fmt: skip
 EVENT_TYPES = tuple(
     f"rl.{name}.v1" for name in (*(f"job.{phase}" for phase in PHASES), *sorted({*_NAMES.values(), *_OTHERS}))
