@@ -125,7 +125,8 @@ def _install(folder: Path, made: _Made, steps: list[list[str]], tell: Tell) -> N
 
 
 def _steps(pins: list[str]) -> list[list[str]]:
-    return [*([pin] for pin in pins[:_LARGE]), pins[_LARGE:]]
+    rest = pins[_LARGE:]
+    return [*([pin] for pin in pins[:_LARGE]), *([rest] if rest else [])]
 
 
 def _pins(name: str) -> list[str]:
