@@ -1,4 +1,4 @@
-"""What vLLM is asked and what it answers, in Penstock's words. Runs in the rollout worker, beside ``AsyncLLM``."""
+"""Requests to vLLM and its answers, in Penstock's words. Runs in the rollout worker, beside ``AsyncLLM``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Stream:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     unwanted: bool = False
-    """It is to end; it may not have been handed over yet."""
+    """True once it is to end; it may not have been handed over yet."""
     internal_id: str = ""
     """Its name in vLLM, once that has it."""
     starts: Sequence[tuple[str, int]] = ()

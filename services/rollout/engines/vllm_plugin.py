@@ -10,6 +10,7 @@ import os
 import select
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,32 +59,40 @@ class _Slots:
 
     def __init__(self) -> None:
         self.staged: Staged | None = None
-        self.reply: StageReply | None = None
         self._receiver: Receiver | None = None
-        self._thread: threading.Thread | None = None
+        self._thread = ThreadPoolExecutor(1, "stage")
+        self._opening: Future[Staged] | None = None
 
     def open(self, request: StageRequest) -> None:
         """Let go of what is open, and begin to open another version."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._opening is not None:
+            wait([self._opening])
+        self.reply()
         self.release()
-        self.reply = None
-        self._thread = threading.Thread(target=self._open, args=(request,), name="stage", daemon=True)
-        self._thread.start()
+        self._opening = self._thread.submit(self._open, request)
 
-    def _open(self, request: StageRequest) -> None:
-        try:
-            if self._receiver is None:
-                self._receiver = open_receiver(load_settings(request.settings))
-            if request.routes is not None:
-                self._receiver.follow(load_settings(request.settings).worker_id, request.routes)
-            self.staged = self._receiver.stage(request.manifest)
-            self.reply = StageReply(self.staged.way)
-        except Exception as error:
-            self.reply = StageReply(error=str(error) or repr(error))
+    def reply(self) -> StageReply | None:
+        """How it went; None while it goes on."""
+        opening = self._opening
+        if opening is None or not opening.done():
+            return None
+        error = opening.exception()
+        if error is not None:
+            return StageReply(error=str(error) or repr(error))
+        self.staged = opening.result()
+        return StageReply(self.staged.way)
+
+    def _open(self, request: StageRequest) -> Staged:
+        settings = load_settings(request.settings)
+        if self._receiver is None:
+            self._receiver = open_receiver(settings)
+        if request.routes is not None:
+            self._receiver.follow(settings.worker_id, request.routes)
+        return self._receiver.stage(request.manifest)
 
     def release(self) -> None:
         """Drop the lock."""
+        self._opening = None
         if self.staged is not None:
             self.staged.release()
             self.staged = None
@@ -101,7 +110,8 @@ class SlotWorker:
 
     def penstock_staged(self) -> bytes:
         """msgpack of a ``StageReply``, or b'' while it is being opened."""
-        return b"" if _slots.reply is None else msgspec.msgpack.encode(_slots.reply)
+        reply = _slots.reply()
+        return b"" if reply is None else msgspec.msgpack.encode(reply)
 
     def penstock_intact(self) -> bool:
         """True if a version is open here and was not overwritten."""

@@ -12,7 +12,7 @@ from penstock.shared.errors import Conflict, WeightsError
 from penstock.shared.protocol.generation import WeightInfo
 
 TENSORS = pytest.mark.usefixtures("by_tensors")
-"""What engines that open versions by themselves do is in ``reference_updates.py``."""
+"""Tests of engines that open versions by themselves are in ``reference_updates.py``."""
 MODES = pytest.mark.parametrize("mode", ["swap", "in_place"])
 
 
