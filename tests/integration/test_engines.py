@@ -43,6 +43,8 @@ def test_an_interpreter_of_the_user_must_be_there(tmp_path: Path) -> None:
         interpreter_with(f"vllm={tmp_path}/python")
 
 
+@pytest.mark.long
+@pytest.mark.timeout(600)
 def test_an_installation_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two steps of pip, the second of which cannot work: the next call does not repeat the first."""
     pins = tmp_path / "pins"
