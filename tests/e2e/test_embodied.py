@@ -70,7 +70,7 @@ def test_a_policy_in_a_simulator_is_trained_like_any_other(stack: Any) -> None:
     ("change", "message"),
     [
         ("environment.task=CartPole-v99", "CartPole-v99"),
-        ("environment.backend=isaac", "Isaac Lab needs Isaac Sim"),
+        ("environment.backend=isaac", "Isaac Lab: isaaclab with Isaac Sim"),
         ("policy.type=gaussian", "is one of 2 actions; use categorical"),
         ("policy.observations=[image]", "has no observation 'image'; it has: state"),
         ("environment.bytes_per_step=64", "raise it to at least that"),
