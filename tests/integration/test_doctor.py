@@ -32,6 +32,7 @@ def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pyte
             "PENSTOCK_URL": f"http://127.0.0.1:{port}",
             "PENSTOCK_SHM_DIR": str(tmp_path / "nowhere"),
             "PENSTOCK_DATA_DIR": str(tmp_path / "data"),
+            "PENSTOCK_ENGINES_DIR": str(tmp_path / "engines"),
         }
         result = CliRunner().invoke(app, ["doctor", "--json"], env=environment)
     assert result.exit_code == 1, result.output
@@ -40,7 +41,7 @@ def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pyte
     assert states == {
         "python": "ok", "torch": "failed", "nats-server": "ok", "valkey": "ok", "shared memory": "failed",
         "data directory": "ok", "streams": "failed", "streams of a demo": "warning", "simulators": "ok",
-        "port": "warning", "coordinator": "warning",
+        "engine vllm": "ok", "port": "warning", "coordinator": "warning",
     }  # fmt: skip
     assert found["torch"]["detail"] == "ModuleNotFoundError: No module named 'torch'"
     assert found["torch"]["fix"] == "pip install 'penstock[demo]'"
