@@ -196,7 +196,7 @@ def test_a_role_may_use_the_subjects_that_its_code_names(role: str) -> None:
         found = getattr(subjects, name)
         if callable(found):
             found = found(*["x"] * len(inspect.signature(found).parameters))
-        if name.endswith("_manifest"):  # a key
+        if name.endswith(("_manifest", "_routes")):  # a key
             found = subjects.MANIFESTS
         stream = found.partition(".")[0].upper()
         ways = [

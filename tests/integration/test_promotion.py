@@ -50,7 +50,7 @@ CONFIG = OnlineJob.parse(
             "tokenizer": "char",
         },
         "data": {"eval": {"type": "addition"}}, "reward": {"scorers": [{"type": "exact"}]},
-        "sampling": {"max_new_tokens": 4}, "train": {"batch_size": 2, "max_lag": 1},
+        "sampling": {"max_new_tokens": 4}, "train": {"batch_size": 2, "max_lag": 1, "max_mismatch": None},
         "evaluation": {"every": 1, "num_prompts": 2}, "checkpoint": {"every": 100},
         "online": {"max_wait_s": 3600, "promotion": {"max_drop": 0.1, "patience": 2}},
     }

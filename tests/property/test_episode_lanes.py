@@ -226,6 +226,13 @@ def check_group(episodes: list[Episode], chunk: int) -> None:
         }
     )  # fmt: skip
     ticket = Ticket(draw=Draw(4, 2), min_version=0, deadline=0.0, epoch=1)
+    begun = [episode.record for episode in episodes if episode.record is not None]
+    if len(begun) > 1:  # each plan began in a state of its own
+        assert episode_group("job_t", config, ticket, episodes, meta={}).num_trajectories == 0
+    episodes = [
+        dataclasses.replace(one, record=one.record and dataclasses.replace(one.record, state_hash=begun[0].state_hash))
+        for one in episodes
+    ]
     group = decode_episode_group(encode_episode_group(episode_group("job_t", config, ticket, episodes, meta={}))[0])
     records = [episode.record for episode in episodes]
     if not any(records):
