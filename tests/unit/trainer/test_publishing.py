@@ -13,7 +13,7 @@ from penstock.services.trainer.publishing import Publishing
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import Fenced
-from penstock.shared.protocol.weights import WeightManifest, make_layout
+from penstock.shared.protocol.weights import WeightManifest, WeightRoutes, make_layout
 from penstock.shared.transport.bus import Bus
 
 
@@ -34,7 +34,7 @@ def test_a_rank_that_is_lost_meanwhile_is_the_reason(make_config: Callable[..., 
     publishing = Publishing(None, ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path), "job_1")  # type: ignore[arg-type]
     try:
         with pytest.raises(RuntimeError, match="Connection closed by peer"):
-            publishing._write(0, 1, None, Left(make_config()))
+            publishing._write(0, 1, None, WeightRoutes(epoch=0, transports={}), Left(make_config()))
     finally:
         publishing.close()
 
