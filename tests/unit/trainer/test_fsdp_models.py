@@ -45,6 +45,7 @@ from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.models import build_model, build_tokenizer
 from penstock.shared.protocol.generation import GenRequest, Sampling
 from penstock.shared.protocol.trajectory import Group
+from penstock.shared.protocol.weights import WeightRoutes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft asks for it
 Config = Callable[..., JobConfig]
@@ -168,13 +169,14 @@ def publish(world: World, config: JobConfig, directory: Path) -> list[tuple[str,
         threads, found = Threads(), []
         replica = Replica(None, "job_1", config, world=world, threads=threads, checkpoints=directory)  # type: ignore[arg-type]
         publishing = Publishing(None, ServiceSettings(data_dir=directory, shm_dir=directory), "job_1")  # type: ignore[arg-type]
+        routes = WeightRoutes(epoch=0, transports={})
         await replica.open()
         await replica.warm_start(lambda step, loss: None)
         for version in range(2):
             if world.place.rank:
                 await replica.gather_weights()
                 continue
-            manifest = await replica.write(partial(publishing._write, version, 1, None))
+            manifest = await replica.write(partial(publishing._write, version, 1, None, routes))
             base, publishing._base_manifest = publishing._base_manifest, None
             found.append((manifest.base, base.digest if base is not None else ""))
         publishing.close()
