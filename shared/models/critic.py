@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import copy
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from penstock.shared.errors import ConfigError
+from penstock.shared.models.building import building
 from penstock.shared.models.decoder import hidden_states
 from penstock.shared.models.packed import PackedTokens
 
@@ -29,7 +29,7 @@ def critic_of(policy: PreTrainedModel) -> PreTrainedModel:
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
     try:
-        with torch.random.fork_rng(devices=[]):
+        with building():
             critic = AutoModelForSequenceClassification.from_config(config, dtype=policy.dtype)
         critic.base_model.load_state_dict(policy.base_model.state_dict())
     except (ValueError, RuntimeError) as error:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from penstock.shared.config.embodied import PolicyConfig
 from penstock.shared.errors import ConfigError
+from penstock.shared.models.building import building
 from penstock.shared.models.control import orthogonal, perceptron
 from penstock.shared.models.distributions import (
     categorical_entropy,
@@ -360,8 +361,7 @@ def build_policy(config: PolicyConfig, spec: EnvSpec, *, action_chunk: int, seed
     """
     _check_observations(config.observations, spec)
     _check_actions(config.type, spec)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with building(seed):
         return _POLICIES[config.type](config, spec, action_chunk)
 
 

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.architecture import Float32Head
+from penstock.shared.models.building import building
 from penstock.shared.models.lora import without_adapter
 
 __all__ = ["build_model", "build_tokenizer", "resolve_device", "stop_token_ids"]
@@ -133,8 +134,7 @@ def _initialise(
         eos_token_id=2,
         **_experts(architecture),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with building(seed):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generation = model.generation_config
     generation.pad_token_id, generation.bos_token_id, generation.eos_token_id = 0, 1, 2
@@ -162,7 +162,8 @@ def _load(path: str, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel
         if adapted:
             return _load_adapted(path, dtype, args)
         described = AutoConfig.from_pretrained(path, **args)
-        return AutoModelForCausalLM.from_pretrained(path, config=described, dtype=dtype, **args)
+        with building():
+            return AutoModelForCausalLM.from_pretrained(path, config=described, dtype=dtype, **args)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"cannot load a causal language model from '{path}': {_first_line(error)}") from None
 
@@ -171,7 +172,8 @@ def _load_adapted(path: str, dtype: torch.dtype, args: dict[str, bool]) -> PreTr
     """A directory with an adapter: the model under it, with the adapter added to its weights."""
     if importlib.util.find_spec("peft") is None:  # without it transformers would leave the adapter out silently
         raise ConfigError(f"model.path '{path}' holds an adapter and needs the package 'peft': install penstock[lora]")
-    return without_adapter(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **args))
+    with building():
+        return without_adapter(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **args))
 
 
 def _check_source(source: str, *, key: str) -> None:

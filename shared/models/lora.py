@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from penstock.shared.config.lora import LoraConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.architecture import forget_plan, plan_of
+from penstock.shared.models.building import building
 from penstock.shared.protocol.ids import derive_seed
 
 __all__ = [
@@ -54,8 +55,7 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> Pre
     except ImportError:
         raise ConfigError("model.lora needs the package 'peft': install penstock[lora]") from None
     targets = _targets(model, config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed(seed, "lora"))
+    with building(derive_seed(seed, "lora")):
         peft.inject_adapter_in_model(_peft_config(config, targets), model, _ADAPTER)
     forget_plan(model)
     if plan_of(model) is None:

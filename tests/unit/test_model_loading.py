@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,25 @@ def test_a_saved_model_is_loaded_with_its_tokenizer(tmp_path: Path) -> None:
     assert tokenizer("12+3=").input_ids == [5, 6, 8, 7, 9]
     assert stop_token_ids(tokenizer) == (2,)
     assert stop_token_ids(tokenizer, loaded) == (2, 3)
+
+
+def test_threads_that_load_at_once_do_not_harm_each_other(tmp_path: Path) -> None:
+    """transformers puts functions of torch aside while it loads; two loads at once once left them away for good."""
+    saved = build_model(config_of(vocab_size=32), 11, seed=5)
+    saved.save_pretrained(tmp_path)
+    random = config_of(arch="llama", vocab_size=32)
+    expected = build_model(random, 11, seed=7)
+    stored = ModelConfig(path=str(tmp_path), tokenizer="char", characters="0123")
+
+    def build(number: int) -> bool:
+        found, wanted = (
+            (build_model(stored, 8, seed=0), saved) if number % 2 else (build_model(random, 11, seed=7), expected)
+        )
+        return all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(build, range(48)))
+    assert all(map(build, range(2)))
 
 
 def test_a_vocabulary_that_is_too_small_is_refused() -> None:

@@ -33,6 +33,8 @@ class RewardModel:
             from safetensors import SafetensorError
             from transformers import AutoModelForSequenceClassification, AutoTokenizer
             from transformers.utils import logging as transformers_logging
+
+            from penstock.shared.models.building import building
         except ImportError as error:
             raise ScoringError(f"scorer 'reward_model' needs the extra `penstock[torch]`: {error}") from None
         self._config = config
@@ -44,9 +46,10 @@ class RewardModel:
         transformers_logging.disable_progress_bar()
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                folder, local_files_only=True, dtype=getattr(torch, config.dtype), output_loading_info=True
-            )
+            with building():
+                model, report = AutoModelForSequenceClassification.from_pretrained(
+                    folder, local_files_only=True, dtype=getattr(torch, config.dtype), output_loading_info=True
+                )
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             raise ScoringError(f"scorer 'reward_model' cannot load {folder}: {error}") from None
         if missing := sorted(report["missing_keys"]):

@@ -19,6 +19,7 @@ from penstock.shared.config.rollout import ENGINE_PACKAGES, RolloutConfig, VllmC
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.architecture import plan_of
+from penstock.shared.models.building import building
 from penstock.shared.models.loading import build_model, resolve_device, stop_token_ids
 from penstock.shared.models.lora import add_adapter, base_parameters
 from penstock.shared.weights import digest_of_tensors, layout_of
@@ -110,7 +111,7 @@ def _open_vllm(
     is_plain = source.path is not None and (folder / "config.json").is_file()
     if is_plain:
         described = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
-        with torch.device("meta"):
+        with building(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(described, dtype=getattr(torch, source.dtype))
     else:
         model = build_model(source, len(tokenizer), seed=config.seed)

@@ -26,6 +26,7 @@ from penstock.shared.algorithms.gae import gae
 from penstock.shared.algorithms.statistics import moments, whiten
 from penstock.shared.algorithms.value_loss import clipped_value_loss, squared_error, value_loss
 from penstock.shared.config.embodied import EpisodePPOConfig
+from penstock.shared.models.building import building
 from penstock.shared.models.control import ValueNetwork
 from penstock.shared.models.episode_policy import EpisodePolicy
 
@@ -66,8 +67,7 @@ class EpisodePPORule:
         on_nonfinite: Literal["pause", "skip"] = "pause",
     ) -> None:
         self._config, self._policy, self._device = config, policy, next(policy.parameters()).device
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with building(seed):
             self._value = ValueNetwork(policy.num_features, config.value_hidden_sizes).to(self._device)
         self._networks = TrainedNetworks(
             {"policy": (policy, config.policy), "value": (self._value, config.value)},

@@ -38,6 +38,7 @@ from penstock.shared.algorithms.sac import (
     soft_update,
 )
 from penstock.shared.config.embodied import SoftActorCriticConfig
+from penstock.shared.models.building import building
 from penstock.shared.models.control import Temperature, TwinCritics
 from penstock.shared.models.episode_policy import SquashedPolicy
 
@@ -74,8 +75,7 @@ class SoftActorCriticRule:
         self._device = next(policy.parameters()).device
         observation_size, action_size = policy.num_features, math.prod(policy.noise_shape)
         self._target_entropy = -float(action_size) if config.target_entropy is None else config.target_entropy
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with building(seed):
             self._critics = TwinCritics(observation_size, action_size, config.critic_hidden_sizes).to(self._device)
         self._targets = copy.deepcopy(self._critics).requires_grad_(False)
         self._temperature = Temperature(config.initial_temperature).to(self._device)
