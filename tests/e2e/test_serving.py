@@ -31,8 +31,25 @@ LORA = {"rank": 2, "alpha": 4}
 
 @pytest.fixture(scope="module")
 def trained(stack: Any) -> str:
-    """A finished job with checkpoints 0, 2 and 4."""
+    """A finished job with checkpoints 0 and 4, and mostly one between: none is taken while another is being written."""
     job: str = stack.submit("name=served-from", "train.max_updates=4", "checkpoint.every=2", "checkpoint.keep=3")
+    assert stack.finish(job).status.phase == "succeeded"
+    return job
+
+
+@pytest.fixture(scope="module")
+def earlier(stack: Any, trained: str) -> int:
+    """Number of the last checkpoint but one."""
+    return int(stack.client.checkpoints(trained)[-2]["number"])
+
+
+@pytest.fixture(scope="module")
+def adapted(stack: Any, trained: str) -> str:
+    """A finished job that trained an adapter of the final checkpoint of ``trained``."""
+    base = stack.client.checkpoints(trained)[-1]["path"]
+    job: str = stack.submit(
+        "name=adapted", "train.max_updates=2", "optimizer.learning_rate=0.05", model={"path": base, "lora": LORA}
+    )
     assert stack.finish(job).status.phase == "succeeded"
     return job
 
@@ -75,18 +92,18 @@ def end(stack: Any, job: str) -> None:
     stack.finish(job)
 
 
-def test_a_job_begins_with_a_checkpoint_by_name(stack: Any, trained: str) -> None:
-    model = {"path": "job:served-from@step:2"}
+def test_a_job_begins_with_a_checkpoint_by_name(stack: Any, trained: str, earlier: int) -> None:
+    model = {"path": f"job:served-from@step:{earlier}"}
     plan = stack.client.dry_run({**job_of(stack, trained), "model": model})
-    assert (plan["origin"]["job"], plan["origin"]["number"]) == (trained, 2)
+    assert (plan["origin"]["job"], plan["origin"]["number"]) == (trained, earlier)
     assert [text.partition(":")[0] for text in plan["warnings"]] == ["optimizer.warmup_updates"]
     record = stack.client.get(stack.submit("name=goes-on", "train.max_updates=1", model=model))
     assert record.origin is not None
-    assert (record.origin.model, record.origin.job, record.origin.number) == ("job:served-from@step:2", trained, 2)
+    assert (record.origin.model, record.origin.job, record.origin.number) == (model["path"], trained, earlier)
     assert record.spec["model"]["path"] == record.origin.path
     assert stack.finish(record.id).status.phase == "succeeded"
     for wrong, nearest in {
-        "job:served-from@5": "no checkpoint 5; there are: 0, 2, 4; the nearest is 4",
+        "job:served-from@5": r"no checkpoint 5; there are: 0, .*4; the nearest is 4",
         "job:served-from@best": "no best checkpoint.*checkpoint.keep_best.*latest one is 4",
         "job:served-from@finale": "did you mean 'final'",
         "job:served-form@final": "did you mean 'served-from'",
@@ -116,11 +133,12 @@ def test_a_deployment_answers_until_it_is_cancelled(stack: Any, trained: str, ht
     stack.until(lambda: status_of(http, "adder") == 200, "the deployment answers after its workers died", 90)
     assert say(http, "adder") == before
     with pytest.raises(ConfigError, match="'adder' is the model of job"):
-        stack.client.submit({"kind": "serving", "name": "adder", "model": {"path": "job:served-from@2"}})
+        stack.client.submit({"kind": "serving", "name": "adder", "model": {"path": "job:served-from@0"}})
     end(stack, record.id)
     stack.until(lambda: status_of(http, "adder") == 404, "the deployment answers no more")
 
 
+@pytest.mark.usefixtures("adapted")
 def test_a_checkpoint_is_deployed_by_asking_for_it(stack: Any, trained: str, http: httpx.Client) -> None:
     model = f"job:{trained}@final"
     listed = {row["id"]: row for row in http.get("/v1/models").json()["data"]}
@@ -139,18 +157,22 @@ def test_a_checkpoint_is_deployed_by_asking_for_it(stack: Any, trained: str, htt
     assert say(http, deployed[0].name) == said
     missing = chat(http, "job:served-from@7")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    others = [
+        stack.client.submit(
+            {
+                "kind": "serving", "name": f"other-{number}", "metadata": {"deployed": "on request"},
+                "model": {"path": "job:served-from@0"},
+            }
+        ).id
+        for number in range(3)
+    ]  # fmt: skip
+    full = chat(http, "job:adapted@final")
+    assert (full.status_code, full.json()["error"]["code"]) == (503, "deployments_full")
+    assert int(full.headers["retry-after"]) > 0
+    for one in (*others, deployed[0].id):
+        end(stack, one)
+    assert say(http, model) == said, "another deployment takes its place"
     end(stack, deployments(stack)[0].id)
-
-
-@pytest.fixture(scope="module")
-def adapted(stack: Any, trained: str) -> str:
-    """A finished job that trained an adapter of the final checkpoint of ``trained``."""
-    base = stack.client.checkpoints(trained)[-1]["path"]
-    job: str = stack.submit(
-        "name=adapted", "train.max_updates=2", "optimizer.learning_rate=0.05", model={"path": base, "lora": LORA}
-    )
-    assert stack.finish(job).status.phase == "succeeded"
-    return job
 
 
 @pytest.mark.usefixtures("adapted")
@@ -168,13 +190,15 @@ def logits(model: Any) -> torch.Tensor:
         return model(torch.tensor([[4, 5, 6]])).logits
 
 
-def test_a_checkpoint_is_exported_as_a_hugging_face_folder(stack: Any, trained: str, tmp_path: Path) -> None:
-    done = stack.cli("export", "served-from@2", "--to", str(tmp_path / "model"))
+def test_a_checkpoint_is_exported_as_a_hugging_face_folder(
+    stack: Any, trained: str, earlier: int, tmp_path: Path
+) -> None:
+    done = stack.cli("export", f"served-from@{earlier}", "--to", str(tmp_path / "model"))
     assert done.exit_code == 0, done.output
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "README.md"} <= names
     assert not names & {"optimizer.safetensors", "rng.safetensors", "manifest.json", "shards"}
-    row = next(row for row in stack.client.checkpoints(trained) if row["number"] == 2)
+    row = next(row for row in stack.client.checkpoints(trained) if row["number"] == earlier)
     expected = logits(AutoModelForCausalLM.from_pretrained(row["path"]))
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), expected)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
@@ -182,9 +206,10 @@ def test_a_checkpoint_is_exported_as_a_hugging_face_folder(stack: Any, trained: 
     card = (tmp_path / "model" / "README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
     assert (front["library_name"], "grpo" in front["tags"]) == ("transformers", True)
-    for fact in (row["digest"], trained, "| policy updates | 2 (policy version 2) |", "at first", "torch"):
+    made_by = f"| policy updates | {earlier} (policy version {earlier}) |"
+    for fact in (row["digest"], trained, made_by, "at first", "torch"):
         assert fact in card
-    again = stack.cli("export", "served-from@2", "--to", str(tmp_path / "model"))
+    again = stack.cli("export", f"served-from@{earlier}", "--to", str(tmp_path / "model"))
     assert (again.exit_code, "is not empty" in again.output) == (1, True)
 
 
