@@ -45,7 +45,7 @@ from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.protocol.ids import new_job_id
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["SubmissionIds", "check_budget", "check_groups", "check_packages", "plan_job", "tell"]
+__all__ = ["SubmissionIds", "beginning_note", "check_budget", "check_groups", "check_packages", "plan_job", "tell"]
 
 SEALED_BYTES, REWARD_BYTES = 140, 9
 """Bytes of a group in the ledger and in the manifest of its batch, and of each of its rewards."""
@@ -95,7 +95,7 @@ async def plan_job(
     return {
         "spec": spec.model_dump(mode="json"),
         **plan,
-        "data": msgspec.to_builtins(replace(data, notes=(*data.notes, *await asyncio.to_thread(_beginning, spec)))),
+        "data": msgspec.to_builtins(replace(data, notes=(*data.notes, *await asyncio.to_thread(beginning_note, spec)))),
         "bytes": {"group_max": spec.max_group_bytes + data.row_bytes, "budget": spec.limits.byte_budget},
         "warnings": [
             *_warnings(spec, settings.http_host),
@@ -350,8 +350,8 @@ def _check_model(model: ModelConfig, longest: int, where: str) -> None:
         _check_room(folder / "config.json", longest, where)
 
 
-def _beginning(spec: TextJob) -> list[str]:
-    """A note on the first token of plain prompts where the job file leaves it to a tokenizer on this host.
+def beginning_note(spec: TextJob) -> list[str]:
+    """Note on the first token of plain prompts where the job file leaves it to a tokenizer on this host.
 
     The post-processor of its file decides, as it does in the library that the workers read it with.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -34,6 +35,16 @@ def lags(stack: Any, job: str) -> set[int]:
     return found
 
 
+def check_seconds(series: dict[str, list[float]]) -> None:
+    """Seconds of an update are what it added to the seconds since the session began."""
+    stages = [name.removeprefix("seconds_total/") for name in series if name.startswith("seconds_total/")]
+    assert {"forward", "backward", "optimizer", "checkpoint"} & set(stages), stages
+    for stage in stages:
+        totals, each = series[f"seconds_total/{stage}"], series[f"seconds/{stage}"]
+        grown = [after - before for before, after in pairwise([0.0, *totals])]
+        assert each == pytest.approx(grown, abs=1e-9), stage
+
+
 def mismatches(stack: Any, job: str) -> list[float]:
     """KL between sampler and trainer, of each update that had something to learn."""
     series = stack.client.metrics(job, names="mismatch/kl")["series"]["mismatch/kl"]
@@ -64,6 +75,7 @@ def test_the_bound_is_used_and_kept(stack: Any) -> None:
     assert stack.finish(job).status.step == 25
     assert 0 < max(lags(stack, job)) <= 2
     stack.check_books(job)
+    check_seconds(stack.client.metrics(job)["series"])
 
 
 def test_a_label_that_is_newer_than_the_weights_shows(stack: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ def test_the_last_lines_of_each_log(tmp_path: Path) -> None:
     assert found["lines"][0] == {"service": "rollout", "worker": "rollout-1", "text": "x"}
     for service in ("rollout", "rollout-1"):
         assert texts(read_logs(tmp_path, job=THEIRS, service=service, tail=1, after=None)) == [f"{OURS} and {THEIRS}"]
+
+
+def test_lines_that_name_no_job_are_for_admins(tmp_path: Path) -> None:
+    """They may be about any job, so a tenant's key does not read them."""
+    (tmp_path / "trainer-0.log").write_text(f"about nobody\n{THEIRS}\n{OURS}\n")
+    read = partial(read_logs, tmp_path, job=OURS, service=None, tail=10, after=None)
+    assert texts(read(unnamed=False)) == [OURS]
+    assert texts(read(unnamed=True)) == ["about nobody", OURS]
 
 
 def test_following(tmp_path: Path) -> None:

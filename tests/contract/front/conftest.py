@@ -378,6 +378,8 @@ class Books:
     ) -> dict[str, Any]:
         self._known(job)
         lines = [{"service": service or "trainer", "text": f"line {i}"} for i in range(3)] if after is None else []
+        if unnamed and lines:
+            lines.insert(0, {"service": "nats", "text": "about no job"})
         return {"lines": lines[-tail:], "next": "trainer:3"}
 
     async def replay(

@@ -144,3 +144,15 @@ def test_every_field_that_names_code_or_a_file_is_marked() -> None:
     parsed = JobConfig.parse(spec)
     assert dict(named(parsed, "file")) == {"model.path": "/m", "data.train[0].path": "/d"}
     assert dict(named(parsed, "code")) == {"reward.scorers[0].path": "a:b"}
+
+
+async def test_lines_of_the_logs_that_name_no_job_are_for_admins(connect: Any, books: Any, job: Any) -> None:
+    async with connect(api_keys="root") as client:
+        owner = await key(client, "jobs:read")
+        id = (await client.post("/v1/jobs", json=job, headers=owner)).json()["id"]
+        books.advance(id, "succeeded")
+        for caller, is_shown in ((owner, False), (ROOT, True)):
+            lines = (await client.get(f"/v1/jobs/{id}/logs", headers=caller)).json()["lines"]
+            followed = (await client.get(f"/v1/jobs/{id}/logs?follow=true", headers=caller)).text
+            assert {"line 0" in followed, "line 0" in {line["text"] for line in lines}} == {True}
+            assert {"about no job" in followed, "about no job" in {line["text"] for line in lines}} == {is_shown}
