@@ -40,7 +40,7 @@ class AdamW8bit:
             for index, param in enumerate(group["params"]):
                 self._inner.init_state(group, param, number, index)
                 self.state[param] = {
-                    "step": torch.zeros(()),
+                    "step": torch.zeros((), dtype=torch.float32),
                     **{name: value for name, value in self._inner.state[param].items() if _is_ours(name, value)},
                 }
 

@@ -48,7 +48,7 @@ def gae(
     following_N = torch.where(is_last(sequence_N), bootstrap_B.double()[sequence_N], values_N.roll(-1))
     deltas_N = rewards_T[scored_T].double() + gamma * following_N - values_N
     advantages_N = discounted_suffix_sums(deltas_N, sequence_N, decay=gamma * lam)
-    advantages_T, returns_T = torch.zeros(2, len(rewards_T), device=rewards_T.device)
+    advantages_T, returns_T = torch.zeros(2, len(rewards_T), device=rewards_T.device, dtype=torch.float32)
     advantages_T[scored_T] = advantages_N.float()
     returns_T[scored_T] = (advantages_N + values_N).float()
     return advantages_T, returns_T

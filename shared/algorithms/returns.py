@@ -30,6 +30,6 @@ def discounted_returns(rewards_T: Tensor, mask_T: Tensor, cu_seqlens_B1: Tensor,
     """
     scored_T = mask_T.bool()
     returns_N = discounted_suffix_sums(rewards_T[scored_T], sequence_of(cu_seqlens_B1)[scored_T], decay=gamma)
-    returns_T = torch.zeros(len(rewards_T), device=rewards_T.device)
+    returns_T = torch.zeros(len(rewards_T), device=rewards_T.device, dtype=torch.float32)
     returns_T[scored_T] = returns_N.float()
     return returns_T

@@ -34,7 +34,7 @@ class Temperature(nn.Module):
 
     def __init__(self, initial: float) -> None:
         super().__init__()
-        self.log_alpha = nn.Parameter(torch.tensor(math.log(initial)))
+        self.log_alpha = nn.Parameter(torch.tensor(math.log(initial), dtype=torch.float32))
 
     def forward(self) -> Tensor:
         """alpha, a scalar."""

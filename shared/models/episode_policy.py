@@ -208,7 +208,9 @@ class GaussianPolicy(EpisodePolicy):
         self._bounds = _Bounds(spec)
         sizes = [self.num_features, *config.hidden_sizes, math.prod(self.noise_shape)]
         self.layers = orthogonal(perceptron(sizes, nn.Tanh), last_gain=0.01)
-        self.log_std = nn.Parameter(torch.full((math.prod(self.noise_shape),), config.initial_log_std))
+        self.log_std = nn.Parameter(
+            torch.full((math.prod(self.noise_shape),), config.initial_log_std, dtype=torch.float32)
+        )
         """Flat, as biases are: what decays matrices leaves it alone."""
 
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:

@@ -140,3 +140,16 @@ def test_no_swallowed_errors() -> None:
             if broad and not raises and (silent or "runtime" not in path.parts):
                 found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert found == []
+
+
+def test_float_tensors_name_their_dtype() -> None:
+    """A job that loads a bf16 model changes the default of the whole process, in the middle of another job's update."""
+    makers = {"torch.zeros", "torch.ones", "torch.empty", "torch.full", "torch.rand", "torch.randn", "torch.linspace"}
+    found = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in makers
+        if not {"dtype", None} & {keyword.arg for keyword in node.keywords}
+    ]
+    assert found == [], "say dtype=torch.float32"

@@ -29,14 +29,14 @@ class Rows:
         self._biases: dict[Completion, tuple[Tensor, Tensor]] = {}
         """Tokens and what is added to their logits, of completions that ask for it."""
         self._ints = torch.zeros((7, capacity), dtype=torch.long, device=device)
-        self._floats = torch.zeros((2, capacity), device=device)
+        self._floats = torch.zeros((2, capacity), device=device, dtype=torch.float32)
         self.length_R, self._prompt_R, self._limit_R, self._minimum_R, self._stream_R, self._top_k_R, self._greedy_R = (
             self._ints
         )
         self._temperature_R, self._top_p_R = self._floats
         self._stops_RK = torch.full((capacity, 1), -1, dtype=torch.long, device=device)
         self.tokens_RC = torch.zeros((capacity, 0), dtype=torch.long, device=device)
-        self._logprobs_RC = torch.zeros((capacity, 0), device=device)
+        self._logprobs_RC = torch.zeros((capacity, 0), device=device, dtype=torch.float32)
 
     @property
     def count(self) -> int:
@@ -67,9 +67,12 @@ class Rows:
             self._features.update(_features(c))
             if s.logit_bias:
                 tokens, biases = zip(*s.logit_bias, strict=True)
-                self._biases[c] = torch.tensor(tokens, device=self._device), torch.tensor(biases, device=self._device)
+                self._biases[c] = (
+                    torch.tensor(tokens, device=self._device),
+                    torch.tensor(biases, device=self._device, dtype=torch.float32),
+                )
         self._ints[:, start:stop] = torch.tensor(ints, device=self._device).T
-        self._floats[:, start:stop] = torch.tensor(floats, device=self._device).T
+        self._floats[:, start:stop] = torch.tensor(floats, device=self._device, dtype=torch.float32).T
         self._stops_RK[start:stop] = torch.tensor(stops, device=self._device)
         for row, c in enumerate(completions, start):
             self.tokens_RC[row, : len(c.prompt_ids)] = torch.tensor(c.prompt_ids, device=self._device)
@@ -100,7 +103,7 @@ class Rows:
         )
 
     def _nudges(self, start: int, stop: int, vocab: int) -> Tensor:
-        nudge_RV = torch.zeros((stop - start, vocab), device=self._device)
+        nudge_RV = torch.zeros((stop - start, vocab), device=self._device, dtype=torch.float32)
         for place, completion in enumerate(self.completions[start:stop]):
             s, row, nudge_V = completion.sampling, start + place, nudge_RV[place]
             if s.frequency_penalty or s.presence_penalty:

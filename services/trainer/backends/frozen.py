@@ -32,7 +32,7 @@ class FrozenModel:
     def score(self, microbatch: Microbatch | None) -> Tensor:
         """See ``Teacher``."""
         if microbatch is None:
-            return torch.empty(0, device=self._device)
+            return torch.empty(0, device=self._device, dtype=torch.float32)
         return score_tensors(self._model, microbatch.to(self._device), role="policy")[0]
 
 

@@ -219,7 +219,7 @@ class LocalBackend:
     @torch.no_grad()
     def _score_by(self, model: PreTrainedModel, microbatch: Microbatch | None, *, replay: bool = False) -> Tensor:
         if microbatch is None:
-            return torch.empty(0, device=self._device)
+            return torch.empty(0, device=self._device, dtype=torch.float32)
         batch = microbatch.to(self._device)
         routes = Routes(batch.experts_TNK) if replay else None
         with self._stopwatch.measure("forward"):

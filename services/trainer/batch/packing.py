@@ -335,7 +335,7 @@ def _part(groups: Sequence[Group], name: str) -> NDArray[np.float32]:
 
 def stand_in() -> Microbatch:
     """One token that scores itself: what a rank computes while others have more."""
-    zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1)
+    zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.float32)
     tokens = PackedTokens(zero, zero, torch.tensor([0, 1]), (1,), 1)
     return Microbatch(
         tokens=tokens, select_M=zero, targets_M=zero, rows_M=zero, source_M=zero, behaviour_M=one, lengths_M=one

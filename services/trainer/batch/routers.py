@@ -80,7 +80,7 @@ class Routers:
     def penalty(self, load: RouterLoad) -> Tensor:
         """``coef`` times the load-balancing loss of every layer: the share of this microbatch. 0 before ``aim``."""
         (first, *_) = load.probs.values()
-        total = torch.zeros((), device=first.device)
+        total = torch.zeros((), device=first.device, dtype=torch.float32)
         if self._aim_NE is None or not self.coef:
             return total
         num_tokens = int(self._aim_NE[0].sum()) // self._top_k

@@ -77,7 +77,7 @@ def _decisions(policy: EpisodePolicy, demonstrations: Demonstrations, device: to
     return Decisions(
         {name: column.to(device) for name, column in observations.items()},
         actions_NCA.to(device),
-        torch.zeros(actions_NCA.shape, device=device),
+        torch.zeros(actions_NCA.shape, device=device, dtype=torch.float32),
         torch.from_numpy(executed_NC).to(device),
     )
 

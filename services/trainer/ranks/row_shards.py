@@ -24,7 +24,7 @@ def rows_of_mesh(num_rows: int, mesh: DeviceMesh) -> slice:
 
 def as_sharded(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
     """This rank's rows as a part of the whole tensor of ``shape``; shares memory with ``local``."""
-    stride = torch.empty(shape, device="meta").stride()
+    stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 

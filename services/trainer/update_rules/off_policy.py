@@ -65,7 +65,7 @@ class OffPolicySteps:
         runs = [np.stack([2 * own, 2 * own + 1], 1) for own in _runs(preference, number)]
         self._pairs = self._parts([pair_microbatches(pairs, own, budget) for own in runs], [len(own) for own in runs])
         self._strength_S = torch.from_numpy(pairs.rewards_B)
-        self._reference_S = torch.zeros(len(pairs.group_B))
+        self._reference_S = torch.zeros(len(pairs.group_B), dtype=torch.float32)
         for microbatch in (one for part in self._pairs for one in part.microbatches):
             logprobs_M = backend.reference_logprobs(microbatch)
             if microbatch is not None:

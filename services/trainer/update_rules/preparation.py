@@ -190,7 +190,7 @@ def _kl_in_reward(config: JobConfig) -> bool:
 
 def _score_tokens(score: Callable[[Microbatch | None], Tensor], parts: Sequence[Minibatch], num_flat: int) -> Tensor:
     """Results of ``score`` for every scored token, float32 [L] on the CPU; 0 where nothing is scored."""
-    flat_L = torch.zeros(num_flat)
+    flat_L = torch.zeros(num_flat, dtype=torch.float32)
     for microbatch in (m for part in parts for m in part.microbatches):
         values_M = score(microbatch)
         if microbatch is not None:

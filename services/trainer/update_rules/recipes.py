@@ -193,7 +193,7 @@ def _ppo(e: Experience, *, gamma: float, lam: float, normalise: bool) -> Credit:
     assert e.values_N is not None
     advantages_N, returns_N = gae(
         e.token_rewards, e.values_N, e.mask, e.cu_seqlens_B1, gamma=gamma, lam=lam,
-        bootstrap_B=torch.zeros(len(e.rewards_B)),
+        bootstrap_B=torch.zeros(len(e.rewards_B), dtype=torch.float32),
     )  # fmt: skip
     if normalise:
         advantages_N = whiten(advantages_N, e.mask, moments(advantages_N, e.mask))

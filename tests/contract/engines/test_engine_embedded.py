@@ -96,6 +96,18 @@ async def test_a_step_that_fails_is_reported_to_everybody(bench: Any, monkeypatc
         await bench.engine.health()
 
 
+async def test_a_bf16_model_that_is_loaded_beside_it_changes_nothing(bench: Any) -> None:
+    """transformers changes the default dtype of the whole process meanwhile."""
+    asked = {"temperature": 0.7, "top_p": 0.9, "logit_bias": ((5, 0.3),), "max_new_tokens": 40}
+    alone = (await bench.engine.generate(bench.ask("alone", **asked))).samples[0]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        beside = (await bench.engine.generate(bench.ask("beside", **asked))).samples[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (beside.token_ids, beside.logprobs) == (alone.token_ids, alone.logprobs)
+
+
 async def test_an_idle_engine_burns_nothing_and_the_loop_stays_free(bench: Any) -> None:
     await bench.engine.generate(bench.ask("warm", max_new_tokens=20))
     before = time.process_time()

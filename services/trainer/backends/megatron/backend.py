@@ -265,7 +265,7 @@ class MegatronBackend:
         """True if any rank of those that exchange tokens has a microbatch."""
         if self._groups.experts.size() == 1:
             return has
-        flag = torch.tensor(float(has), device=self._device)
+        flag = torch.tensor(float(has), dtype=torch.float32, device=self._device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._groups.experts)
         return bool(flag)
 
@@ -274,7 +274,7 @@ class MegatronBackend:
 
     def _score_by(self, model: MegatronModel, microbatch: Microbatch | None) -> Tensor:
         if not self._takes_part(microbatch):
-            return torch.empty(0, device=self._device)
+            return torch.empty(0, device=self._device, dtype=torch.float32)
         work = Work(batch=self._batch(microbatch), loss=None)
         return self._passes.score(work, model, replay=model is self._model)
 

@@ -105,7 +105,9 @@ class Passes:
             return out
 
         run_stages(model, self._groups, self._device, [work.batch.tokens], forward)
-        scores_M = found[0] if found else torch.empty(len(work.batch.select_M), device=self._device)
+        scores_M = (
+            found[0] if found else torch.empty(len(work.batch.select_M), device=self._device, dtype=torch.float32)
+        )
         self._from_last_stage(scores_M)
         self.seconds.forward += self._now() - start
         return scores_M
@@ -157,7 +159,7 @@ class Passes:
         stage, stages = self._groups.in_pipeline()
         if stages == 1:
             return
-        told = torch.empty(work.num_scores, len(work.batch.select_M), device=self._device)
+        told = torch.empty(work.num_scores, len(work.batch.select_M), device=self._device, dtype=torch.float32)
         if scores is not None:
             told = torch.stack([row for row in (scores.values_M, scores.entropy_M, scores.kl_M) if row is not None])
         self._from_last_stage(told)
