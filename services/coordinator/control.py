@@ -56,6 +56,7 @@ from penstock.shared.config.jobs.job import group_bytes
 from penstock.shared.config.jobs.kinds import AnyJob, AnyTraining, parse_job, parse_training, trains
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.data.files import FILES
 from penstock.shared.errors import ArchiveError, ConfigError, Conflict, NotFound, PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.embodied.environment import EnvSpec
@@ -91,9 +92,7 @@ class CoordinatorControl:
         self.keys = KeyStore(bus)
         self.audit_log = AuditLog(bus)
         self.letters = DeadLetterQueue(bus)
-        self.files = FileStore(
-            settings.data_dir / "files", max_bytes=settings.files_bytes, max_files=settings.max_files
-        )
+        self.files = FileStore(settings.data_dir / FILES, max_bytes=settings.files_bytes, max_files=settings.max_files)
         self.graders = GraderBench(bus, settings)
         self.origins = Origins(store.index, self._state, settings.data_dir)
         self.deployments = Deployments(store, self.origins, self.submit, settings)

@@ -11,7 +11,6 @@ import ast
 import contextlib
 import hashlib
 import os
-import re
 import shutil
 import tempfile
 import threading
@@ -24,19 +23,19 @@ from pydantic import ValidationError
 
 from penstock.services.coordinator.api.backend.files import CodeRecord, FileRecord, Purpose
 from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
+from penstock.shared.data.files import ROWS, is_uploaded
 from penstock.shared.data.user_code import code_path
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.bus_clock import bus_time
 
 __all__ = ["FileStore"]
 
-ROWS, RECORD, KEY, KEYS = "rows.jsonl", "file.json", "key", "keys"
+RECORD, KEY, KEYS = "file.json", "key", "keys"
 MAX_LINE_BYTES = 8 << 20
 MAX_FLAWS = 20
 MAX_CODE_FILES = 10_000
 ABANDONED_S = 3600.0
 """An upload takes less; what is half written for longer was left by a crash."""
-_ID = re.compile(r"file-[0-9a-f]{32}", re.ASCII)
 
 
 class FileStore:
@@ -139,7 +138,7 @@ class FileStore:
 
     def find(self, id: str) -> FileRecord:
         """See ``Files.find``."""
-        if _ID.fullmatch(id):
+        if is_uploaded(id):
             with contextlib.suppress(OSError, ValidationError):
                 return FileRecord.model_validate_json((self._root / id / RECORD).read_bytes())
         raise NotFound(f"no file '{id[:80]}'")

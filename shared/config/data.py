@@ -42,7 +42,8 @@ class FileSource(_AnySource):
 
     type: Literal["file"] = "file"
     path: FileName
-    """File or directory, as seen by every service."""
+    """File or directory, as seen by every service, or the id of an uploaded file. JSON lines of at most 16 MiB that a
+    job file names by `./` are uploaded with it."""
     limit: int | None = Field(None, ge=1)
     """Use only the first rows."""
 

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +16,7 @@ from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.jobs.job import ROW_BYTES
 from penstock.shared.config.jobs.kinds import AnyTraining
 from penstock.shared.config.rewards.reward import RewardConfig
+from penstock.shared.data.files import place_of
 from penstock.shared.data.prompts import check_messages
 from penstock.shared.data.rows import Rows, check_rows, open_rows
 from penstock.shared.data.scorer_needs import ScorerNeeds
@@ -104,7 +104,7 @@ def _key(config: DataConfig, reward: RewardConfig | None) -> str | None:
             if path is None:
                 continue
             try:
-                found = Path(path).stat()
+                found = place_of(path).stat()
             except OSError:
                 return None
             if not stat.S_ISREG(found.st_mode) or time.time() - found.st_mtime < SETTLED_S:

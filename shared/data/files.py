@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from penstock.shared.config.service import load_settings
 from penstock.shared.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
 
-__all__ = ["ArrowRows", "JsonLinesRows", "open_file", "read_json_lines"]
+__all__ = ["FILES", "ROWS", "ArrowRows", "JsonLinesRows", "is_uploaded", "open_file", "place_of", "read_json_lines"]
 
 
 class JsonLinesRows:
@@ -59,6 +61,21 @@ class ArrowRows:
     def where(self, index: int) -> str:
         """File and row number, from 1 like lines."""
         return f"{self.name}, row {index + 1}"
+
+
+FILES, ROWS = "files", "rows.jsonl"
+"""Folder of uploaded data sets below the data directory, and the name of each in a folder of its own."""
+_UPLOADED = re.compile(r"file-[0-9a-f]{32}", re.ASCII)
+
+
+def is_uploaded(path: str) -> bool:
+    """True if a path in a job file is the id of an uploaded data set."""
+    return _UPLOADED.fullmatch(path) is not None
+
+
+def place_of(path: str) -> Path:
+    """Where a path in a job file leads on this host: an id of an uploaded data set leads to its rows."""
+    return load_settings().data_dir / FILES / path / ROWS if is_uploaded(path) else Path(path)
 
 
 def open_file(path: Path, limit: int | None = None) -> JsonLinesRows | ArrowRows:

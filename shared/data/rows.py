@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.shared.config.data import AdditionSource, CalculatorSource, SortingSource, Source, TasksSource
 from penstock.shared.data.addition import AdditionRows
 from penstock.shared.data.calculator import open_calculator
-from penstock.shared.data.files import open_file
+from penstock.shared.data.files import open_file, place_of
 from penstock.shared.data.sorting import SortingRows
 from penstock.shared.data.tasks import TaskRows
 
@@ -53,7 +52,7 @@ def open_rows(source: Source, *, seed: int = 0) -> Rows:
         return open_calculator(source)
     if isinstance(source, TasksSource):
         return TaskRows(source)
-    return open_file(Path(source.path), source.limit)
+    return open_file(place_of(source.path), source.limit)
 
 
 def check_rows(rows: Rows, use: Callable[[dict[str, Any], str], object], *, first: int | None = None) -> None:

@@ -46,6 +46,19 @@ def test_the_example_of_the_manual(stack: Any, folder: Path, monkeypatch: pytest
     assert "no_signal" not in [warning.kind for warning in record.status.warnings]
 
 
+def test_data_beside_the_job_file_is_trained(stack: Any, folder: Path) -> None:
+    (folder / "sums.jsonl").write_text("".join(f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}\n' for i in range(8)))
+    sums = ("--set", "data.train={type: file, path: ./sums.jsonl}")
+    result = stack.cli("submit", str(folder / "job.yaml"), "--follow", "--set", "train.max_updates=3", *sums)
+    assert result.exit_code == 0, result.output
+    (source,) = stack.client.find("own-reward").spec["data"]["train"]
+    (kept,) = [file for file in stack.client.files.list() if file.filename == "sums.jsonl"]
+    assert (source["path"], kept.rows) == (kept.id, 8)
+    (folder / "sums.jsonl").write_text('{"prompt": 1, "answ\n')
+    refused = stack.cli("submit", str(folder / "job.yaml"), "--dry-run", *sums)
+    assert (refused.exit_code, "line 1" in refused.output) == (2, True), refused.output
+
+
 def test_a_dry_run_finds_code_that_cannot_be_used(stack: Any, folder: Path) -> None:
     file, code = folder / "job.yaml", folder / "reward.py"
 

@@ -9,13 +9,19 @@ from typing import Any
 
 import pytest
 
+from penstock.client import beside
 from penstock.client.beside import MAX_CODE_BYTES, read_job
+from penstock.client.files import upload_beside
+from penstock.client.results import Code, File
+from penstock.client.results.reading import one
+from penstock.client.sending import complete
 from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.user_code import check_uploaded
 from penstock.services.reward.scorers.function import Function
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.rewards.scorers import FunctionScorer
+from penstock.shared.data.rows import open_rows
 from penstock.shared.errors import ConfigError, ScoringError
 
 SOURCE = "def score(prompt, completion, answer, row, *, bonus=0.0):\n    return float(completion == answer) + bonus\n"
@@ -52,6 +58,44 @@ def test_a_job_file_names_its_code_by_content_and_its_data_from_its_folder(file:
     }  # fmt: skip
     assert text.data["data"]["eval"]["path"] == str(tmp_path / "rows.jsonl")
     assert parse_job(text.data).name == "own"
+
+
+def test_small_data_beside_a_job_file_is_uploaded_once(
+    file: Path, store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = file.parents[1] / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    bodies, keys = [], set()
+
+    def send(call: Any) -> Any:
+        if call.path == "/v1/files":
+            bodies.append(call.body)
+            keys.add(call.key)
+            return one(File)(
+                store.add(io.BytesIO(rows.read_bytes()), "rows.jsonl", "fine-tune", key=call.key).model_dump()
+            )
+        return one(Code)(store.add_code(SOURCE).model_dump())
+
+    sent = [complete(upload_beside(read_job(file)), send) for _ in range(2)]
+    assert sent[0] == sent[1]
+    assert (len(keys), rows.read_bytes() in bodies[0]) == (1, True)
+    (kept,) = store.list_all()
+    assert sent[0].data["data"]["eval"] == {"type": "file", "path": kept.id}
+    monkeypatch.setenv("PENSTOCK_DATA_DIR", str(tmp_path / "data"))
+    rows.unlink()
+    (source,) = parse_job(sent[0].data).data.eval
+    assert open_rows(source)[0] == {"prompt": "1+1=", "answer": "2"}
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "long.jsonl", "absolute.jsonl", "nothing.jsonl"])
+def test_other_data_must_lie_where_the_services_see_it(file: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(beside, "MAX_ROWS_BYTES", 100)
+    path = file.parent / name
+    if name != "nothing.jsonl":
+        path.write_text("{}\n" * (40 if name == "long.jsonl" else 1))
+    written = str(path) if name == "absolute.jsonl" else f"./{name}"
+    text = read_job(file, [f"data.train={{type: file, path: '{written}'}}"])
+    assert (text.rows, text.data["data"]["train"]["path"]) == (frozenset(), str(path))
 
 
 @pytest.mark.parametrize(

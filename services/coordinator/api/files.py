@@ -164,7 +164,7 @@ async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
     """Delete a file that no job needs any more."""
     path = str(await asyncio.to_thread(backend.control.files.content, file_id))
     for job in await backend.control.job_entries():
-        if not job.finished and path in _paths(job.record().spec.get("data", {})):
+        if not job.finished and {file_id, path} & set(_paths(job.record().spec.get("data", {}))):
             raise Conflict(f"job '{job.id}' reads file '{file_id}'; cancel it first")
     await asyncio.to_thread(backend.control.files.delete, file_id)
     return Json(FileDeleted(id=file_id))

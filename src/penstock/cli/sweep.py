@@ -107,7 +107,7 @@ def _file_of(text: JobText, point: Point, seed: int, label: str) -> JobText:
     labels = {"sweep": label, "settings": point.name, "seed": str(seed)}
     data = {**changed, "metadata": {**changed.get("metadata", {}), **labels}}
     parse_job(data, where=f"the job file with {point.name}")
-    return JobText(data, text.sources)
+    return JobText(data, text.sources, text.rows)
 
 
 def _run(client: Client, files: Sequence[tuple[Point, JobText]], parallel: int) -> None:

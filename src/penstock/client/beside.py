@@ -1,15 +1,16 @@
-"""Neighbours of a job file: code that it names by a relative path, and data and models on this machine.
+"""Neighbours of a job file: code, data and models that it names by a relative path.
 
 ``path: ./reward.py:score`` becomes ``reward@SHA256:score``, and the file is uploaded before the job is submitted: the
-job stands for this content, whatever becomes of the file. Paths that begin with ``./`` or ``../`` are seen from the
-folder of the job file; nothing is uploaded of them, so the services must see the same files.
+job stands for this content, whatever becomes of the file. So are JSON lines of at most MAX_ROWS_BYTES, whose path
+becomes the id of the uploaded file. Other paths that begin with ``./`` or ``../`` are seen from the folder of the job
+file; nothing is uploaded of them, so the services must see the same files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,22 +18,36 @@ from typing import Any
 from penstock.shared.config.base import load_yaml, with_overrides
 from penstock.shared.errors import ConfigError
 
-__all__ = ["MAX_CODE_BYTES", "JobText", "read_job"]
+__all__ = ["MAX_CODE_BYTES", "MAX_ROWS_BYTES", "JobText", "read_job", "with_neighbours"]
 
 MAX_CODE_BYTES = 256 << 10
 """Of one file of code."""
+MAX_ROWS_BYTES = 16 << 20
+"""Of one data set that is uploaded with the job; a larger one must lie where the services see it."""
 _FUNCTION = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
 _STEM = re.compile(r"[A-Za-z_]\w*")
+_ROWS = frozenset({".jsonl", ".ndjson"})
+"""Kinds of files that are uploaded as data sets."""
 _PATHS = frozenset({"path", "tokenizer", "exclude_path"})
 """Keys of job files that hold a path."""
 
 
 @dataclass(frozen=True)
 class JobText:
-    """A job file as it is sent, and the files of Python that it names: source by SHA-256."""
+    """A job file as it is sent, and what is uploaded before: sources of Python by SHA-256, and files of rows.
+
+    ``rows`` are absolute paths in ``data``, to be replaced by the ids of the uploaded files.
+    """
 
     data: dict[str, Any]
     sources: dict[str, str] = field(default_factory=dict)
+    rows: frozenset[str] = frozenset()
+
+    def with_uploads(self, ids: Mapping[str, str]) -> JobText:
+        """The job file with the id of each uploaded file in place of its path."""
+        data = _each_text(self.data, lambda text: ids.get(text, text))
+        assert isinstance(data, dict)
+        return JobText(data, self.sources)
 
 
 def read_job(file: Path, overrides: list[str] | None = None) -> JobText:
@@ -47,16 +62,20 @@ def read_job(file: Path, overrides: list[str] | None = None) -> JobText:
 def with_neighbours(data: Mapping[str, Any], folder: Path) -> JobText:
     """A job file that lies in ``folder``. Raises ConfigError, see ``read_job``."""
     sources: dict[str, str] = {}
-    changed = _changed(data, "", folder, sources)
+    rows: set[str] = set()
+    changed = _changed(data, "", folder, sources, rows)
     assert isinstance(changed, dict)
-    return JobText(changed, sources)
+    return JobText(changed, sources, frozenset(rows))
 
 
-def _changed(value: Any, key: str, folder: Path, sources: dict[str, str]) -> Any:
+def _changed(value: Any, key: str, folder: Path, sources: dict[str, str], rows: set[str]) -> Any:
     if isinstance(value, Mapping):
-        return {name: _changed(each, str(name), folder, sources) for name, each in value.items()}
+        changed = {name: _changed(each, str(name), folder, sources, rows) for name, each in value.items()}
+        if value.get("type") == "file" and _is_small_file_of_rows(value.get("path"), changed.get("path")):
+            rows.add(changed["path"])
+        return changed
     if isinstance(value, list):
-        return [_changed(each, key, folder, sources) for each in value]
+        return [_changed(each, key, folder, sources, rows) for each in value]
     if not isinstance(value, str):
         return value
     if (found := _FUNCTION.fullmatch(value)) is not None and not value.startswith(("http:", "https:")):
@@ -64,6 +83,21 @@ def _changed(value: Any, key: str, folder: Path, sources: dict[str, str]) -> Any
     if key in _PATHS and value.startswith(("./", "../")):
         return str((folder / value).resolve())
     return value
+
+
+def _is_small_file_of_rows(written: Any, path: Any) -> bool:
+    if not isinstance(written, str) or written == path:  # none, or not relative to the job file
+        return False
+    file = Path(path)
+    return file.suffix in _ROWS and file.is_file() and file.stat().st_size <= MAX_ROWS_BYTES
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _each_text(each, change) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_each_text(each, change) for each in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _uploaded(file: str, name: str, folder: Path, sources: dict[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any, TypeVar
 
 import orjson
 
+from penstock.client.beside import JobText
 from penstock.client.calls import Call, Rows, make, nothing, show
 from penstock.client.results import CheckedGrader, Code, File, GraderRun
 from penstock.client.results.reading import many, one
 from penstock.client.sending import AsyncSend, Send, Steps, awaits, awaits_all, runs, sends
 from penstock.shared.errors import ConfigError
 
-__all__ = ["AsyncFiles", "AsyncGraders", "Files", "Graders", "upload_code"]
+__all__ = ["AsyncFiles", "AsyncGraders", "Files", "Graders", "upload_beside"]
 
 T = TypeVar("T")
 
@@ -25,8 +27,12 @@ _GRADE_S = 70.0
 """Longer than the server takes for a grader that hangs, whose answer says so."""
 
 
-def _upload(path: Path) -> Call[File]:
-    """Keep a file of JSON lines at the server; its ``id`` is what fine-tuning jobs name. Raises ConfigError by line."""
+def _upload(path: Path, *, same: bool = False) -> Call[File]:
+    """Keep a file of JSON lines at the server; jobs name its ``id``. Raises ConfigError by line.
+
+    Args:
+        same: the content and the name decide: uploaded again, it is the file that there is.
+    """
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -40,7 +46,8 @@ def _upload(path: Path) -> Call[File]:
     )
     kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
     body = b"".join([head.encode(), data, f"\r\n--{boundary}--\r\n".encode()])
-    return Call("POST", "/v1/files", one(File), body=body, timeout_s=_UPLOAD_S, extra_headers=kind)
+    key = f"rows-{hashlib.sha256(name.encode() + bytes(1) + data).hexdigest()}" if same else None
+    return Call("POST", "/v1/files", one(File), body=body, timeout_s=_UPLOAD_S, key=key, extra_headers=kind)
 
 
 def upload_code(source: str) -> Call[Code]:
@@ -49,6 +56,22 @@ def upload_code(source: str) -> Call[Code]:
     Raises ConfigError: it is not Python; Conflict: the key lacks the scope jobs:code.
     """
     return make("/v1/files/code", one(Code), source=source)
+
+
+def upload_beside(text: JobText) -> Steps[JobText]:
+    """Upload what a job file names by relative paths; the job file as the server understands it.
+
+    A file that was uploaded before, by this key and under this name, is the same one.
+
+    Raises ConfigError: a file is not Python, or not JSON lines; Conflict: the key lacks the scope jobs:code.
+    """
+    for source in text.sources.values():
+        yield upload_code(source)
+    ids = {}
+    for path in sorted(text.rows):
+        kept: File = yield _upload(Path(path), same=True)
+        ids[path] = kept.id
+    return text.with_uploads(ids)
 
 
 def _list() -> Steps[list[File]]:

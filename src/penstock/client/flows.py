@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from penstock.client import calls
 from penstock.client.calls import Goal, JobFile, Records, Row, Rows
-from penstock.client.files import upload_code
+from penstock.client.files import upload_beside
 from penstock.client.patience import Patience, Search
 from penstock.client.results.reading import many
 from penstock.client.sending import Pause, Steps
@@ -23,19 +23,15 @@ HOLD_S = 25.0
 
 
 def submit(job: JobFile, key: str | None) -> Steps[JobRecord]:
-    """Upload the code that a job file names, and submit it."""
-    text = calls.text_of(job)
-    for source in text.sources.values():
-        yield upload_code(source)
+    """Upload what lies beside a job file, and submit it."""
+    text = yield from upload_beside(calls.text_of(job))
     record: JobRecord = yield calls.submit(text, key)
     return record
 
 
 def dry_run(job: JobFile) -> Steps[Row]:
-    """Upload the code that a job file names, and have it validated."""
-    text = calls.text_of(job)
-    for source in text.sources.values():
-        yield upload_code(source)
+    """Upload what lies beside a job file, and have it validated."""
+    text = yield from upload_beside(calls.text_of(job))
     plan: Row = yield calls.dry_run(text)
     return plan
 

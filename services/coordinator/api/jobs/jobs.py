@@ -29,6 +29,7 @@ from penstock.shared.config.jobs.kinds import AnyJob
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.model import REFERENCE, parse_reference
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.data.files import is_uploaded
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, Phase
 
@@ -252,7 +253,7 @@ def check_files(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None
     if not roots and caller.may("admin"):
         return
     for key, name in [*named(spec, "file"), *_files_in_options(spec)]:
-        if name.startswith(REFERENCE) or (key == "model.tokenizer" and name == CHARACTERS):
+        if name.startswith(REFERENCE) or is_uploaded(name) or (key == "model.tokenizer" and name == CHARACTERS):
             continue
         if _HUB.fullmatch(name) and not os.path.lexists(name):
             continue
