@@ -108,6 +108,8 @@ async def test_a_deletion_that_takes_long_is_carried_out_by_one_replica(
 
         await second.until(done, "deletion")
         assert not await second.bus.read("INTERACTIONS", "interactions.>"), f"{late.id} was asked for, too"
-        over = (await second.client.delete("/v1/users/somebody/data")).json()
+        await second.client.delete("/v1/users/somebody/data")
+        await second.until(done, "second deletion")
+        over = (await second.client.get("/v1/users/somebody/data")).json()
         assert (over["status"], over["interactions"]) == ("done", 2), "of all that was ever deleted"
         assert not {"holder", "alive"} & over.keys()
