@@ -22,12 +22,11 @@ from torch import Tensor
 
 from penstock.services.rollout.engines.base import Listener, UpdateMode
 from penstock.services.rollout.engines.completion import Completion, Finish, finished
+from penstock.services.rollout.engines.remote import check_layout, label_of
 from penstock.services.rollout.engines.requests import Requests, check_request, check_text
 from penstock.services.rollout.engines.updates import ServedWeights
 from penstock.services.rollout.engines.vllm_calls import (
     Stream,
-    check_layout,
-    label_of,
     likely,
     sampling_params,
     score_params,

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.services.rollout.engines.completion import Completion, Finish
+from penstock.services.rollout.engines.remote import Written
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import WeightsError
 from penstock.shared.protocol.generation import Likely, Token
-from penstock.shared.protocol.weights import Layout
 
-__all__ = ["Stream", "check_layout", "label_of", "likely", "sampling_params", "score_params", "settings_of"]
+__all__ = ["Stream", "likely", "sampling_params", "score_params", "settings_of"]
 
-_PER_CHARACTER = 4
-"""A stop string of c characters is written by at most 4 c tokens that are not empty (UTF-8)."""
 _SEEDS = 1 << 63
 _FINISH: dict[str | None, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 _RECEIVING = (
     "host_id", "worker_id", "data_dir", "shm_dir", "bulk_host", "bulk_tls_ca", "bulk_tls_cert", "bulk_tls_key",
 )  # fmt: skip
-
-
-def label_of(version: int, weights: str) -> str:
-    """How vLLM labels tokens of a policy version whose weights have the short digest ``weights``."""
-    return f"{version}:{weights}"
 
 
 def sampling_params(completion: Completion) -> Any:
@@ -57,15 +50,9 @@ def likely(row: Mapping[int, Any], num: int) -> Likely:
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class Stream(Written):
     """A completion that vLLM decodes, and what came of it so far."""
 
-    completion: Completion
-    detokenize: Callable[[list[int]], str]
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    unwanted: bool = False
-    """True once it is to end; it may not have been handed over yet."""
     internal_id: str = ""
     """Its name in vLLM, once that has it."""
     starts: Sequence[tuple[str, int]] = ()
@@ -83,7 +70,7 @@ class Stream:
         told = []
         for token_id, row in zip(part.token_ids, part.logprobs or (), strict=True):
             told.append(self._add(token_id, row, labels))
-            if self._wrote_stop_string():
+            if self.ends_with_stop_string():
                 finish = "stop"
                 break
         if told and finish in ("stop", "length"):
@@ -91,49 +78,14 @@ class Stream:
         return told, finish
 
     def _add(self, token_id: int, row: Mapping[int, Any], labels: Sequence[tuple[str, int]]) -> Token:
-        completion, place = self.completion, len(self.token_ids)
+        place, num = len(self.token_ids), self.completion.top_logprobs
         known = [label for label, start in labels if start <= place]
         if not known:
             raise WeightsError(f"vLLM does not say which weights made token {place} of a completion")
-        version, _, weights = known[-1].partition(":")
-        if not completion.starts or completion.starts[-1][:2] != (int(version), weights):
-            completion.adopt(int(version), weights, place)
-        logprob = float(row[token_id].logprob)
-        self.token_ids.append(token_id)
-        self.logprobs.append(logprob)
-        top = likely(row, completion.top_logprobs) if completion.top_logprobs else []
-        if completion.top_logprobs:
-            completion.top.append(top)
-        return Token(completion.index, token_id, logprob, int(version), top, weights)
-
-    def _wrote_stop_string(self) -> bool:
-        stops = self.completion.sampling.stop_strings
-        if not stops:
-            return False
-        text = self.detokenize(self.token_ids[-(_PER_CHARACTER * max(map(len, stops)) + 1) :])
-        return any(stop in text for stop in stops)
+        return self.add(token_id, float(row[token_id].logprob), known[-1], likely(row, num) if num else [])
 
 
 def settings_of(settings: ServiceSettings) -> dict[str, str]:
     """Variables by which another process receives weights as this one would."""
     given = ((name, getattr(settings, name)) for name in _RECEIVING)
     return {f"PENSTOCK_{name.upper()}": str(value) for name, value in given if value}
-
-
-def check_layout(layout: Layout, expected: Layout | None) -> None:
-    """Compare the parameters of a version with those of the model, before anything is touched.
-
-    Raises:
-        WeightsError: one is missing, unknown, or of another shape or type.
-    """
-    if expected is None:
-        return
-    own = {spec.name: (spec.dtype, spec.shape) for spec in expected.tensors}
-    given = {spec.name: (spec.dtype, spec.shape) for spec in layout.tensors}
-    if missing := own.keys() - given.keys():
-        raise WeightsError(f"the version lacks {len(missing)} parameters, among them '{min(missing)}'")
-    if unknown := given.keys() - own.keys():
-        raise WeightsError(f"the model has no parameter '{min(unknown)}'")
-    for name, (dtype, shape) in given.items():
-        if own[name] != (dtype, shape):
-            raise WeightsError(f"'{name}' is {dtype}{list(shape)}, the model has {own[name][0]}{list(own[name][1])}")

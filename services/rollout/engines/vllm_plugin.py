@@ -9,14 +9,12 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -25,13 +23,14 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from penstock.services.rollout.engines.remote import checkpoint_tensors
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import WeightsError
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
 from penstock.shared.weights import Staged, Way, open_receiver
 from penstock.shared.weights.open import Receiver
 
-__all__ = ["BACKEND", "OWNER", "SlotWeights", "SlotWorker", "StageReply", "StageRequest", "checkpoint_tensors"]
+__all__ = ["BACKEND", "OWNER", "SlotWeights", "SlotWorker", "StageReply", "StageRequest"]
 
 BACKEND = "penstock"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -185,26 +184,6 @@ class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[mis
     def shutdown(self) -> None:
         """Let go of the slot."""
         _slots.release()
-
-
-def checkpoint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Names and shapes as vLLM reads them from files: transformers stacks the experts of a layer in memory.
-
-    ``mlp.experts.gate_up_proj`` [experts, 2 x intermediate, hidden] and ``down_proj`` [experts, hidden, intermediate]
-    become the matrices of each expert; everything else keeps its name.
-    """
-    for name, tensor in tensors:
-        prefix, _, kind = name.rpartition(".")
-        if not prefix.endswith(".experts") or kind not in ("gate_up_proj", "down_proj"):
-            yield name, tensor
-            continue
-        for number, matrix in enumerate(tensor):
-            parts = {"down_proj": matrix}
-            if kind == "gate_up_proj":
-                gate, up = matrix.chunk(2, 0)
-                parts = {"gate_proj": gate, "up_proj": up}
-            for part, value in parts.items():
-                yield f"{prefix}.{number}.{part}.weight", value
 
 
 def _end_with_owner() -> None:

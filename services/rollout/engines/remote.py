@@ -1,0 +1,94 @@
+"""What engines with processes of their own share: labels of weights, names of parameters, tokens of a completion."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from penstock.services.rollout.engines.completion import Completion
+from penstock.shared.errors import WeightsError
+from penstock.shared.protocol.generation import Likely, Token
+from penstock.shared.protocol.weights import Layout
+
+__all__ = ["Written", "check_layout", "checkpoint_tensors", "label_of"]
+
+_PER_CHARACTER = 4
+"""A stop string of c characters is written by at most 4 c tokens that are not empty (UTF-8)."""
+
+
+def label_of(version: int, weights: str) -> str:
+    """How an engine labels tokens of a policy version whose weights have the short digest ``weights``."""
+    return f"{version}:{weights}"
+
+
+@dataclass(slots=True, eq=False)
+class Written:
+    """A completion that another process decodes, and what came of it so far."""
+
+    completion: Completion
+    detokenize: Callable[[list[int]], str]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    unwanted: bool = False
+    """True once it is to end; it may not have been handed over yet."""
+
+    def add(self, token_id: int, logprob: float, label: str, top: Likely) -> Token:
+        """Book a token that the weights with this label made; ``top`` as its completion asks for."""
+        completion = self.completion
+        version, _, weights = label.partition(":")
+        if not completion.starts or completion.starts[-1][:2] != (int(version), weights):
+            completion.adopt(int(version), weights, len(self.token_ids))
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if completion.top_logprobs:
+            completion.top.append(top)
+        return Token(completion.index, token_id, logprob, int(version), top, weights)
+
+    def ends_with_stop_string(self) -> bool:
+        """True if the last token completes a stop string: servers get none, for text is never tokenized twice."""
+        stops = self.completion.sampling.stop_strings
+        if not stops:
+            return False
+        text = self.detokenize(self.token_ids[-(_PER_CHARACTER * max(map(len, stops)) + 1) :])
+        return any(stop in text for stop in stops)
+
+
+def check_layout(layout: Layout, expected: Layout | None) -> None:
+    """Compare the parameters of a version with those of the model, before anything is touched.
+
+    Raises:
+        WeightsError: one is missing, unknown, or of another shape or type.
+    """
+    if expected is None:
+        return
+    own = {spec.name: (spec.dtype, spec.shape) for spec in expected.tensors}
+    given = {spec.name: (spec.dtype, spec.shape) for spec in layout.tensors}
+    if missing := own.keys() - given.keys():
+        raise WeightsError(f"the version lacks {len(missing)} parameters, among them '{min(missing)}'")
+    if unknown := given.keys() - own.keys():
+        raise WeightsError(f"the model has no parameter '{min(unknown)}'")
+    for name, (dtype, shape) in given.items():
+        if own[name] != (dtype, shape):
+            raise WeightsError(f"'{name}' is {dtype}{list(shape)}, the model has {own[name][0]}{list(own[name][1])}")
+
+
+def checkpoint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Names and shapes as engines read them from files: transformers stacks the experts of a layer in memory.
+
+    ``mlp.experts.gate_up_proj`` [experts, 2 x intermediate, hidden] and ``down_proj`` [experts, hidden, intermediate]
+    become the matrices of each expert; everything else keeps its name.
+    """
+    for name, tensor in tensors:
+        prefix, _, kind = name.rpartition(".")
+        if not prefix.endswith(".experts") or kind not in ("gate_up_proj", "down_proj"):
+            yield name, tensor
+            continue
+        for number, matrix in enumerate(tensor):
+            parts = {"down_proj": matrix}
+            if kind == "gate_up_proj":
+                gate, up = matrix.chunk(2, 0)
+                parts = {"gate_proj": gate, "up_proj": up}
+            for part, value in parts.items():
+                yield f"{prefix}.{number}.{part}.weight", value
