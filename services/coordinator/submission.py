@@ -228,7 +228,7 @@ def _package_missing(need: Need, lacking: list[str]) -> str:
 def _engine_missing(need: Need) -> str:
     return (
         f"{need.key}: no {need.service} worker that runs has the engine '{need.package}': start the deployment with "
-        f"penstock up --engine {need.package}, or add a worker whose interpreter has it"
+        f"penstock up --engine {need.package}, or add a worker that has it"
     )
 
 

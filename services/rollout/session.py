@@ -198,7 +198,7 @@ class RolloutSession:
 
         A worker without the job's engine takes no ticket, and says so in its heartbeats.
         """
-        if lacks_engine(self.config.rollout):
+        if lacks_engine(self.config.rollout, self._settings):
             what = f"a rollout worker that has the engine '{self.config.rollout.engine}'; this one has it not"
             self._asking.wait("engine", what, subjects.tickets(self.job))
             await self._drained.wait()

@@ -11,10 +11,20 @@ from penstock.shared.config.base import StrictModel
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.protocol.generation import Caps
 
-__all__ = ["ENGINE_PACKAGES", "EmbeddedConfig", "RolloutConfig", "VllmConfig", "check_engine"]
+__all__ = [
+    "ENGINE_PACKAGES",
+    "ENVIRONMENTS",
+    "EmbeddedConfig",
+    "RolloutConfig",
+    "SglangConfig",
+    "VllmConfig",
+    "check_engine",
+]
 
 ENGINE_PACKAGES = ("vllm",)
 """Packages, as they are imported, of engines that run inside a rollout worker and need an interpreter of their own."""
+ENVIRONMENTS = (*ENGINE_PACKAGES, "sglang")
+"""Engines that have an interpreter of their own, by name: the first ones run in workers, the others in a child."""
 
 
 class EmbeddedConfig(StrictModel):
@@ -48,17 +58,40 @@ class VllmConfig(StrictModel):
     )  # fmt: skip
 
 
+class SglangConfig(StrictModel):
+    """A server of SGLang, which the rollout worker starts in an interpreter of its own (`penstock engines install
+    sglang`), or one that runs already (PENSTOCK_SGLANG_URL of the worker).
+
+    Log-probs are of logits / temperature before `top_p` and `top_k`, and after penalties, biases and `min_new_tokens`.
+    """
+
+    engine: Literal["sglang"] = "sglang"
+    max_length: int | None = Field(None, ge=2)
+    """Most tokens of a prompt and its completion. None: what the model takes, which may be too much."""
+    memory_fraction: float | None = Field(None, gt=0, lt=1)
+    """Share of the device's memory for weights and cache, of a server that the worker starts. None: SGLang's choice."""
+    seeded: bool = True
+    """On a GPU: the same seed gives the same tokens. SGLang needs slower kernels for that; without them it ignores
+    seeds."""
+
+    caps: ClassVar[Caps] = Caps(
+        transports=("shm", "tcp", "disk"), pause_modes=("abort", "drain", "keep"), native_spans=True, sleep=False,
+        staging="reference", adapters=False, routers=False, held=False, candidates=False, fp32_head=False, forms=False,
+        plain_logprobs=False,
+    )  # fmt: skip
+
+
 def _embedded_unless_named(data: Any) -> Any:
     return {"engine": "embedded", **data} if isinstance(data, dict) else data
 
 
 RolloutConfig = Annotated[
-    EmbeddedConfig | VllmConfig, Field(discriminator="engine"), BeforeValidator(_embedded_unless_named)
+    EmbeddedConfig | VllmConfig | SglangConfig, Field(discriminator="engine"), BeforeValidator(_embedded_unless_named)
 ]
 
 
 def check_engine(
-    rollout: EmbeddedConfig | VllmConfig, model: ModelConfig, wants: Iterator[tuple[str, str, bool]]
+    rollout: EmbeddedConfig | VllmConfig | SglangConfig, model: ModelConfig, wants: Iterator[tuple[str, str, bool]]
 ) -> None:
     """Raise ValueError that names the key of what the engine cannot do.
 

@@ -49,6 +49,12 @@ class ServiceSettings(BaseSettings):
     """Where `penstock sims install` keeps an interpreter for each simulator (env service)."""
     engines_dir: Path = Path.home() / ".penstock" / "engines"
     """Where `penstock engines install` keeps an interpreter for each rollout engine that needs its own."""
+    sglang_python: Path | None = None
+    """Interpreter from which the rollout worker starts SGLang; without it that of `penstock engines install sglang`."""
+    sglang_url: str = ""
+    """Address of an SGLang that runs already, `http://127.0.0.1:30000`, for this rollout worker alone: it replaces the
+    weights, by files in shm_dir, which the server must see under the same path. One job at a time. Empty: the worker
+    starts a server for each job."""
     shm_dir: Path = Path("/dev/shm")
     """Directory on tmpfs for weight slots and bulk slots."""
     bulk_host: str = ""
@@ -216,6 +222,17 @@ class ServiceSettings(BaseSettings):
             ConfigError: a file cannot be read, or there is no certificate to serve with.
         """
         return _tls_context("BULK", self.bulk_tls_ca, self.bulk_tls_cert, self.bulk_tls_key, serves=True)
+
+    @property
+    def sglang_interpreter(self) -> Path | None:
+        """What starts SGLang; None where there is none."""
+        found = self.sglang_python or self.engines_dir.expanduser() / "sglang" / "bin" / "python"
+        return found if found.is_file() else None
+
+    @property
+    def engines(self) -> list[str]:
+        """Rollout engines that run beside this process, in interpreters or servers of their own."""
+        return ["sglang"] if self.sglang_url or self.sglang_interpreter is not None else []
 
     @property
     def ledger_size(self) -> int:

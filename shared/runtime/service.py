@@ -144,6 +144,7 @@ class _Process:
         self._is_wrong = False
         self._started = time.time()
         self._packages = [name for name in ANNOUNCED if importlib.util.find_spec(name) is not None]
+        self._packages += settings.engines
 
     async def serve(self) -> int:
         loop = asyncio.get_running_loop()

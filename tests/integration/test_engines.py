@@ -16,7 +16,7 @@ from penstock.cli import app
 from penstock.cli.engines import interpreter_with
 from penstock.local import engines
 from penstock.local.engines import engine_problem, engine_python, install_engine
-from penstock.shared.config.rollout import ENGINE_PACKAGES
+from penstock.shared.config.rollout import ENVIRONMENTS
 from penstock.shared.errors import ConfigError, Unavailable
 
 
@@ -26,7 +26,7 @@ def test_a_missing_engine_names_the_command(tmp_path: Path) -> None:
         engine_python("vllm", tmp_path)
     listed = CliRunner().invoke(app, ["engines", "ls", "--json"], env=environment)
     rows = {row["name"]: row for row in json.loads(listed.stdout)}
-    assert list(rows) == ["embedded", *ENGINE_PACKAGES]
+    assert list(rows) == ["embedded", *ENVIRONMENTS]
     assert (rows["embedded"]["problem"], rows["vllm"]["python"]) == ("", "")
     assert "penstock engines install vllm" in rows["vllm"]["problem"]
     result = CliRunner().invoke(app, ["engines", "install", "warp"], env=environment)

@@ -11,7 +11,8 @@ from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.submission import check_packages
 from penstock.shared.config.base import load_yaml
 from penstock.shared.config.jobs.kinds import parse_job
-from penstock.shared.config.rollout import EmbeddedConfig, VllmConfig
+from penstock.shared.config.rollout import EmbeddedConfig, SglangConfig, VllmConfig
+from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.messages import Heartbeat
 
@@ -31,7 +32,12 @@ MOE = {
 }  # fmt: skip
 
 
+def engine(name: str, job: dict[str, Any]) -> dict[str, Any]:
+    return {**job, "rollout": {"engine": name}}
+
+
 def test_a_job_names_its_engine_and_options() -> None:
+    assert parse_job(engine("sglang", JOB)).rollout == SglangConfig()
     assert parse_job({**JOB, "rollout": {}}).rollout == EmbeddedConfig()
     assert parse_job({k: v for k, v in JOB.items() if k != "rollout"}).rollout == EmbeddedConfig()
     assert parse_job({**JOB, "rollout": {"engine": "vllm"}}).rollout == VllmConfig()
@@ -50,6 +56,7 @@ def test_a_wrong_engine_or_option_is_named(rollout: dict[str, Any], said: str) -
     assert said in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
 @pytest.mark.parametrize(
     ("job", "key"),
     [
@@ -60,10 +67,10 @@ def test_a_wrong_engine_or_option_is_named(rollout: dict[str, Any], said: str) -
         ({**ONLINE, "algorithm": {"kl": {"coef": 0.01}}, "online": {"promotion": {"max_kl": 0.1}}}, "online.promotion"),
     ],
 )
-def test_what_an_engine_cannot_do_is_refused_with_its_key(job: dict[str, Any], key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"rollout.engine 'vllm' cannot do {key}"):
-        parse_job(job)
-    parse_job({**job, "rollout": {"engine": "embedded"}})
+def test_what_an_engine_cannot_do_is_refused_with_its_key(job: dict[str, Any], key: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout.engine '{name}' cannot do {key}"):
+        parse_job(engine(name, job))
+    parse_job(engine("embedded", job))
 
 
 def test_merged_adapters_suit_an_engine_without_adapters() -> None:
@@ -90,10 +97,21 @@ def workers(**packages: list[str]) -> Members:
     return found
 
 
-def test_a_job_whose_engine_no_worker_has_is_refused_with_the_command_that_adds_one() -> None:
-    with pytest.raises(ConfigError, match="penstock up --engine vllm"):
-        check_packages(parse_job(JOB), workers(a=["torch"]), 100.0)
-    assert check_packages(parse_job(JOB), workers(a=["torch"], b=["torch", "vllm"]), 100.0) == [], "one is enough"
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_job_whose_engine_no_worker_has_is_refused_with_the_command_that_adds_one(name: str) -> None:
+    job = parse_job(engine(name, JOB))
+    with pytest.raises(ConfigError, match=f"penstock up --engine {name}"):
+        check_packages(job, workers(a=["torch"]), 100.0)
+    assert check_packages(job, workers(a=["torch"], b=["torch", name]), 100.0) == [], "one is enough"
+
+
+def test_a_worker_has_the_engines_beside_it(tmp_path: Path) -> None:
+    assert ServiceSettings(engines_dir=tmp_path).engines == []
+    assert ServiceSettings(engines_dir=tmp_path, sglang_url="http://127.0.0.1:30000").engines == ["sglang"]
+    python = tmp_path / "sglang" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert ServiceSettings(engines_dir=tmp_path).engines == ["sglang"]
 
 
 def test_an_example_has_the_embedded_engine() -> None:

@@ -15,7 +15,7 @@ from penstock.services.rollout.engines.constraint import Grammars
 from penstock.services.rollout.engines.embedded import EmbeddedEngine
 from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.model import ModelConfig
-from penstock.shared.config.rollout import ENGINE_PACKAGES, RolloutConfig, VllmConfig
+from penstock.shared.config.rollout import ENGINE_PACKAGES, ENVIRONMENTS, RolloutConfig, SglangConfig, VllmConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.architecture import plan_of
@@ -36,9 +36,11 @@ __all__ = [
 ]
 
 
-def lacks_engine(rollout: RolloutConfig) -> bool:
-    """True if this interpreter has not the package of the engine."""
-    return rollout.engine in ENGINE_PACKAGES and importlib.util.find_spec(rollout.engine) is None
+def lacks_engine(rollout: RolloutConfig, settings: ServiceSettings) -> bool:
+    """True if this worker has not the engine, in its interpreter or beside it."""
+    if rollout.engine in ENGINE_PACKAGES:
+        return importlib.util.find_spec(rollout.engine) is None
+    return rollout.engine in ENVIRONMENTS and rollout.engine not in settings.engines
 
 
 def open_job_engine(config: TextJob, tokenizer: PreTrainedTokenizerFast, settings: ServiceSettings) -> Engine:
@@ -49,6 +51,8 @@ def open_job_engine(config: TextJob, tokenizer: PreTrainedTokenizerFast, setting
     """
     if isinstance(config.rollout, VllmConfig):
         return _open_vllm(config, config.rollout, tokenizer, settings)
+    if isinstance(config.rollout, SglangConfig):
+        return _open_sglang(config, config.rollout, tokenizer, settings)
     return open_engine(
         config.model, tokenizer, max_running=config.placement.max_running, seed=config.seed,
         device=resolve_device(config.placement.device),
@@ -104,19 +108,11 @@ def _detokenizer(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[int]], st
 def _open_vllm(
     config: TextJob, options: VllmConfig, tokenizer: PreTrainedTokenizerFast, settings: ServiceSettings
 ) -> Engine:
-    """vLLM reads a directory: that of the job, or one that is written here and removed once it is loaded."""
+    """The directory, if it was written here, is removed once vLLM has loaded it."""
     from penstock.services.rollout.engines.vllm import VllmEngine, VllmModel
 
-    source, folder = config.model, Path(config.model.path or "")
-    is_plain = source.path is not None and (folder / "config.json").is_file()
-    if is_plain:
-        described = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
-        with building(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(described, dtype=getattr(torch, source.dtype))
-    else:
-        model = build_model(source, len(tokenizer), seed=config.seed)
-        folder = Path(tempfile.mkdtemp(prefix="penstock-vllm-"))
-        model.save_pretrained(folder)
+    source = config.model
+    model, folder, is_plain = _model_in_directory(config, tokenizer)
     given = VllmModel(
         path=folder, temporary=not is_plain, dtype=source.dtype, layout=layout_of(model.named_parameters()),
         vocab_size=model.get_output_embeddings().weight.shape[0], head_dim=_head_dim(model.config),
@@ -126,6 +122,41 @@ def _open_vllm(
         given, options, settings, max_running=config.placement.max_running, stop_ids=stop_token_ids(tokenizer, model),
         detokenize=_detokenizer(tokenizer), threads=config.placement.rollout_threads,
     )  # fmt: skip
+
+
+def _open_sglang(
+    config: TextJob, options: SglangConfig, tokenizer: PreTrainedTokenizerFast, settings: ServiceSettings
+) -> Engine:
+    from penstock.services.rollout.engines.sglang import SglangEngine, SglangModel
+
+    model, folder, is_plain = _model_in_directory(config, tokenizer)
+    words = Path(tempfile.mkdtemp(prefix="penstock-tokenizer-"))
+    tokenizer.save_pretrained(words)
+    given = SglangModel(
+        path=folder, tokenizer=words, dtype=config.model.dtype, layout=layout_of(model.named_parameters()),
+        vocab_size=model.get_output_embeddings().weight.shape[0],
+        max_length=options.max_length or model.config.max_position_embeddings,
+        temporary=(words,) if is_plain else (words, folder), trusted=config.model.trust_remote_code,
+        device=resolve_device(config.placement.device),
+    )  # fmt: skip
+    return SglangEngine(
+        given, options, settings, max_running=config.placement.max_running, stop_ids=stop_token_ids(tokenizer, model),
+        detokenize=_detokenizer(tokenizer), threads=config.placement.rollout_threads,
+    )  # fmt: skip
+
+
+def _model_in_directory(config: TextJob, tokenizer: PreTrainedTokenizerFast) -> tuple[PreTrainedModel, Path, bool]:
+    """The model's parameters (on no device where they are not needed), a directory to read it from, and True if that is
+    the one of the job file: otherwise it was written here."""
+    source, folder = config.model, Path(config.model.path or "")
+    if source.path is not None and (folder / "config.json").is_file():
+        described = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
+        with building(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(described, dtype=getattr(torch, source.dtype)), folder, True
+    model = build_model(source, len(tokenizer), seed=config.seed)
+    folder = Path(tempfile.mkdtemp(prefix="penstock-model-"))
+    model.save_pretrained(folder)
+    return model, folder, False
 
 
 def _head_dim(config: PretrainedConfig) -> int:

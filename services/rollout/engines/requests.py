@@ -157,6 +157,13 @@ class Requests:
         self._close(request)
         self._queue = deque(c for c in self._queue if c.request != request)
 
+    def refuse(self, request: int, error: Exception) -> None:
+        """Fail one request that waits nowhere else; what of it is in the batch ends unheard."""
+        found = self._open.get(request)
+        self.forget(request)
+        if found is not None and not found.answer.done():
+            found.answer.set_exception(error)
+
     def fail(self, error: Callable[[], Exception]) -> None:
         """Fail every open request."""
         for request in self._open.values():

@@ -11,7 +11,7 @@ from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.jobs.kinds import AnyJob, TextJob
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.rewards.scorers import MathScorer, RewardModelScorer
-from penstock.shared.config.rollout import ENGINE_PACKAGES
+from penstock.shared.config.rollout import ENGINE_PACKAGES, ENVIRONMENTS
 
 __all__ = ["ANNOUNCED", "OPTIONAL", "Need", "needs"]
 
@@ -30,7 +30,7 @@ ANNOUNCED = (*OPTIONAL, *ENGINE_PACKAGES)
 
 @dataclass(frozen=True)
 class Need:
-    """``key`` of a job file needs ``package`` (one of ANNOUNCED) in processes of ``service``.
+    """``key`` of a job file needs ``package`` (of ANNOUNCED, or an engine beside it) in processes of ``service``.
 
     An optional package is needed in every one of them; an engine in one, for the others leave the job's tickets alone.
     """
@@ -47,7 +47,7 @@ class Need:
     @property
     def is_engine(self) -> bool:
         """True if one process with the package is enough."""
-        return self.package in ENGINE_PACKAGES
+        return self.package in ENVIRONMENTS
 
 
 def needs(spec: AnyJob) -> list[Need]:
@@ -61,7 +61,7 @@ def needs(spec: AnyJob) -> list[Need]:
 
 
 def _of_rollouts(spec: TextJob) -> Iterator[Need]:
-    if spec.rollout.engine in ENGINE_PACKAGES:
+    if spec.rollout.engine in ENVIRONMENTS:
         yield Need("rollout.engine", spec.rollout.engine, "rollout")
     if spec.model.lora is not None:
         yield Need("model.lora", "peft", "rollout")

@@ -23,7 +23,7 @@ from penstock.local import LARGEST, StreamSizes, plan_room, read_state
 from penstock.local.engines import engine_problem
 from penstock.local.ports import claimable
 from penstock.services.env.simulators import INSTALLED
-from penstock.shared.config.rollout import ENGINE_PACKAGES
+from penstock.shared.config.rollout import ENVIRONMENTS
 from penstock.shared.config.service import ServiceSettings, load_settings
 from penstock.shared.errors import ConfigError, DeadlineError, PenstockError, Unavailable
 from penstock.shared.transport.server import NatsServer, ValkeyServer
@@ -130,7 +130,7 @@ def _simulators(settings: ServiceSettings) -> Iterator[Finding]:
 
 def _engines(settings: ServiceSettings) -> Iterator[Finding]:
     """Engines beside the embedded one are optional: only one that was begun and does not work is a warning."""
-    for name in ENGINE_PACKAGES:
+    for name in ENVIRONMENTS:
         if not (settings.engines_dir.expanduser() / name).exists():
             yield Finding(f"engine {name}", "ok", f"not here; penstock engines install {name} brings it")
             continue

@@ -10,7 +10,7 @@ import typer
 
 from penstock.cli.printing import Json, console, note, show_json, table
 from penstock.local.engines import engine_problem, engine_python, install_engine
-from penstock.shared.config.rollout import ENGINE_PACKAGES
+from penstock.shared.config.rollout import ENVIRONMENTS
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import ConfigError
 
@@ -26,7 +26,7 @@ app = typer.Typer(
 
 @app.command()
 def install(
-    name: Annotated[str, typer.Argument(help=f"Engine: {', '.join(ENGINE_PACKAGES)}.")],
+    name: Annotated[str, typer.Argument(help=f"Engine: {', '.join(ENVIRONMENTS)}.")],
     *,
     python: Annotated[Path, typer.Option(help="Interpreter from which the environment is made.")] = Path(
         sys.executable
@@ -50,7 +50,7 @@ def list_engines(*, as_json: Json = False) -> None:
     """List the engines, and the interpreter that runs each."""
     directory = load_settings().engines_dir
     rows = [("embedded", sys.executable, "")]
-    for name in ENGINE_PACKAGES:
+    for name in ENVIRONMENTS:
         problem = engine_problem(name, directory)
         rows.append((name, "" if problem else str(engine_python(name, directory)), problem))
     if as_json:

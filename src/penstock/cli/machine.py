@@ -23,6 +23,7 @@ from penstock.cli.printing import Json, note, show_json, show_line
 from penstock.client.answers import DEFAULT_URL
 from penstock.local import Stack, StackOptions, UpState, read_state
 from penstock.shared.config.local_key import announced_dirs
+from penstock.shared.config.rollout import ENGINE_PACKAGES
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import ConfigError, DeadlineError, Unavailable
 
@@ -47,7 +48,7 @@ def up(
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(help="Engine of the rollout workers that has an interpreter of its own: vllm, or vllm=PYTHON."),
+        typer.Option(help="Engine with an interpreter of its own: vllm or sglang, or NAME=PYTHON."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -62,12 +63,21 @@ def up(
         workers={"rollout": rollouts},
         trainer_ranks=trainer_ranks or settings.trainer_ranks,
         drain_s=settings.drain_s,
-        pythons={} if engine is None else {"rollout": interpreter_with(engine)},
+        pythons={} if engine is None else _pythons(engine),
     )
     if detach:
         _detached(options, rollouts, engine, as_json=as_json)
     else:
         asyncio.run(_serve(options, as_json=as_json))
+
+
+def _pythons(engine: str) -> dict[str, Path]:
+    """Interpreters of services: that of an engine which works inside rollout workers. Others are told where it is."""
+    python = interpreter_with(engine)
+    if engine.partition("=")[0] in ENGINE_PACKAGES:
+        return {"rollout": python}
+    os.environ["PENSTOCK_SGLANG_PYTHON"] = str(python)
+    return {}
 
 
 def down(data_dir: DataDir = None, as_json: Json = False) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.services import rollout
-from penstock.shared.config.rollout import ENGINE_PACKAGES
+from penstock.shared.config.rollout import ENGINE_PACKAGES, ENVIRONMENTS
 from penstock.shared.errors import ConfigError, DeadlineError, Unavailable
 
 __all__ = ["engine_problem", "engine_python", "install_engine"]
@@ -130,8 +130,8 @@ def _steps(pins: list[str]) -> list[list[str]]:
 
 
 def _pins(name: str) -> list[str]:
-    if name not in ENGINE_PACKAGES:
-        raise ConfigError(f"no engine '{name}' has an environment of its own; there is: {', '.join(ENGINE_PACKAGES)}")
+    if name not in ENVIRONMENTS:
+        raise ConfigError(f"no engine '{name}' has an environment of its own; there is: {', '.join(ENVIRONMENTS)}")
     lines = (LOCKS / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in (line.partition("#")[0].strip() for line in lines) if line]
 
@@ -166,7 +166,8 @@ def _runs(python: Path) -> bool:
 
 def _check(python: Path, name: str) -> None:
     """Raise Unavailable where ``name`` cannot be imported."""
-    command = [str(python), "-c", f"import {name}, transformers, nats, xxhash, msgspec"]
+    beside = "nats, xxhash, msgspec" if name in ENGINE_PACKAGES else "torch"  # a worker runs in it, or only a server
+    command = [str(python), "-c", f"import {name}, transformers, {beside}"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

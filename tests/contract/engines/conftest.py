@@ -1,7 +1,7 @@
 """Engines under test, each over a small peaked model, and the plain forward that judges their log-probs.
 
 The embedded engine is made anew for each test. One with processes of its own takes too long to start: all tests of a
-run share it, in its own interpreter (``PENSTOCK_TEST_ENGINE``; ``test_engine_vllm.py`` starts such a run).
+run share it, in its own interpreter (``PENSTOCK_TEST_ENGINE``; ``run_contract`` starts such a run).
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from penstock.services.rollout.engines import EmbeddedEngine, Engine, UpdatableByReference, UpdateMode
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
-from penstock.shared.config.rollout import VllmConfig
+from penstock.shared.config.rollout import SglangConfig, VllmConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import Unavailable
 from penstock.shared.models import build_model, build_tokenizer
@@ -159,6 +160,45 @@ class ReferenceBench(Bench):
         return await self.engine.commit_update()
 
 
+HERE = Path(__file__).parent
+SHARED = ("test_engine_control.py", "test_engine_updates.py", "test_engine_generate.py")
+ENDING = "test_engine_control.py::test_resume_and_close_are_safe_to_repeat"
+"""It ends the engine, which takes long to start; another test that does so runs at the end."""
+
+
+@pytest.fixture
+def run_contract(tmp_path: Path) -> Callable[..., None]:
+    """Runs the contract for an engine with processes of its own, with pytest in another process.
+
+    ``run(engine, python, files, environment, without=(), limit_s=...)``: ``files`` are run after the shared ones,
+    ``environment`` comes on top of that of this process, the tests ``without`` are left out.
+    """
+
+    def run(
+        engine: str, python: Path, files: Sequence[str], environment: Mapping[str, str], *, without: Sequence[str] = (),
+        limit_s: int,
+    ) -> None:  # fmt: skip
+        settings = (
+            "addopts=", "filterwarnings=", "timeout=600", "asyncio_default_fixture_loop_scope=session",
+            "asyncio_default_test_loop_scope=session",
+        )  # fmt: skip
+        root = HERE.parents[2]
+        command = [str(python), "-m", "pytest", "-ra", "--tb=short", "--import-mode=importlib"]
+        command += [word for setting in settings for word in ("-o", setting)]
+        command += ["-p", "no:cacheprovider", *(str(HERE / name) for name in (*SHARED, *files))]
+        left_out = (str((HERE / name).relative_to(root)) for name in (ENDING, *without))
+        command += [word for name in left_out for word in ("--deselect", name)]
+        log = tmp_path / "pytest.log"
+        with log.open("wb") as output:
+            result = subprocess.run(
+                command, cwd=root, env={**os.environ, "PENSTOCK_TEST_ENGINE": engine, **environment}, stdout=output,
+                stderr=output, timeout=limit_s, check=False,
+            )  # fmt: skip
+        assert result.returncode == 0, "\n".join(log.read_text(errors="replace").splitlines()[-80:])
+
+    return run
+
+
 def embedded(model: PreTrainedModel) -> Engine:
     """Our own decoder."""
     tokenizer = build_tokenizer(CONFIG)
@@ -198,6 +238,23 @@ def vllm(folder: Path, settings: ServiceSettings) -> Engine:
     )  # fmt: skip
 
 
+def sglang(folder: Path, settings: ServiceSettings) -> Engine:
+    """SGLang on the directory of a model, on the device PENSTOCK_TEST_DEVICE."""
+    from penstock.services.rollout.engines.sglang import SglangEngine, SglangModel
+
+    tokenizer, model = build_tokenizer(CONFIG), peaked_model(0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    given = SglangModel(
+        path=folder, tokenizer=folder, dtype="float32", vocab_size=len(tokenizer), max_length=512,
+        layout=layout_of(model.named_parameters()), device=os.environ.get("PENSTOCK_TEST_DEVICE", "cuda"),
+    )  # fmt: skip
+    return SglangEngine(
+        given, SglangConfig(), settings, max_running=MAX_RUNNING, stop_ids=[EOS], detokenize=tokenizer.decode
+    )
+
+
+OUTSIDE = {"vllm": vllm, "sglang": sglang}
 _shared: list[Engine] = []
 """The engine of the run, once it is started."""
 
@@ -221,7 +278,7 @@ async def bench(request: pytest.FixtureRequest, one_thread: None, settings: Serv
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("mode") == "swap":
         pytest.skip("this engine copies in place")
     if not _shared:
-        engine = vllm(settings.data_dir / "model", settings)
+        engine = OUTSIDE[OWN](settings.data_dir / "model", settings)
         await engine.start()
         _shared.append(engine)
     publisher = open_publisher(JOB, layout_of(peaked_model(0).named_parameters()), settings)

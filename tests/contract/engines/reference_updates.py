@@ -1,6 +1,6 @@
 """Versions that an engine's own processes open: what holds them, what proves them, and what a failure leaves behind.
 
-Runs in the interpreter of such an engine; see ``test_engine_vllm.py``.
+Runs for such an engine; see ``test_engine_vllm.py`` and ``test_engine_sglang.py``.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def overwrite(path: Path) -> None:
 async def test_a_load_that_fails_makes_the_engine_dirty_until_a_full_update(
     bench: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Names are compared before anything is touched; here they are not, and vLLM meets a strange one half-way."""
+    """Names are compared before anything is touched; here they are not, and the engine meets a strange one half-way."""
     weights = list(bench.weights(1).items())
     strange = [*weights[: len(weights) // 2], ("model.layers.0.nobody.weight", torch.ones(3)), *weights]
     strange = list(dict(strange).items())
@@ -178,7 +178,7 @@ async def test_a_load_that_fails_makes_the_engine_dirty_until_a_full_update(
     asking = asyncio.create_task(bench.engine.generate(bench.ask("cut")))
     await bench.until_tokens(20)
     with monkeypatch.context() as patch:
-        patch.setattr("penstock.services.rollout.engines.vllm.check_layout", lambda layout, expected: None)
+        patch.setattr(f"{type(bench.engine).__module__}.check_layout", lambda layout, expected: None)
         await bench.engine.stage(manifest, None)
     await bench.engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
     with pytest.raises(WeightsError, match="load weights"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,13 +11,8 @@ import pytest
 
 import penstock
 
-HERE = Path(__file__).parent
 TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "execnet", "pluggy", "iniconfig")
 """Pure Python; the interpreter of an engine has none of them."""
-FILES = ("test_engine_control.py", "test_engine_updates.py", "test_engine_generate.py", "reference_updates.py")
-ENDS = ("test_engine_control.py::test_resume_and_close_are_safe_to_repeat",
-        "test_engine_generate.py::test_close_fails_what_is_in_flight")  # fmt: skip
-"""They end the engine, which takes long to start: the second one runs at the end, after a process was killed."""
 LIMIT_S = 2400
 
 
@@ -35,24 +29,11 @@ def linked(folder: Path) -> Path:
 
 @pytest.mark.long
 @pytest.mark.timeout(LIMIT_S + 60)
-def test_vllm_keeps_the_contract(tmp_path: Path, python_with: Callable[[str], Path]) -> None:
+def test_vllm_keeps_the_contract(
+    tmp_path: Path, python_with: Callable[[str], Path], run_contract: Callable[..., None]
+) -> None:
     python = python_with("vllm")
     environment = {
-        **os.environ, "PYTHONPATH": str(linked(tmp_path / "code")), "PENSTOCK_TEST_ENGINE": "vllm",
-        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(linked(tmp_path / "code")), "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
     }  # fmt: skip
-    settings = (
-        "addopts=", "filterwarnings=", "timeout=600", "asyncio_default_fixture_loop_scope=session",
-        "asyncio_default_test_loop_scope=session",
-    )  # fmt: skip
-    command = [str(python), "-m", "pytest", "-ra", "--tb=short", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    command += [word for setting in settings for word in ("-o", setting)]
-    command += [str(HERE / name) for name in FILES]
-    command += [word for name in ENDS[:1] for word in ("--deselect", str((HERE / name).relative_to(HERE.parents[2])))]
-    log = tmp_path / "pytest.log"
-    with log.open("wb") as output:
-        result = subprocess.run(
-            command, cwd=HERE.parents[2], env=environment, stdout=output, stderr=output, timeout=LIMIT_S, check=False
-        )
-    lines = log.read_text(errors="replace").splitlines()
-    assert result.returncode == 0, "\n".join(lines[-80:])
+    run_contract("vllm", python, ["reference_updates.py"], environment, limit_s=LIMIT_S)

@@ -1,0 +1,177 @@
+"""Requests to a server of SGLang and its answers, in Penstock's words: JSON of ``POST /generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.services.rollout.engines.completion import Completion, Finish
+from penstock.services.rollout.engines.remote import Written
+from penstock.shared.errors import ConfigError, Unavailable, WeightsError
+from penstock.shared.protocol.generation import Likely, Sampling, Token
+
+__all__ = ["Stream", "generate_body", "name_of", "read_scores", "score_body"]
+
+_FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+_SEEDS = 1 << 63
+_ALL_TOKENS = -1
+"""As ``top_k``: no token is left out."""
+_REFUSED = 400
+
+
+def name_of(owner: str, completion: Completion) -> str:
+    """The ``rid`` of a completion. SGLang ends every request whose rid begins with a given one: none begins another.
+
+    Args:
+        owner: of the requests, for servers with several clients.
+    """
+    return f"{owner}-{completion.request}-{completion.index}."
+
+
+def generate_body(rid: str, completion: Completion) -> dict[str, Any]:
+    """Ask for one completion, token by token. Stop strings are looked for by the one who asks."""
+    wanted = completion.sampling
+    return {
+        "rid": rid, "input_ids": list(completion.prompt_ids), "stream": True, "return_logprob": True,
+        "logprob_start_len": -1, "top_logprobs_num": completion.top_logprobs,
+        "sampling_params": _sampling_params(wanted, completion.stop_ids, completion.seed),
+    }  # fmt: skip
+
+
+def _sampling_params(wanted: Sampling, stop_ids: Sequence[int], seed: int) -> dict[str, Any]:
+    """``ignore_eos``: all that ends a completion stands in ``stop_ids``. Greedy is temperature 0 for SGLang, too."""
+    return {
+        "max_new_tokens": wanted.max_new_tokens, "min_new_tokens": wanted.min_new_tokens,
+        "temperature": wanted.temperature, "top_p": wanted.top_p, "top_k": wanted.top_k or _ALL_TOKENS,
+        "frequency_penalty": wanted.frequency_penalty, "presence_penalty": wanted.presence_penalty,
+        "logit_bias": {str(token): bias for token, bias in wanted.logit_bias} or None,
+        "stop_token_ids": list(stop_ids), "ignore_eos": True, "no_stop_trim": True, "skip_special_tokens": False,
+        "sampling_seed": seed % _SEEDS,
+    }  # fmt: skip
+
+
+def score_body(rid: str, token_ids: list[int], top_logprobs: int) -> dict[str, Any]:
+    """Ask for the log-probs of a text, the first token included, which has none; one token is sampled after it."""
+    return {
+        "rid": rid, "input_ids": token_ids, "stream": False, "return_logprob": True, "logprob_start_len": 0,
+        "top_logprobs_num": top_logprobs, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+    }  # fmt: skip
+
+
+def read_scores(
+    answer: Mapping[str, Any], token_ids: Sequence[int], top_logprobs: int
+) -> tuple[list[float], list[Likely]]:
+    """Log-probs of the tokens of a text after its first one, and the likeliest ones at each of these places.
+
+    Raises:
+        Unavailable: SGLang ended it, or answered with another text.
+    """
+    meta = answer["meta_info"]
+    rows = (meta.get("input_token_logprobs") or [])[1:]
+    if [row[1] for row in rows] != list(token_ids[1:]):
+        raise Unavailable(f"SGLang scored another text: {meta.get('finish_reason')}")
+    top = [_likely(row) for row in (meta.get("input_top_logprobs") or [])[1:]] if top_logprobs else []
+    return [float(row[0]) for row in rows], top
+
+
+def _likely(row: Sequence[Sequence[Any]] | None) -> Likely:
+    return [(int(entry[1]), float(entry[0])) for entry in row or ()]
+
+
+@dataclass(slots=True, eq=False)
+class Stream(Written):
+    """A completion that a server decodes, and what came of it so far."""
+
+    rid: str = ""
+
+    def take(self, part: Mapping[str, Any], label: str) -> tuple[list[Token], Finish | None]:
+        """Book the new tokens of an event, and with the last one which weights made which token.
+
+        Events repeat what was told before, or not, as the server was started; the end of a completion that was waiting
+        repeats its last token. So the number of tokens decides what is new.
+
+        Args:
+            label: of the weights that are served now.
+
+        Returns:
+            Tokens that do not end the completion, and how it ended, if it did.
+
+        Raises:
+            ConfigError: SGLang refuses the request.
+            Unavailable: SGLang failed at it.
+            WeightsError: nobody knows which weights made a token.
+        """
+        _raise_error(part)
+        meta = part["meta_info"]
+        reason = meta.get("finish_reason")
+        _raise_failure(reason)
+        finish = _FINISH.get(reason["type"], "abort") if reason else None
+        rows, top_rows = self._new(meta, "output_token_logprobs"), self._new(meta, "output_top_logprobs")
+        told = []
+        for place, row in enumerate(rows):
+            top = _likely(top_rows[place]) if self.completion.top_logprobs else []
+            told.append(self.add(int(row[1]), float(row[0]), label, top))
+            if self.ends_with_stop_string():
+                finish = "stop"
+                break
+        if told and finish in ("stop", "length"):
+            told.pop()
+        return told, finish
+
+    def _new(self, meta: Mapping[str, Any], key: str) -> Sequence[Any]:
+        """The entries of tokens that were not booked yet: the last ones of a list, which may have earlier ones."""
+        if key == "output_top_logprobs" and not self.completion.top_logprobs:
+            return ()
+        num = int(meta.get("completion_tokens", 0)) - len(self.token_ids)
+        rows: Sequence[Any] = meta.get(key) or ()
+        if num > len(rows):
+            raise Unavailable(f"SGLang left out {num - len(rows)} of {num} new tokens of a completion ({key})")
+        return rows[len(rows) - num :] if num > 0 else ()
+
+    def settle(self, meta: Mapping[str, Any]) -> None:
+        """Label every token as the server does at the end of a completion: it alone saw when its weights changed.
+
+        Raises:
+            WeightsError: a token was told with another label, or there were several and the server does not say which.
+        """
+        completion, num = self.completion, len(self.token_ids)
+        spans = meta.get("weight_versions")
+        before = list(completion.starts)
+        if not spans:
+            if len(before) > 1:
+                raise WeightsError("this SGLang does not say which weights made which token: take 0.5.19 or later")
+            return
+        completion.starts.clear()
+        for span in spans:
+            if span["start"] < num:
+                version, weights = _parse(span["version"])
+                completion.adopt(version, weights, span["start"])
+        if completion.streamed and completion.starts != before and num:
+            raise WeightsError(f"tokens were told with the labels {before}, and SGLang says {completion.starts}")
+
+
+def _parse(label: str) -> tuple[int, str]:
+    version, colon, weights = label.partition(":")
+    if not colon or not version.isdecimal():
+        raise WeightsError(f"somebody else gave SGLang weights with the label '{label}'")
+    return int(version), weights
+
+
+def _raise_error(part: Mapping[str, Any]) -> None:
+    error = part.get("error")
+    if error is None:
+        return
+    message = error.get("message", error) if isinstance(error, dict) else error
+    code = error.get("code", _REFUSED) if isinstance(error, dict) else _REFUSED
+    if code == _REFUSED:
+        raise ConfigError(f"SGLang refuses a request: {message}")
+    raise Unavailable(f"SGLang failed at a request: {message}")
+
+
+def _raise_failure(reason: Mapping[str, Any] | None) -> None:
+    """An end with a status is one that the server chose."""
+    code = (reason or {}).get("status_code")
+    if reason is None or code is None:
+        return
+    _raise_error({"error": {"message": reason.get("message", ""), "code": code}})

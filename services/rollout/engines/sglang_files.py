@@ -1,0 +1,130 @@
+"""Policy versions as files that a server of SGLang loads (``/update_weights_from_disk``).
+
+The worker opens a version like any other receiver, writes it to shared memory in the form of a checkpoint, and reads
+back what it wrote: the bytes in the file are those whose digest the trainer announced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from penstock.services.rollout.engines.remote import checkpoint_tensors
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import Unavailable, WeightsError
+from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
+from penstock.shared.weights import Way, digest_of_tensors, open_receiver
+
+__all__ = ["VersionFiles"]
+
+_PREFIX = "penstock-sglang-"
+_LOCK = "owner"
+_WEIGHTS = "model.safetensors"
+
+
+class VersionFiles:
+    """A directory of this worker with the version that is served and the one that comes. All methods block.
+
+    Args:
+        config: directory of the model, whose config.json each version gets.
+    """
+
+    def __init__(self, settings: ServiceSettings, config: Path) -> None:
+        self._settings, self._config = settings, config
+        self._receiver = open_receiver(settings)
+        self._claim = _claim(settings)
+        self._sweep()
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=settings.shm_dir))
+        self._lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._folder.mkdir(exist_ok=True)  # a worker that sweeps may have seen it before the lock
+        self._count = 0
+
+    def _sweep(self) -> None:
+        """Remove what workers that died left: the kernel dropped their locks."""
+        for folder in self._settings.shm_dir.glob(f"{_PREFIX}*"):
+            with contextlib.suppress(OSError):  # another worker removes it, or it is another user's
+                lock = os.open(folder / _LOCK, os.O_RDWR)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(lock)
+
+    def write(self, manifest: WeightManifest, routes: WeightRoutes | None) -> tuple[Path, Way]:
+        """A new directory with a version, and how it came here.
+
+        Raises:
+            WeightsError: it cannot be reached or written, or what was written is not what was announced.
+        """
+        if routes is not None:
+            self._receiver.follow(self._settings.worker_id, routes)
+        staged = self._receiver.stage(manifest)
+        self._count += 1
+        folder = self._folder / f"{manifest.version}-{self._count}"
+        try:
+            folder.mkdir()
+            tensors = {name: tensor.contiguous() for name, tensor in checkpoint_tensors(staged.tensors().items())}
+            save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+            written = digest_of_tensors(tensors.items())
+            if not staged.intact():
+                raise WeightsError(f"the memory of version {manifest.version} was overwritten while it was read")
+            if _digest(folder / _WEIGHTS, list(tensors)) != written:
+                raise WeightsError(f"the file of version {manifest.version} in {folder} is damaged")
+            shutil.copyfile(self._config / "config.json", folder / "config.json")
+        except (OSError, SafetensorError) as error:
+            self.remove(folder)
+            raise WeightsError(f"cannot write version {manifest.version} to {folder}: {error}") from None
+        except WeightsError:
+            self.remove(folder)
+            raise
+        finally:
+            staged.release()
+        return folder, staged.way
+
+    def remove(self, folder: Path) -> None:
+        """Forget a version."""
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Forget all versions. Safe to repeat."""
+        if self._lock >= 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+            if self._claim >= 0:
+                os.close(self._claim)
+            self._receiver.close()
+
+
+def _claim(settings: ServiceSettings) -> int:
+    """Lock the server that runs already against other jobs of this host; -1 where there is none.
+
+    Raises:
+        Unavailable: another one has it.
+    """
+    if not settings.sglang_url:
+        return -1
+    name = hashlib.sha256(settings.sglang_url.encode()).hexdigest()[:16]
+    lock = os.open(settings.shm_dir / f"penstock-server-{name}", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise Unavailable(
+            f"the SGLang at {settings.sglang_url} works for another job; it takes one at a time"
+        ) from None
+    return lock
+
+
+def _digest(path: Path, names: list[str]) -> str:
+    with safe_open(path, framework="pt") as file:
+        return digest_of_tensors((name, file.get_tensor(name)) for name in names)

@@ -1,0 +1,200 @@
+"""A server of SGLang: a child process of the rollout worker, or one that runs already, and its HTTP interface."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from penstock.shared.errors import PenstockError, Unavailable
+
+__all__ = ["CALL_S", "SglangServer", "free_port"]
+
+CALL_S = 120.0
+"""Longest that the server may take for one call; a step of a large batch comes before it."""
+START_S = 900.0
+"""Longest that it may take to load a model."""
+STOP_S = 10.0
+_POLL_S = 0.5
+_LEASH = (
+    "import ctypes, os, signal, sys\n"
+    "ctypes.CDLL(None).prctl(1, signal.SIGKILL)\n"  # PR_SET_PDEATHSIG, which holds after exec
+    "os.getppid() == int(sys.argv[1]) or sys.exit('the rollout worker is gone')\n"
+    "os.execv(sys.argv[2], sys.argv[2:])\n"
+)
+
+
+def free_port() -> int:
+    """A port of the loopback address that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class SglangServer:
+    """Speaks to one server. Every call has a deadline; a server that is gone is ``Unavailable``."""
+
+    def __init__(self, url: str, process: asyncio.subprocess.Process | None = None) -> None:
+        self.url, self._process = url.rstrip("/"), process
+        self._http = httpx.AsyncClient(
+            base_url=self.url, timeout=httpx.Timeout(CALL_S), trust_env=False,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )  # fmt: skip
+
+    @classmethod
+    async def start(cls, python: Path, words: Sequence[str], environment: Mapping[str, str]) -> SglangServer:
+        """A server of its own, which ends with this process; its output goes to the log.
+
+        Args:
+            words: options of ``sglang.launch_server``, without host and port.
+            environment: variables on top of those of this process; those of Penstock are left out.
+
+        Raises:
+            Unavailable: the interpreter does not start.
+        """
+        port = free_port()
+        command = [str(python), "-m", "sglang.launch_server", *words, "--host", "127.0.0.1", "--port", str(port)]
+        inherited = {name: text for name, text in os.environ.items() if not name.startswith("PENSTOCK_")}
+        path = f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+        try:
+            process = await asyncio.create_subprocess_exec(
+                str(python), "-c", _LEASH, str(os.getpid()), *command,
+                stdin=asyncio.subprocess.DEVNULL, stdout=2, env={**inherited, "PATH": path, **environment},
+                start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise Unavailable(f"SGLang's interpreter '{python}' does not start: {error.strerror or error}") from None
+        return cls(f"http://127.0.0.1:{port}", process)
+
+    @property
+    def is_own(self) -> bool:
+        """True if it was started here."""
+        return self._process is not None
+
+    @property
+    def is_gone(self) -> bool:
+        """True once a server that was started here has ended."""
+        return self._process is not None and self._process.returncode is not None
+
+    async def ready(self) -> dict[str, Any]:
+        """Wait until it answers, its scheduler included; what it says of itself.
+
+        Raises:
+            Unavailable: it ended, or says nothing for as long as a start may take.
+        """
+        end = time.monotonic() + (START_S if self.is_own else CALL_S)
+        while True:
+            if self._process is not None and self._process.returncode is not None:
+                raise Unavailable(
+                    f"SGLang does not start: it ended with status {self._process.returncode}; its output is in the log"
+                )
+            try:
+                return await self.get("/server_info", "say what it is", older="/get_server_info")
+            except Unavailable as error:
+                if time.monotonic() > end:
+                    raise Unavailable(f"SGLang at {self.url} is not ready: {error}") from None
+            await asyncio.sleep(_POLL_S)
+
+    async def get(self, path: str, what: str, *, older: str = "") -> dict[str, Any]:
+        """The JSON at a path, by its name in older versions where there is no such route; see ``post``."""
+        answer = await self._send("GET", path, None, what)
+        if older and answer.status_code == httpx.codes.NOT_FOUND:
+            answer = await self._send("GET", older, None, what)
+        _check(answer, what, Unavailable)
+        return dict(answer.json())
+
+    async def post(
+        self, path: str, body: Mapping[str, Any], what: str, kind: type[PenstockError] = Unavailable
+    ) -> dict[str, Any]:
+        """What the server answers; {} where that is no JSON object.
+
+        Raises:
+            Unavailable: it does not answer, or not within CALL_S.
+            PenstockError: of the given kind, if it refuses; says why.
+        """
+        answer = await self._send("POST", path, body, what)
+        _check(answer, what, kind)
+        found = _json(answer.content)
+        return found if isinstance(found, dict) else {}
+
+    async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, what: str) -> httpx.Response:
+        try:
+            return await self._http.request(method, path, json=body)
+        except httpx.TimeoutException:
+            raise Unavailable(f"SGLang did not {what} within {CALL_S:g} s") from None
+        except httpx.TransportError as error:
+            raise Unavailable(f"SGLang could not {what}: it is gone ({error!r})") from None
+
+    async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The events of a stream, as they come; it may be silent for as long as the server stands still.
+
+        Raises:
+            Unavailable: the server is gone, or the stream ends before it says so.
+        """
+        silent = httpx.Timeout(CALL_S, read=None)
+        try:
+            async with self._http.stream("POST", path, json=body, timeout=silent) as answer:
+                if not answer.is_success:
+                    await answer.aread()
+                    yield {"error": {"message": _reason(answer), "code": answer.status_code}}
+                    return
+                async for line in answer.aiter_lines():
+                    if line == "data: [DONE]":
+                        return
+                    if line.startswith("data: "):
+                        yield json.loads(line[len("data: ") :])
+        except httpx.TransportError as error:
+            raise Unavailable(f"SGLang is gone in the middle of a completion ({error!r})") from None
+        raise Unavailable("SGLang closed the stream of a completion before its end")
+
+    async def close(self) -> None:
+        """End a server that was started here, with all its processes. Safe to repeat."""
+        await self._http.aclose()
+        process = self._process
+        if process is None:
+            return
+        if process.returncode is None:
+            _signal(process.pid, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(process.wait(), STOP_S)
+        _signal(process.pid, signal.SIGKILL)  # also what it left in its session
+        await process.wait()
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _json(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
+
+
+def _check(answer: httpx.Response, what: str, kind: type[PenstockError]) -> None:
+    found = _json(answer.content)
+    if not answer.is_success or (isinstance(found, dict) and found.get("success") is False):
+        raise kind(f"SGLang could not {what}: {_reason(answer)}")
+
+
+def _reason(answer: httpx.Response) -> str:
+    """Why it refused, in one line: there are several forms of errors."""
+    found = _json(answer.content)
+    if isinstance(found, dict):
+        error = found.get("error")
+        said = error.get("message") if isinstance(error, dict) else error
+        text = str(said or found.get("message") or found.get("detail") or found)
+    else:
+        text = answer.text
+    return f"{(text.strip().splitlines() or ['no reason'])[0]} (HTTP {answer.status_code})"

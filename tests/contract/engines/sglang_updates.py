@@ -1,0 +1,245 @@
+"""What is different where the engine is a server that reads files; runs after the contract."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.services.rollout.engines import sglang_files
+from penstock.services.rollout.engines.sglang import SglangEngine
+from penstock.services.rollout.engines.sglang_server import SglangServer
+from penstock.shared.config.rollout import SglangConfig
+from penstock.shared.errors import ConfigError, Unavailable, WeightsError
+from penstock.shared.protocol.generation import Token, WeightInfo
+
+LONG = tuple(5 + i % 40 for i in range(200))
+
+
+async def completion(bench: Any, name: str, **sampling: Any) -> Any:
+    request = bench.ask(name, **{"max_new_tokens": 30, **sampling})
+    return (await bench.engine.generate(request)).samples[0]
+
+
+@pytest.fixture
+def asked(bench: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """What the server is asked for from now on; a test may change it through ``change``."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    post = bench.engine._post
+
+    async def noted(path: str, body: dict[str, Any], *rest: Any) -> Any:
+        found.append((path, body))
+        return await post(path, body, *rest)
+
+    monkeypatch.setattr(bench.engine, "_post", noted)
+    return found
+
+
+async def test_an_update_retracts_and_drops_caches(bench: Any, asked: list[tuple[str, dict[str, Any]]]) -> None:
+    task = asyncio.create_task(bench.engine.generate(bench.ask("crossing")))
+    await bench.until_tokens(20)
+    await bench.update(1, seed=1)
+    assert [path for path, _ in asked] == [
+        "/pause_generation", "/update_weights_from_disk", "/flush_cache", "/continue_generation",
+    ]  # fmt: skip
+    bodies = dict(asked)
+    assert bodies["/pause_generation"] == {"mode": "retract"}, "in_place would keep old keys and values"
+    assert bodies["/update_weights_from_disk"]["flush_cache"] is True
+    assert bodies["/update_weights_from_disk"]["weight_version"] == f"1:{bench.digests[1][:16]}"
+    assert [span.version for span in (await task).samples[0].spans] == [0, 1]
+
+
+async def test_a_cache_that_is_not_dropped_would_be_seen(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the flush the label is right and the log-probs are not."""
+    post = bench.engine._post
+
+    async def keeping(path: str, body: dict[str, Any], *rest: Any) -> Any:
+        if path == "/flush_cache":
+            return {}
+        if path == "/update_weights_from_disk":
+            body = {**body, "flush_cache": False}
+        return await post(path, body, *rest)
+
+    await completion(bench, "before", prompt=LONG)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.engine, "_post", keeping)
+        await bench.update(1, seed=1)
+    sample = await completion(bench, "stale", prompt=LONG)
+    assert [span.version for span in sample.spans] == [1]
+    assert bench.error(sample, prompt=LONG, seeds=(0, 1)) > 0.1
+
+
+async def test_a_flush_that_is_refused_makes_the_engine_dirty(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    post = bench.engine._post
+
+    async def refused(path: str, body: dict[str, Any], *rest: Any) -> Any:
+        return await post("/no_such_route" if path == "/flush_cache" else path, body, *rest)
+
+    task = asyncio.create_task(bench.engine.generate(bench.ask("cut")))
+    await bench.until_tokens(20)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.engine, "_post", refused)
+        with pytest.raises(WeightsError, match="could not drop its caches"):
+            await bench.update(1, seed=1)
+    cut = (await task).samples[0]
+    assert cut.finish == "abort"
+    assert bench.error(cut) < 1e-4
+    assert (await bench.engine.weight_info()).dirty
+    with pytest.raises(WeightsError, match="dirty"):
+        await completion(bench, "refused")
+    await bench.update(2, seed=2)
+    assert bench.error(await completion(bench, "clean"), seeds=(0, 1, 2)) < 1e-4
+
+
+async def test_a_staged_version_is_a_file_until_its_update_is_over(bench: Any, settings: Any) -> None:
+    manifest = await asyncio.to_thread(bench.publish, 1, 1)
+    way = await bench.engine.stage(manifest, None)
+    assert (way.transport, way.fetched_bytes) == ("shm", 0)
+    assert len(files(settings)) == 1
+    await bench.engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
+    await bench.engine.abort_update()
+    await bench.engine.abort_update()
+    assert files(settings) == []
+    with pytest.raises(WeightsError, match="not staged"):
+        await bench.engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
+    assert not (await bench.engine.weight_info()).dirty
+    await bench.update(1, seed=1)
+    assert files(settings) == []
+
+
+def files(settings: Any) -> list[Path]:
+    return list(settings.shm_dir.glob("penstock-sglang-*/*/model.safetensors"))
+
+
+async def test_a_file_that_is_not_what_was_announced_is_refused(
+    bench: Any, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = sglang_files.save_file
+
+    def damaged(tensors: Any, path: Path, **options: Any) -> None:
+        save(tensors, path, **options)
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([byte[0] ^ 1]))
+
+    manifest = await asyncio.to_thread(bench.publish, 1, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang_files, "save_file", damaged)
+        with pytest.raises(WeightsError, match="damaged"):
+            await bench.engine.stage(manifest, None)
+    assert files(settings) == []
+    assert await bench.engine.weight_info() == WeightInfo(version=0, digest=bench.digests[0], dirty=False)
+
+
+async def test_the_end_of_one_completion_ends_no_other(bench: Any) -> None:
+    """SGLang ends every request whose rid begins with the given one: serial numbers 1 and 10 must not meet."""
+    tasks = [
+        asyncio.create_task(bench.engine.generate(bench.ask(f"r{i}", max_new_tokens=120)))
+        for i in range(bench.max_running)
+    ]
+    await bench.until_tokens(5 * bench.max_running)
+    assert await bench.engine.abort(["r0", "r1"]) == 2
+    ends = [(await task).samples[0].finish for task in tasks]
+    assert ends == ["abort"] * 2 + ["length"] * (bench.max_running - 2)
+
+
+async def test_what_waits_in_the_server_ends_with_its_tokens(bench: Any) -> None:
+    """The server repeats the last token of a retracted completion when it is ended."""
+    task = asyncio.create_task(bench.engine.generate(bench.ask("held")))
+    await bench.until_tokens(20)
+    await bench.engine.pause("keep")
+    known = bench.engine.generated_tokens
+    assert await bench.engine.abort(["held"]) == 1
+    sample = (await task).samples[0]
+    assert sample.finish == "abort"
+    assert bench.engine.generated_tokens == known
+    assert bench.error(sample) < 1e-4
+    await bench.engine.resume()
+
+
+async def test_a_request_that_the_server_refuses_fails_alone(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "penstock.services.rollout.engines.sglang.generate_body"
+    other = asyncio.create_task(completion(bench, "other", max_new_tokens=100))
+    await bench.until_tokens(5)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, lambda rid, one: {"rid": rid, "input_ids": [5], "sampling_params": {"max_tokens": 3}})
+        with pytest.raises(ConfigError, match="SGLang refuses a request"):
+            await completion(bench, "strange")
+    assert (await other).finish == "length"
+
+
+async def test_likely_tokens_come_with_the_sampled_one(bench: Any) -> None:
+    heard: list[Token] = []
+    request = bench.ask("top", max_new_tokens=8)
+    request = type(request)(request_id="top", prompt_ids=request.prompt_ids, sampling=request.sampling, top_logprobs=2)
+    sample = (await bench.engine.generate(request, heard.append)).samples[0]
+    plain = bench.plain([*bench.prompt, *sample.token_ids])[len(bench.prompt) - 1 : -1]
+    assert [row[0][0] for row in sample.top] == plain.argmax(-1).tolist()
+    assert [token.top for token in heard] == sample.top[:-1]
+
+
+@pytest.fixture
+async def joined(bench: Any, settings: Any) -> AsyncIterator[Callable[[], SglangEngine]]:
+    """Makes engines on a server that runs already, repeats what it told, and has other weights; see ``start``."""
+    model = bench.engine.model
+    words = [
+        "--model-path", str(model.path), "--tokenizer-path", str(model.tokenizer), "--dtype", "float32",
+        "--context-length", "512", "--max-running-requests", "8", "--weight-version", "default",
+        "--log-level", "warning", "--skip-server-warmup", "--enable-deterministic-inference",
+    ]  # fmt: skip
+    server = await SglangServer.start(settings.sglang_interpreter, words, {})
+    await server.ready()
+    made: list[SglangEngine] = []
+
+    def make() -> SglangEngine:
+        engine = SglangEngine(
+            model, SglangConfig(), settings.model_copy(update={"sglang_url": server.url}), max_running=8,
+            stop_ids=[bench.eos], detokenize=str,
+        )  # fmt: skip
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        await engine.close()
+    assert not server.is_gone, "a server that runs already is not ended"
+    await server.close()
+
+
+async def test_a_server_that_runs_already_gets_the_model_and_works_for_one_job(bench: Any, joined: Any) -> None:
+    engine = joined()
+    await engine.start()
+    heard: list[Token] = []
+    sample = (await engine.generate(bench.ask("joined", max_new_tokens=40), heard.append)).samples[0]
+    assert bench.error(sample) < 1e-4
+    assert [token.token_id for token in heard] == sample.token_ids[:-1]
+    with pytest.raises(Unavailable, match="another job"):
+        await joined().start()
+    await engine.pause("keep")
+    await engine.close()
+    again = joined()
+    await again.start()
+    assert (await again.generate(bench.ask("again", max_new_tokens=40))).samples[0].token_ids == sample.token_ids
+
+
+async def test_a_server_that_dies_makes_the_engine_unavailable(bench: Any, settings: Any) -> None:
+    """The last test: it ends the server of the run."""
+    asking = asyncio.create_task(bench.engine.generate(bench.ask("lost")))
+    await bench.until_tokens(5)
+    os.kill(bench.engine._server._process.pid, signal.SIGKILL)
+    async with asyncio.timeout(120):
+        with pytest.raises(Unavailable):
+            await asking
+        with pytest.raises(Unavailable):
+            while True:
+                await bench.engine.health()
+                await asyncio.sleep(0.05)
+    await bench.engine.close()
+    assert list(settings.shm_dir.glob("penstock-sglang-*")) == []

@@ -1,0 +1,41 @@
+"""The contract of rollout engines over HTTP: with a server that stands in for SGLang, and on a GPU with SGLang."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 1800
+STANDIN = Path(__file__).parent / "standin"
+FILES = ("reference_updates.py", "sglang_updates.py")
+SLOTS = tuple(
+    f"reference_updates.py::{name}"
+    for name in (
+        "test_a_cache_that_is_not_dropped_would_be_seen", "test_a_staged_version_is_held_until_its_update_is_over",
+        "test_memory_that_was_overwritten_before_the_commit_is_refused",
+        "test_a_process_that_dies_with_a_version_open_frees_it_and_the_engine_says_so",
+    )
+)  # fmt: skip
+"""Of engines that keep a slot open: a server reads a file, which the worker wrote; see ``sglang_updates.py``."""
+OWN = ("sglang_updates.py::test_a_server_that_runs_already_gets_the_model_and_works_for_one_job",)
+"""It starts a second server, for which a GPU may have no room."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_the_contract_holds_over_http(run_contract: Callable[..., None]) -> None:
+    environment = {"PENSTOCK_SGLANG_PYTHON": sys.executable, "PYTHONPATH": str(STANDIN), "OMP_NUM_THREADS": "1"}
+    run_contract("sglang", Path(sys.executable), FILES, environment, without=SLOTS, limit_s=LIMIT_S)
+
+
+@pytest.mark.gpu
+@pytest.mark.long
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_sglang_itself_keeps_the_contract(
+    run_contract: Callable[..., None], python_with: Callable[[str], Path]
+) -> None:
+    environment = {"PENSTOCK_SGLANG_PYTHON": str(python_with("sglang"))}
+    run_contract("sglang", Path(sys.executable), FILES, environment, without=(*SLOTS, *OWN), limit_s=LIMIT_S)
