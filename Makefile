@@ -11,7 +11,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test up down \
-	demo bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-online bench-length bench-rambling fresh package release clean
+	demo bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-online bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -165,6 +165,9 @@ bench-steps: $(BIN)/pytest  ## environment steps per second through one rollout 
 
 bench-serving: $(BIN)/pytest  ## tokens/s and time to the first token through the gateway, beside the bare engine
 	$(BIN)/python benchmarks/serving.py $(ARGS)
+
+bench-engine: $(BIN)/pytest  ## tokens/s of the embedded engine beside transformers' generate and vLLM (which `penstock engines install vllm` makes)
+	$(BIN)/python benchmarks/engine.py $(ARGS)
 
 bench-online: $(BIN)/fonttools  ## accepted answers of an agent that learns from feedback, alone and beside a hostile key, three seeds each
 	$(BIN)/python benchmarks/online.py --out docs/results/online $(ARGS)

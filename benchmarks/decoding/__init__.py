@@ -1,0 +1,1 @@
+"""Rollout engines beside others: the models and completions of ``benchmarks/engine.py``, and who decodes them."""
