@@ -11,13 +11,17 @@ from penstock.shared.config.algorithm import DynamicSampling
 from penstock.shared.config.base import FileName, StrictModel
 from penstock.shared.config.optimizer import OptimizerConfig
 from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.embodied.environment import OpenEnv, Picture
 
 __all__ = [
+    "IMAGE",
     "EmbodiedAlgorithm",
+    "EncoderConfig",
     "EpisodeEvaluationConfig",
     "EpisodeGRPOConfig",
     "EpisodePPOConfig",
     "EpisodeWarmStartConfig",
+    "ImageConfig",
     "PolicyConfig",
     "ReplayBufferConfig",
     "SimulatorConfig",
@@ -26,8 +30,28 @@ __all__ = [
 
 
 AUTO_VIDEOS = 1
+IMAGE = "image"
+"""Name of the observation that `environment.image` adds."""
 RESERVED = ("id", "env_id", "disable_env_checker")
 """Keyword arguments that a simulator's adapter gives itself."""
+
+
+class ImageConfig(StrictModel):
+    """What the simulator's camera sees, as the observation `image`."""
+
+    height: int = Field(64, ge=8, le=512)
+    """Rows of pixels. The simulator draws a larger picture; each pixel is the mean of those that it covers."""
+    width: int = Field(64, ge=8, le=512)
+    """Columns of pixels."""
+    grey: bool = False
+    """Brightness (ITU-R BT.601) in place of three colours."""
+    frames: int = Field(1, ge=1, le=8)
+    """Pictures that one observation holds: that of this step and the ones before, so that a policy sees speeds."""
+
+    @property
+    def picture(self) -> Picture:
+        """The request for it."""
+        return Picture(height=self.height, width=self.width, grey=self.grey, frames=self.frames)
 
 
 class SimulatorConfig(StrictModel):
@@ -39,6 +63,9 @@ class SimulatorConfig(StrictModel):
     """Task or environment id of that simulator, such as `reach-v3` or `HalfCheetah-v5`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment, but for `id`, `env_id` and `disable_env_checker`."""
+    image: ImageConfig | None = None
+    """Observe pictures, too, as `image`: uint8 [height, width, channels of all frames]. Needs a simulator with a camera
+    and, for MuJoCo, a library that draws; null: only what the simulator observes by itself."""
     horizon: int = Field(ge=1)
     """Steps after which an episode is cut off; the value of what would follow still counts."""
     action_chunk: int = Field(1, ge=1, le=64)
@@ -69,9 +96,37 @@ class SimulatorConfig(StrictModel):
             )
         return options
 
+    def opening(self, num_envs: int, *, idle_s: float = 60.0, camera: bool = False) -> OpenEnv:
+        """The request for so many of its environments."""
+        return OpenEnv(
+            env_id=self.task, num_envs=num_envs, backend=self.backend, options=self.options, idle_s=idle_s,
+            num_processes=self.num_processes, step_limit_s=self.step_limit_s, camera=camera,
+            picture=None if self.image is None else self.image.picture,
+        )  # fmt: skip
+
     def reset_id(self, ordinal: int) -> int:
         """Reset id of the draw with this ordinal."""
         return self.first_reset_id + (ordinal if self.num_reset_ids is None else ordinal % self.num_reset_ids)
+
+
+class EncoderConfig(StrictModel):
+    """Convolutions that make numbers of an image: each layer with padding and ReLU, then one linear layer."""
+
+    channels: tuple[PositiveInt, ...] = Field((16, 32, 32), min_length=1)
+    """Channels of each convolution."""
+    kernel_size: int = Field(3, ge=1, le=15)
+    """Pixels of a side of each kernel; odd."""
+    stride: int = Field(2, ge=1, le=8)
+    """Each convolution leaves one pixel of so many in a row."""
+    features: int = Field(128, ge=1)
+    """Numbers that an image becomes."""
+
+    @field_validator("kernel_size")
+    @classmethod
+    def _has_a_middle(cls, size: int) -> int:
+        if size % 2 == 0:
+            raise ValueError(f"found {size}; must be odd")
+        return size
 
 
 class PolicyConfig(StrictModel):
@@ -84,7 +139,10 @@ class PolicyConfig(StrictModel):
     hidden_sizes: tuple[PositiveInt, ...] = Field((64, 64), min_length=1)
     """Widths of the hidden layers."""
     observations: tuple[str, ...] = Field(("state",), min_length=1)
-    """Names of the observations that the policy reads, one after another."""
+    """Names of the observations that the policy reads, one after another; images go through `encoder` first."""
+    encoder: EncoderConfig = EncoderConfig()
+    """How policy and value network read images, uint8 [H, W, C], each with weights of its own. Pixels are scaled to
+    [0, 1]; no statistics normalise them."""
     normalise_observations: bool = True
     """Shift and scale observations by the mean and deviation of all that was trained on; they travel with the
     weights, so a version always acts on what it was trained with."""

@@ -1,4 +1,4 @@
-"""Small networks beside a policy that acts in a simulator: critics, values, the temperature. All read vectors.
+"""Small networks beside a policy that acts in a simulator: critics, values, the temperature.
 
 Shape legend: B = transitions, O = numbers of an observation, A = dimensions of an action, C = critics.
 """
@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+from penstock.shared.models.observations import ObservationEncoder, Seen
 
 __all__ = ["Temperature", "TwinCritics", "ValueNetwork", "orthogonal", "perceptron"]
 
@@ -42,15 +44,16 @@ class Temperature(nn.Module):
 
 
 class ValueNetwork(nn.Module):
-    """Value of a state. Orthogonal weights."""
+    """Value of a state. Orthogonal weights; the encoder becomes part of it."""
 
-    def __init__(self, observation_size: int, hidden_sizes: Sequence[int]) -> None:
+    def __init__(self, encoder: ObservationEncoder, hidden_sizes: Sequence[int]) -> None:
         super().__init__()
-        self.layers = orthogonal(perceptron([observation_size, *hidden_sizes, 1], nn.Tanh), last_gain=1.0)
+        self.encoder = encoder
+        self.layers = orthogonal(perceptron([encoder.num_features, *hidden_sizes, 1], nn.Tanh), last_gain=1.0)
 
-    def forward(self, observations_BO: Tensor) -> Tensor:
+    def forward(self, seen: Seen) -> Tensor:
         """Values, [B]."""
-        values_B: Tensor = self.layers(observations_BO)[:, 0]
+        values_B: Tensor = self.layers(self.encoder(seen))[:, 0]
         return values_B
 
 

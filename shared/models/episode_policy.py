@@ -29,6 +29,7 @@ from penstock.shared.models.distributions import (
     squashed_logprobs,
     squashed_sample,
 )
+from penstock.shared.models.observations import Normaliser, ObservationEncoder, Seen
 from penstock.shared.protocol.embodied.environment import EnvSpec
 
 __all__ = ["Decision", "EpisodePolicy", "Evaluation", "SquashedPolicy", "build_policy"]
@@ -37,8 +38,6 @@ MIN_LOG_STD, MAX_LOG_STD = -5.0, 2.0
 """Of the squashed policy: between a deviation of 0.007 and one that tanh cuts to the bounds."""
 MOST_SQUASHED = 1 - 1e-6
 """Nearer to a bound of [-1, 1] no action is taken to be."""
-LONGEST_DEVIATION = 10.0
-"""A normalised observation is clipped here, in standard deviations."""
 
 Noise = Literal["normal", "uniform"]
 
@@ -59,51 +58,17 @@ class Evaluation(NamedTuple):
     entropy_N: Tensor
 
 
-class Normaliser(nn.Module):
-    """Mean and deviation of each number of the observations that were trained on, as buffers in float64.
-
-    They are part of the weights: a version acts on the statistics that it is trained with.
-    """
-
-    count: Tensor
-    mean_O: Tensor
-    squares_O: Tensor
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
-        self.register_buffer("mean_O", torch.zeros(size, dtype=torch.float64))
-        self.register_buffer("squares_O", torch.zeros(size, dtype=torch.float64))
-
-    def forward(self, numbers_NO: Tensor) -> Tensor:
-        """Shifted, scaled and clipped, float32 [N, O]; before the first ``observe`` only clipped."""
-        variance_O = torch.where(self.count > 0, self.squares_O / self.count.clamp(min=1), 1)
-        scaled_NO = (numbers_NO.double() - self.mean_O) / (variance_O + 1e-8).sqrt()
-        return scaled_NO.clamp(-LONGEST_DEVIATION, LONGEST_DEVIATION).float()
-
-    @torch.no_grad()
-    def observe(self, numbers_NO: Tensor) -> None:
-        """Take in observations; their sums of squares are added as in Chan, Golub and LeVeque (1979), eq. 2.1."""
-        if not len(numbers_NO):
-            return
-        values_NO, count = numbers_NO.double(), float(len(numbers_NO))
-        mean_O = values_NO.mean(0)
-        shift_O, total = mean_O - self.mean_O, self.count + count
-        self.squares_O += (values_NO - mean_O).square().sum(0) + shift_O.square() * (self.count * count / total)
-        self.mean_O += shift_O * (count / total)
-        self.count += count
-
-
 class EpisodePolicy(nn.Module, ABC):
-    """A perceptron over named observations that decides on a chunk of actions at once.
+    """A perceptron over named observations, images encoded by convolutions, that decides on a chunk of actions at once.
 
     Actions are kept as they were drawn: ``to_environment`` makes of them what the simulator takes.
 
     Attributes:
         noise: of which kind ``act`` needs its numbers, one for each number of a decision.
         noise_shape: (C, A).
-        observed: names of the observations that it reads.
-        layers: all weights but a deviation that depends on nothing.
+        observed: names of the observations that it reads; vectors: of those that are no images.
+        encoder: makes numbers of images.
+        layers: all other weights but a deviation that depends on nothing.
     """
 
     noise: Noise
@@ -113,19 +78,45 @@ class EpisodePolicy(nn.Module, ABC):
         super().__init__()
         self.observed, self._spec = config.observations, spec
         self.noise_shape = noise_shape
-        self.num_features = sum(math.prod(spec.observations[name].shape) for name in self.observed)
-        self.normaliser = Normaliser(self.num_features) if config.normalise_observations else None
+        self._images = tuple(name for name in self.observed if spec.observations[name].is_image)
+        self.vectors = tuple(name for name in self.observed if name not in self._images)
+        num_numbers = sum(math.prod(spec.observations[name].shape) for name in self.vectors)
+        normalises = config.normalise_observations and num_numbers > 0
+        self.normaliser = Normaliser(num_numbers) if normalises else None
+        images = [spec.observations[name].shape for name in self._images]
+        self.encoder = ObservationEncoder(config.encoder, num_numbers, images)
+        self.num_features = self.encoder.num_features
+
+    @property
+    def num_products(self) -> int:
+        """Products of a weight and a number in one decision, about."""
+        reused = sum(tensor.numel() for tensor in self.encoder.parameters())
+        return sum(tensor.numel() for tensor in self.parameters()) - reused + self.encoder.num_products
+
+    @property
+    def trunk(self) -> nn.Module:
+        """All weights but a deviation that depends on nothing."""
+        return nn.ModuleList((self.encoder, self.layers))
 
     def features(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """``numbers`` of these observations, normalised."""
-        return self.normalised(self.numbers(observations))
+        """These observations as the layers of the policy read them, [N, F]."""
+        features_NF: Tensor = self.encoder(self.read(observations))
+        return features_NF
+
+    def read(self, observations: Mapping[str, Tensor]) -> Seen:
+        """These observations as an encoder reads them, be it of the policy or of a value network."""
+        numbers_NO = self.normalised(self.numbers(observations))
+        return Seen(numbers_NO, tuple(observations[name] for name in self._images))
 
     def numbers(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """The observations that the policy reads, one after another, [N, O]."""
-        return torch.cat([observations[name].flatten(1) for name in self.observed], dim=1)
+        """The vectors that the policy reads, one after another, [N, O]."""
+        if not self.vectors:
+            image = observations[self._images[0]]
+            return image.new_zeros((len(image), 0), dtype=torch.float32)
+        return torch.cat([observations[name].flatten(1) for name in self.vectors], dim=1)
 
     def normalised(self, numbers_NO: Tensor) -> Tensor:
-        """Numbers that the layers of the policy, a value network and critics read; float32 [N, O]."""
+        """Numbers that policy, value network and critics read; float32 [N, O]."""
         normal_NO: Tensor = numbers_NO.float() if self.normaliser is None else self.normaliser(numbers_NO)
         return normal_NO
 

@@ -35,6 +35,9 @@ class Fragile(gymnasium.Env[dict[str, NDArray[Any]], int]):
     action_space = gymnasium.spaces.Discrete(5)
     task = "count to four"
 
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         if seed == UNSTARTABLE:

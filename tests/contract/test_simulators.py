@@ -37,7 +37,7 @@ from penstock.services.env.simulators import (
 )
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Unavailable
-from penstock.shared.protocol.embodied.environment import ArraySpec, OpenEnv, ResetRequest, StepRequest
+from penstock.shared.protocol.embodied.environment import ArraySpec, OpenEnv, Picture, ResetRequest, StepRequest
 from tests.contract.simulated_envs import DIE, FOLDER, HANG, NOT_A_NUMBER, RAISE, STEP, UNSTARTABLE
 
 NOWHERE = Path("/nonexistent")
@@ -48,12 +48,18 @@ ELSEWHERE = ("maniskill", "libero")
 REACH = OpenEnv(env_id="reach-v3", num_envs=3, backend="metaworld", options={"horizon": 20})
 PUSH = OpenEnv(env_id="PushCube-v1", num_envs=3, backend="maniskill", options={"horizon": 20})
 SOUP = OpenEnv(env_id="libero_object/0", num_envs=3, backend="libero", options={"horizon": 12, "assets": "primitive"})
+SMALL = Picture(height=20, width=30, grey=True, frames=2)
+NO_OPENGL = not (find_library("OSMesa") or find_library("EGL_mesa"))
 CASES = {
     "discrete": OpenEnv(env_id="CartPole-v1", num_envs=3),
     "continuous": OpenEnv(env_id="Pendulum-v1", num_envs=3),
     "options": OpenEnv(env_id="CartPole-v1", num_envs=3, options={"sutton_barto_reward": True}),
     "mujoco, two processes": OpenEnv(env_id="Hopper-v5", num_envs=3, num_processes=2),
     "metaworld": REACH,
+    "pictures": OpenEnv(env_id="CartPole-v1", num_envs=3, picture=SMALL),
+    "mujoco pictures, two processes": OpenEnv(
+        env_id="InvertedPendulum-v5", num_envs=3, num_processes=2, picture=SMALL, options={"reset_noise_scale": 0.1}
+    ),
     "maniskill": PUSH,
     "maniskill, two processes": msgspec.structs.replace(PUSH, env_id="PickCube-v1", num_processes=2),
     "libero": SOUP,
@@ -78,6 +84,8 @@ def sims_dir(request: OpenEnv) -> Path:
     params=[pytest.param(name, marks=SLOW_TO_START if one.backend in ELSEWHERE else ()) for name, one in CASES.items()],
 )
 def case(request: pytest.FixtureRequest) -> OpenEnv:
+    if request.param.startswith("mujoco pictures") and NO_OPENGL:
+        pytest.skip("no OpenGL library: apt-get install -y libosmesa6")
     return CASES[request.param]
 
 
@@ -181,13 +189,13 @@ def test_another_session_plays_the_same_episode(simulator: Simulator, case: Open
 
 
 def _fields(request: OpenEnv) -> dict[str, Any]:
-    return {name: getattr(request, name) for name in ("env_id", "backend", "options", "step_limit_s")}
+    return {name: getattr(request, name) for name in ("env_id", "backend", "options", "step_limit_s", "picture")}
 
 
-@pytest.mark.parametrize("name", ["discrete", "mujoco, two processes", "metaworld", "libero"])
+@pytest.mark.parametrize("name", ["discrete", "pictures", "mujoco, two processes", "metaworld", "libero"])
 def test_an_episode_is_filmed_and_goes_on_as_without_a_camera(name: str) -> None:
     """An MP4 file of the newest episode; states and rewards are those of the same simulator without a camera."""
-    if name != "discrete" and not (find_library("OSMesa") or find_library("EGL_mesa")):
+    if name not in ("discrete", "pictures") and NO_OPENGL:
         pytest.skip("no OpenGL library: apt-get install -y libosmesa6")
     request = OpenEnv(**{**_fields(CASES[name]), "num_envs": 1})
     where = sims_dir(request)

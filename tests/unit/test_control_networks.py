@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from penstock.shared.config.embodied import EncoderConfig
 from penstock.shared.models.control import TwinCritics, ValueNetwork
+from penstock.shared.models.observations import ObservationEncoder, Seen
 
 
 def test_twin_critics_share_nothing() -> None:
@@ -20,8 +22,8 @@ def test_twin_critics_share_nothing() -> None:
 
 
 def test_first_weights_are_orthogonal() -> None:
-    value = ValueNetwork(6, [16])
+    value = ValueNetwork(ObservationEncoder(EncoderConfig(), 6), [16])
     first, last = (layer.weight for layer in value.layers if isinstance(layer, nn.Linear))
     torch.testing.assert_close(first.T @ first, 2 * torch.eye(6), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(last @ last.T, torch.eye(1), rtol=1e-4, atol=1e-7)
-    assert value(torch.ones(5, 6)).shape == (5,)
+    assert value(Seen(torch.ones(5, 6))).shape == (5,)

@@ -11,7 +11,7 @@ from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.jobs.kinds import parse_job, parse_training, text_job, trains
 from penstock.shared.config.jobs.training_job import TrainingJob
 from penstock.shared.errors import ConfigError
-from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec
+from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec, Picture
 
 JOB: dict[str, Any] = {
     "kind": "embodied",
@@ -101,6 +101,16 @@ def test_reset_ids_go_round_or_on() -> None:
         ({"early_stop": {"metric": "eval/greedy", "goal": 1}}, "they measure eval/return, eval/success, eval/length"),
         ({"environment": {"bytes_per_step": 1 << 24}}, "more than a group may have"),
         ({"limits": {"byte_budget": 1 << 20}}, "raise it to at least"),
+        ({"environment": {"image": {}}}, "the policy reads no 'image'; name it in policy.observations"),
+        (
+            {
+                "environment": {"image": {}},
+                "policy": {"type": "squashed", "observations": ["image"]},
+                "algorithm": {"type": "sac", "warmup_transitions": 1},
+            },
+            "the replay buffer of 'sac' holds vectors",
+        ),
+        ({"policy": {"encoder": {"kernel_size": 4}}}, "kernel_size.*must be odd"),
         ({"environment": {"horizont": 3}}, "did you mean 'horizon'"),
         ({"algorithm": {"type": "dapo"}}, "'ppo', 'grpo', 'sac'"),
         ({"train": {"max_updates": None}}, "train.max_updates"),
@@ -119,7 +129,7 @@ def test_a_language_model_is_asked_for_by_name() -> None:
 @pytest.mark.parametrize(
     ("policy", "changes", "message"),
     [
-        ({"observations": ["image"]}, {}, "has no observation 'image'; it has: state"),
+        ({"observations": ["image"]}, {}, "has no observation 'image'; it has: state; environment.image adds it"),
         ({"type": "categorical"}, {}, "an action of metaworld 'reach-v3' is 4 numbers; use gaussian, tokens"),
         ({}, {"num_actions": 3, "action_shape": ()}, "is one of 3 actions; use categorical"),
         ({"type": "tokens"}, {"action_high": [float("inf")] * 4}, "no finite bounds; use gaussian"),
@@ -131,6 +141,35 @@ def test_a_policy_that_does_not_fit_its_simulator_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_spec(job(policy=policy), spec(**changes))
+
+
+def test_pictures_are_asked_for_and_counted() -> None:
+    """In the request for simulators, and in the bytes of a decision."""
+    image = {"height": 24, "width": 32, "grey": True, "frames": 3}
+    pictured = {"state": ArraySpec((39,), "float64"), "image": ArraySpec((24, 32, 3), "uint8")}
+    need = bytes_per_step(job(), spec()) + 24 * 32 * 3
+
+    def config(bytes_per_step: int, **sections: dict[str, Any]) -> EmbodiedJob:
+        return job(
+            **{
+                "environment": {"image": image, "bytes_per_step": bytes_per_step},
+                "policy": {"observations": ["image"]},
+                **sections,
+            }
+        )
+
+    check_spec(config(need), spec(observations=pictured))
+    assert config(need).environment.opening(2).picture == Picture(**image)
+    assert job().environment.opening(2).picture is None
+    with pytest.raises(ConfigError, match=f"takes {need} bytes; raise it"):
+        check_spec(config(need - 1), spec(observations=pictured))
+    own = job(
+        environment={"bytes_per_step": need},
+        policy={"type": "squashed", "observations": ["image"]},
+        algorithm={"type": "sac", "warmup_transitions": 1},
+    )
+    with pytest.raises(ConfigError, match="'image' of metaworld 'reach-v3' is an image, which 'sac' cannot learn from"):
+        check_spec(own, spec(observations=pictured))
 
 
 def test_a_replay_buffer_that_does_not_fit_its_bytes_is_refused() -> None:

@@ -6,12 +6,12 @@ from math import prod
 
 import numpy as np
 
-from penstock.shared.config.embodied import SoftActorCriticConfig
+from penstock.shared.config.embodied import IMAGE, SoftActorCriticConfig
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
+from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["check_camera", "check_spec", "describe_environment"]
@@ -30,11 +30,7 @@ async def describe_environment(bus: Bus, config: EmbodiedJob, *, deadline_s: flo
         ConfigError: the simulator cannot be made, or the job does not fit it.
         Unavailable: no env worker answered until the deadline.
     """
-    sim = config.environment
-    request = OpenEnv(
-        env_id=sim.task, num_envs=1, backend=sim.backend, options=sim.options, step_limit_s=sim.step_limit_s,
-        camera=camera,
-    )  # fmt: skip
+    request = config.environment.opening(1, camera=camera)
     reply = await bus.request(subjects.ENV_DESCRIBE, pack(request, job=config.name), deadline_s=deadline_s)
     spec = unpack(reply, EnvSpec)[0]
     check_spec(config, spec)
@@ -51,7 +47,8 @@ def check_spec(config: EmbodiedJob, spec: EnvSpec) -> None:
     unknown = [name for name in policy.observations if name not in spec.observations]
     if unknown:
         known = ", ".join(spec.observations)
-        raise ConfigError(f"policy.observations: {where} has no observation '{unknown[0]}'; it has: {known}")
+        hint = "; environment.image adds it" if unknown[0] == IMAGE else ""
+        raise ConfigError(f"policy.observations: {where} has no observation '{unknown[0]}'; it has: {known}{hint}")
     discrete = spec.num_actions is not None
     if discrete != (policy.type == "categorical"):
         kind = f"one of {spec.num_actions} actions" if discrete else f"{prod(spec.action_shape)} numbers"
@@ -60,7 +57,13 @@ def check_spec(config: EmbodiedJob, spec: EnvSpec) -> None:
     unbounded = not np.isfinite([*spec.action_low, *spec.action_high]).all()
     if policy.type in ("tokens", "squashed") and unbounded:
         raise ConfigError(f"policy.type '{policy.type}': actions of {where} have no finite bounds; use gaussian")
+    images = [name for name in policy.observations if spec.observations[name].is_image]
     if isinstance(config.algorithm, SoftActorCriticConfig):
+        if images:
+            raise ConfigError(
+                f"policy.observations: '{images[0]}' of {where} is an image, which 'sac' cannot learn from: its replay "
+                "buffer holds vectors; take algorithm 'ppo' or 'grpo'"
+            )
         config.algorithm.buffer.check_bytes(
             observation_size=sum(prod(spec.observations[name].shape) for name in policy.observations),
             action_size=config.environment.action_chunk * prod(spec.action_shape),

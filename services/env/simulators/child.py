@@ -10,8 +10,10 @@ ones of ended episodes, by name.
 
 An environment that raises loses its episode and nothing else: the child makes it anew at its next reset.
 
-With a camera every episode is filmed, by imageio-ffmpeg. Adapters whose simulator has one offer ``make_with_camera``
-beside ``make``; what it returns has ``render()`` and ``frames_per_s``, too.
+With a camera every episode is filmed, by imageio-ffmpeg. With ``picture`` the environments observe what their camera
+sees, as ``image``; a film then shows what they observe. Adapters whose simulator has a camera offer
+``make_with_camera`` beside ``make``; what it returns has ``render()`` and ``frames_per_s``, too, and may have
+``draw_at(height, width)``, which says how large its pictures are from then on.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,7 +42,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Channel", "Environment", "Filmable", "Outcome", "SharedObservations"]
+__all__ = ["Channel", "Environment", "Filmable", "Outcome", "Pictured", "SharedObservations", "shrunk"]
 
 LENGTHS = struct.Struct("<II")
 WORD = 8
@@ -56,6 +59,13 @@ MOST_FRAMES = 600
 LAST_FRAMES = 20
 """So long the last picture stays."""
 MOST_FILM_BYTES = 4 << 20
+DRAWN = 128
+"""Pixels of the longer side of what is drawn for an observation that is smaller: their mean smooths edges."""
+SHOWN = 256
+"""Pixels of the longer side of a film of what an environment observes."""
+BRIGHTNESS = np.array([299, 587, 114], np.uint32)
+"""Thousandths of red, green and blue (ITU-R BT.601)."""
+IMAGE = "image"
 
 Message = dict[str, Any]
 Outcome = tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]
@@ -291,6 +301,84 @@ class _Losing:
         return True
 
 
+class Pictured:
+    """An environment that observes pictures, too: ``image``, uint8 [height, width, channels], the newest frame last.
+
+    Raises:
+        ValueError: it has an observation of this name already.
+    """
+
+    def __init__(self, inner: Filmable, *, height: int, width: int, grey: bool, frames: int) -> None:
+        observed = inner.spec["observations"]
+        if IMAGE in observed:
+            raise ValueError(f"the environment observes an '{IMAGE}' by itself: leave environment.image out")
+        self._inner, self.task, self.frames_per_s = inner, inner.task, inner.frames_per_s
+        self._size, self._grey = (height, width), grey
+        self._frames: deque[NDArray[np.uint8]] = deque(maxlen=frames)
+        self.spec = {**inner.spec, "observations": {
+            **observed, IMAGE: ([height, width, frames * (1 if grey else 3)], "uint8"),
+        }}  # fmt: skip
+        draw_at = getattr(inner, "draw_at", None)
+        if draw_at is not None:
+            times = max(1, DRAWN // max(height, width))
+            draw_at(*(times * side + times * side % 2 for side in (height, width)))
+
+    def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
+        """Begin an episode; its first picture stands for those before."""
+        observations = self._inner.reset(state_id)
+        self.task = self._inner.task
+        self._frames.extend([self._picture()] * (self._frames.maxlen or 1))
+        return self._with_image(observations)
+
+    def step(self, action: Any) -> Outcome:
+        """Execute one action."""
+        observations, *rest = self._inner.step(action)
+        self._frames.append(self._picture())
+        return (self._with_image(observations), *rest)
+
+    def state(self) -> bytes:
+        """See ``Environment``."""
+        return self._inner.state()
+
+    def render(self) -> NDArray[np.uint8]:
+        """The newest frame, enlarged, [H, W, 3] with even sides."""
+        frame = self._frames[-1]
+        times = max(1, SHOWN // max(self._size) // 2) * 2
+        colours: NDArray[np.uint8] = np.repeat(frame, 3, axis=2) if self._grey else frame
+        return colours.repeat(times, axis=0).repeat(times, axis=1)
+
+    def close(self) -> None:
+        """See ``Environment``."""
+        self._inner.close()
+
+    def _picture(self) -> NDArray[np.uint8]:
+        small = shrunk(self._inner.render(), *self._size)
+        if not self._grey:
+            return small
+        grey: NDArray[np.uint8] = ((small @ BRIGHTNESS + 500) // 1000).astype(np.uint8)[..., None]
+        return grey
+
+    def _with_image(self, observations: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+        return {**observations, IMAGE: np.concatenate(self._frames, axis=2)}
+
+
+def shrunk(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
+    """A picture [H, W, 3] as [height, width, 3]: each pixel the rounded mean of those that it covers.
+
+    Raises:
+        ValueError: it is smaller than that.
+    """
+    H, W = picture.shape[:2]
+    if (height, width) == (H, W):
+        return picture
+    if height > H or width > W:
+        raise ValueError(f"the simulator draws {H} x {W} pixels: environment.image has no room for {height} x {width}")
+    rows, columns = np.arange(height) * H // height, np.arange(width) * W // width
+    sums = np.add.reduceat(np.add.reduceat(picture, rows, axis=0, dtype=np.uint32), columns, axis=1)
+    areas = np.diff(rows, append=H)[:, None, None] * np.diff(columns, append=W)[None, :, None]
+    return ((sums + areas // 2) // areas).astype(np.uint8)
+
+
 class Filmed:
     """An environment whose episodes are filmed. A camera that fails spoils the film and nothing else."""
 
@@ -422,8 +510,14 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:MAX_REASON]
 
 
-def load_backend(path: str, *, camera: bool = False) -> Callable[[str, Message], Environment]:
+def load_backend(
+    path: str, *, camera: bool = False, picture: Message | None = None
+) -> Callable[[str, Message], Environment]:
     """The function ``make`` of an adapter, or ``make_with_camera``, from its file.
+
+    Args:
+        camera: film every episode.
+        picture: arguments of ``Pictured``, if the environments are to observe pictures.
 
     Raises:
         ValueError: the file cannot be loaded, or has no such function.
@@ -433,12 +527,14 @@ def load_backend(path: str, *, camera: bool = False) -> Callable[[str, Message],
         raise ValueError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
-    name = "make_with_camera" if camera else "make"
+    draws = camera or picture is not None
+    name = "make_with_camera" if draws else "make"
     make: Callable[[str, Message], Any] | None = getattr(module, name, None)
     if make is None:
         missing = f"{path} has no function make(env_id, options)"
-        raise ValueError("this simulator's adapter has no camera" if camera else missing)
-    return (lambda env_id, options: Filmed(make(env_id, options))) if camera else make
+        raise ValueError("this simulator's adapter has no camera" if draws else missing)
+    seen = make if picture is None else (lambda env_id, options: Pictured(make(env_id, options), **picture))
+    return (lambda env_id, options: Filmed(seen(env_id, options))) if camera else seen
 
 
 def die_with_parent(parent: int) -> None:
@@ -458,8 +554,9 @@ def main(arguments: Sequence[str]) -> None:
     try:
         if options["camera"]:
             os.nice(CAMERA_NICENESS)
+        if options["camera"] or options["picture"]:
             choose_renderer()
-        make = load_backend(backend, camera=options["camera"])
+        make = load_backend(backend, camera=options["camera"], picture=options["picture"])
         host = Host(lambda: make(options["env_id"], options["options"]), options["num_envs"])
     except (Exception, SystemExit) as error:  # a simulator may raise anything while it is imported
         traceback.print_exc()

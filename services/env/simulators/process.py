@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -218,6 +219,7 @@ class _Child:
         ours, theirs = socket.socketpair()
         options = {
             "env_id": request.env_id, "num_envs": num_envs, "options": request.options, "camera": request.camera,
+            "picture": None if request.picture is None else msgspec.to_builtins(request.picture),
         }  # fmt: skip
         with theirs:
             try:

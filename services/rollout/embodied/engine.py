@@ -51,7 +51,7 @@ class PolicyEngine:
         self.noise, self.noise_shape = policy.noise, policy.noise_shape
         self.action_dtype = "float32" if policy.noise == "normal" else "int64"
         """A uniform number chooses one of several values."""
-        self._num_weights = sum(tensor.numel() for tensor in policy.parameters())
+        self._num_products = policy.num_products
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
         self._lock = asyncio.Lock()
         """Held while the policy decides or takes in a version."""
@@ -71,7 +71,7 @@ class PolicyEngine:
             if self._closed:
                 raise Unavailable("the policy's engine is closed")
             num_rows = len(next(iter(observations.values())))
-            if num_rows * self._num_weights <= INLINE_PRODUCTS:
+            if num_rows * self._num_products <= INLINE_PRODUCTS:
                 return self._decide(observations, noise_NCA)
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._thread, self._decide, observations, noise_NCA)
@@ -143,7 +143,8 @@ class PolicyEngine:
 
     def _decide(self, observations: Mapping[str, NDArray[Any]], noise_NCA: NDArray[np.float32] | None) -> Decided:
         start = time.perf_counter()
-        seen = {name: torch.from_numpy(array).to(self._device) for name, array in observations.items()}
+        read = {name: observations[name] for name in self._policy.observed}
+        seen = {name: torch.from_numpy(array).to(self._device) for name, array in read.items()}
         noise = None if noise_NCA is None else torch.from_numpy(noise_NCA).to(self._device)
         decision = self._policy.act(seen, noise)
         decided = Decided(

@@ -19,7 +19,7 @@ from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, PenstockError
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.embodied.environment import OpenEnv, ResetReply, ResetRequest, StepReply, StepRequest
+from penstock.shared.protocol.embodied.environment import ResetReply, ResetRequest, StepReply, StepRequest
 from penstock.shared.protocol.embodied.video import Video, video_headers
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus, Outgoing
@@ -95,7 +95,8 @@ class FilmMaker:
         """Raises PenstockError: it cannot be made now."""
         mail = await asyncio.to_thread(FrameMail, self._settings)
         try:
-            client = await EnvClient.open(self._bus, mail, _request(shot.config), job=shot.job, deadline_s=OPEN_S)
+            request = shot.config.environment.opening(1, camera=True)
+            client = await EnvClient.open(self._bus, mail, request, job=shot.job, deadline_s=OPEN_S)
             try:
                 facts = await _play(client, shot)
                 data, reason = await client.film(0, deadline_s=MARGIN_S + shot.config.environment.step_limit_s)
@@ -112,14 +113,6 @@ class FilmMaker:
             subjects.videos(shot.job), data, video_headers(facts), f"{shot.job}:video:{facts.name}:{bool(data)}"
         )
         await self._bus.publish_whole([message], deadline_s=PUBLISH_S)
-
-
-def _request(config: EmbodiedJob) -> OpenEnv:
-    sim = config.environment
-    return OpenEnv(
-        env_id=sim.task, num_envs=1, backend=sim.backend, options=sim.options, step_limit_s=sim.step_limit_s,
-        camera=True,
-    )  # fmt: skip
 
 
 def _video(shot: Shot, **facts: Any) -> Video:

@@ -17,7 +17,7 @@ from penstock.services.rollout.embodied.queue import EpisodeQueue
 from penstock.shared.config.embodied import SimulatorConfig
 from penstock.shared.errors import ConfigError, PenstockError, Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv, ResetRequest, StepRequest
+from penstock.shared.protocol.embodied.environment import EnvSpec, ResetRequest, StepRequest
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.env_client import EnvClient
@@ -65,10 +65,7 @@ class SimulatorSession:
     async def open(self) -> EnvSpec:
         """Have an env worker make the environments; waits for one that can."""
         config = self._config
-        request = OpenEnv(
-            env_id=config.task, num_envs=config.num_envs, backend=config.backend, options=config.options,
-            num_processes=config.num_processes, step_limit_s=config.step_limit_s, idle_s=IDLE_S,
-        )  # fmt: skip
+        request = config.opening(config.num_envs, idle_s=IDLE_S)
         what = f"an env worker to open '{config.task}'"
         while True:
             self._asking.wait(self._key, what, subjects.ENV_OPEN)

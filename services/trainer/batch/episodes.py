@@ -195,7 +195,7 @@ def _check_finite(columns: EpisodeColumns) -> None:
     arrays |= {"returns": columns.returns_E, **columns.observations}
     arrays |= {f"final {name}": column for name, column in columns.final_observations.items()}
     for name, array in arrays.items():
-        if not np.isfinite(array).all():
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
             raise ProtocolError(f"group {columns.draws[0]}: a number of its {name} is not finite")
 
 

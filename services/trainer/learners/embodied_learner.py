@@ -22,7 +22,7 @@ from penstock.services.trainer.update_rules.episode_grpo import EpisodeGRPORule
 from penstock.services.trainer.update_rules.episode_ppo import EpisodePPORule
 from penstock.services.trainer.update_rules.on_policy import NonFiniteStep
 from penstock.services.trainer.update_rules.soft_actor_critic import SoftActorCriticRule
-from penstock.shared.config.embodied import EpisodePPOConfig, SoftActorCriticConfig
+from penstock.shared.config.embodied import EpisodePPOConfig, PolicyConfig, SoftActorCriticConfig
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.data.demonstrations import check_demonstrations, read_demonstrations
 from penstock.shared.errors import CheckpointError, ConfigError, DataError, ProtocolError
@@ -141,8 +141,8 @@ class EmbodiedLearner:
         columns = episode_columns(shard.groups)
         self._check_space(columns)
         report = self._rule.update(columns, update_index=update_index)
-        observed = {name: torch.from_numpy(columns.observations[name]) for name in self._config.policy.observations}
-        self.policy.observe({name: column.to(self._device) for name, column in observed.items()})
+        vectors = {name: torch.from_numpy(columns.observations[name]) for name in self.policy.vectors}
+        self.policy.observe({name: column.to(self._device) for name, column in vectors.items()})
         return episode_facts(columns) | report
 
     def warm_start(self, on_pass: Callable[[int, float], None] = lambda number, loss: None) -> None:
@@ -186,14 +186,15 @@ class EmbodiedLearner:
         try:
             theirs = msgspec.json.decode(saved)
             own = msgspec.json.decode(msgspec.json.encode(self._description()))
+            saved_policy = PolicyConfig.parse(theirs["policy"]).model_dump(mode="json")  # with defaults of newer keys
             pairs = {
-                **_facts("policy", theirs["policy"], own["policy"], own["policy"]),
+                **_facts("policy", saved_policy, own["policy"], own["policy"]),
                 "action_chunk": (theirs["action_chunk"], own["action_chunk"]),
                 **_facts("observation", theirs["environment"]["observations"], own["environment"]["observations"],
                          self._config.policy.observations),
                 **_facts("environment", theirs["environment"], own["environment"], _ACTION_SPACE),
             }  # fmt: skip
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        except (msgspec.DecodeError, KeyError, TypeError, AttributeError, ConfigError):
             raise CheckpointError(f"the checkpoint's {DESCRIPTION} does not describe an embodied policy") from None
         for name, (found, expected) in pairs.items():
             if found != expected:
@@ -218,6 +219,8 @@ def _open_rule(
     if isinstance(algorithm, SoftActorCriticConfig):
         if not isinstance(policy, SquashedPolicy):
             raise ConfigError("policy.type: algorithm 'sac' trains a 'squashed' policy")
+        if policy.vectors != policy.observed:
+            raise ConfigError("policy.observations: algorithm 'sac' learns from vectors, not from images")
         return SoftActorCriticRule(algorithm, policy, **keys)
     if isinstance(algorithm, EpisodePPOConfig):
         return EpisodePPORule(algorithm, policy, **keys)

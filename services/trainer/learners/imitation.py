@@ -53,7 +53,7 @@ def imitate(
     policy.observe(decisions.observations)
     optimizer = OptimizerConfig(learning_rate=config.learning_rate)
     networks = TrainedNetworks(
-        {"policy": (policy.layers, optimizer)}, collective, total_updates=None, on_nonfinite="pause"
+        {"policy": (policy.trunk, optimizer)}, collective, total_updates=None, on_nonfinite="pause"
     )
     networks.begin(0)
     count = len(decisions)

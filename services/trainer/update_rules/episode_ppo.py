@@ -3,8 +3,7 @@
 An update is a pure function of the state, the columns of the batch and its number. Advantages are those of the whole
 batch on every rank.
 
-Shape legend: N = decisions of the batch, E = its episodes, M = this rank's share of a minibatch, O = numbers of an
-observation.
+Shape legend: N = decisions of the batch, E = its episodes, M = this rank's share of a minibatch.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from penstock.shared.config.embodied import EpisodePPOConfig
 from penstock.shared.models.building import building
 from penstock.shared.models.control import ValueNetwork
 from penstock.shared.models.episode_policy import EpisodePolicy
+from penstock.shared.models.observations import Seen
 
 __all__ = ["EpisodePPORule"]
 
@@ -37,7 +37,7 @@ __all__ = ["EpisodePPORule"]
 class _Targets:
     """Values before the update, advantages and returns, [N], and the observations as the value network reads them."""
 
-    features_NO: Tensor
+    seen: Seen
     values_N: Tensor
     advantages_N: Tensor
     returns_N: Tensor
@@ -68,7 +68,7 @@ class EpisodePPORule:
     ) -> None:
         self._config, self._policy, self._device = config, policy, next(policy.parameters()).device
         with building(seed):
-            self._value = ValueNetwork(policy.num_features, config.value_hidden_sizes).to(self._device)
+            self._value = ValueNetwork(policy.encoder.another(), config.value_hidden_sizes).to(self._device)
         self._networks = TrainedNetworks(
             {"policy": (policy, config.policy), "value": (self._value, config.value)},
             collective,
@@ -113,8 +113,8 @@ class EpisodePPORule:
             {name: torch.from_numpy(column).to(device) for name, column in named.items()}
             for named in (columns.observations, columns.final_observations)
         )
-        features_NO = self._policy.features(observations)
-        values_N, bootstrap_E = self._value(features_NO), self._value(self._policy.features(last))
+        seen = self._policy.read(observations)
+        values_N, bootstrap_E = self._value(seen), self._value(self._policy.read(last))
         every_N = torch.ones(len(columns), dtype=torch.bool, device=device)
         advantages_N, returns_N = gae(
             torch.from_numpy(columns.rewards_N).to(device),
@@ -127,10 +127,10 @@ class EpisodePPORule:
         )
         if self._config.normalise_advantages:
             advantages_N = whiten(advantages_N, every_N, moments(advantages_N, every_N))
-        return _Targets(features_NO, values_N, advantages_N, returns_N)
+        return _Targets(seen, values_N, advantages_N, returns_N)
 
     def _value_step(self, targets: _Targets, own_M: Tensor, count: int) -> None:
-        values_M, returns_M = self._value(targets.features_NO[own_M]), targets.returns_N[own_M]
+        values_M, returns_M = self._value(targets.seen.rows(own_M)), targets.returns_N[own_M]
         if self._config.value_clip is None:
             loss_M = value_loss(values_M, returns_M, error=squared_error)
         else:

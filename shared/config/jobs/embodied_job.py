@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from penstock.shared.config.backend import FSDPConfig, LocalConfig
 from penstock.shared.config.embodied import (
+    IMAGE,
     EmbodiedAlgorithm,
     EpisodeEvaluationConfig,
     EpisodePPOConfig,
@@ -62,6 +63,14 @@ class EmbodiedJob(TrainingJob):
             raise ValueError("policy.type: algorithm 'sac' trains a 'squashed' policy")
         if not off_policy and self.policy.type == "squashed":
             raise ValueError(f"policy.type: 'squashed' is for algorithm 'sac', found '{self.algorithm.type}'")
+        return self
+
+    @model_validator(mode="after")
+    def _pictures_are_read(self) -> EmbodiedJob:
+        if self.environment.image is not None and IMAGE not in self.policy.observations:
+            raise ValueError(f"environment.image: the policy reads no '{IMAGE}'; name it in policy.observations")
+        if self.environment.image is not None and isinstance(self.algorithm, SoftActorCriticConfig):
+            raise ValueError("environment.image: the replay buffer of 'sac' holds vectors; take 'ppo' or 'grpo'")
         return self
 
     @model_validator(mode="after")

@@ -37,6 +37,7 @@ __all__ = [
     "FilmRequest",
     "KeepRequest",
     "OpenEnv",
+    "Picture",
     "ResetReply",
     "ResetRequest",
     "StepReply",
@@ -49,6 +50,18 @@ __all__ = [
 
 Observations = dict[str, NDArray[Any]]
 """Observations by name."""
+
+
+class Picture(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for an observation ``image``: uint8 [height, width, frames x (1 if grey, else 3)], the newest frame last.
+
+    Before the second step of an episode its first picture stands for the ones before.
+    """
+
+    height: int
+    width: int
+    grey: bool = False
+    frames: int = 1
 
 
 class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,6 +83,8 @@ class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     camera: bool = False
     """Film every episode; only for sessions that make videos, for a picture takes longer than a step."""
+    picture: Picture | None = None
+    """The environments observe what their camera sees, too."""
 
 
 class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
@@ -77,6 +92,11 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
 
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def is_image(self) -> bool:
+        """True of uint8 [H, W, C], which a policy reads through convolutions."""
+        return self.dtype == "uint8" and len(self.shape) == 3
 
 
 class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from penstock.cli.printing import Json, note, show_json
@@ -16,7 +17,6 @@ from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import load_settings
 from penstock.shared.data.demonstrations import write_demonstrations
 from penstock.shared.errors import ConfigError
-from penstock.shared.protocol.embodied.environment import OpenEnv
 
 __all__ = ["record_demonstrations"]
 
@@ -47,10 +47,7 @@ def record_demonstrations(
     sim = config.environment
     options = sim.options if checkpoint is not None else sim.options | EXPERT_OPTIONS.get(sim.backend, {})
     found = record(
-        OpenEnv(
-            env_id=sim.task, num_envs=1, backend=sim.backend, options=options, step_limit_s=sim.step_limit_s,
-            num_processes=sim.num_processes,
-        ),
+        msgspec.structs.replace(sim.opening(1), options=options),
         load_settings().sims_dir.expanduser(),
         scripted_expert if checkpoint is None else partial(policy_of_checkpoint, checkpoint),
         reset_ids=[sim.reset_id(ordinal) for ordinal in range(episodes)],

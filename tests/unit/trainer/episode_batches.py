@@ -75,6 +75,7 @@ def group_of(
     version: int = 0,
     objective: Any = "policy",
     seed: int = 0,
+    image: tuple[int, int, int] | None = None,
 ) -> EpisodeGroup:
     """Random observations, and what ``policy`` did; the last decision of every second episode is not executed whole.
 
@@ -82,10 +83,11 @@ def group_of(
         lengths: decisions of each episode.
         scale: of the rewards.
         terminated: episodes that ended with their task; the others are cut off.
+        image: shape of an image that is observed, too.
     """
     rng = np.random.default_rng([seed, ordinal])
     count, size, (chunk, _) = sum(lengths), len(lengths), policy.noise_shape
-    observations = _observations(rng, count)
+    observations = _observations(rng, count, image)
     shape = (count, *policy.noise_shape)
     noise = rng.random(shape) if policy.noise == "uniform" else rng.standard_normal(shape)
     tensors = {name: torch.from_numpy(column) for name, column in observations.items()}
@@ -100,7 +102,7 @@ def group_of(
         over["terminated" if episode in terminated else "truncated"][end - 1, valid[end - 1] - 1] = True
     return EpisodeGroup(
         job="job_1", draw=Draw(ordinal), attempt="a", epoch=1, cu_seqlens=cuts, observations=observations,
-        final_observations=_observations(rng, size), actions=drawn.actions_NCA.numpy(),
+        final_observations=_observations(rng, size, image), actions=drawn.actions_NCA.numpy(),
         logprobs=drawn.logprobs_NCA.numpy(), valid=valid, rewards=rewards, **over,
         returns=np.add.reduceat(rewards.sum(1), cuts[:-1]).astype(np.float32),
         succeeded=np.isin(np.arange(size), succeeded), solved_at_end=np.isin(np.arange(size), succeeded),
@@ -114,8 +116,10 @@ def columns_of(policy: EpisodePolicy, ordinal: int, **keys: Any) -> EpisodeColum
     return episode_columns([group_of(policy, ordinal, **keys)])
 
 
-def _observations(rng: np.random.Generator, count: int) -> dict[str, NDArray[Any]]:
+def _observations(rng: np.random.Generator, count: int, image: tuple[int, int, int] | None) -> dict[str, NDArray[Any]]:
+    pictures = {} if image is None else {"image": rng.integers(0, 256, (count, *image), np.uint8)}
     return {
+        **pictures,
         "state": rng.normal(2, 3, (count, 3)),
         "goal": rng.standard_normal((count, 1, 2)).astype(np.float32),
     }

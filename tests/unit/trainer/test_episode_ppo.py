@@ -36,11 +36,11 @@ def rule_of(
 
 def value_of(rule: EpisodePPORule, policy: EpisodePolicy, observations: dict[str, Any]) -> Tensor:
     """The value network of ``rule``, from its state."""
-    network = ValueNetwork(policy.num_features, [16])
+    network = ValueNetwork(policy.encoder.another(), [16])
     names = [f"value.{name}" for name, _ in network.named_parameters()]
     network.load_state_dict({name.removeprefix("value."): rule.state()[name] for name in names})
     with torch.no_grad():
-        values: Tensor = network(policy.features(tensors(observations)))
+        values: Tensor = network(policy.read(tensors(observations)))
     return values
 
 

@@ -66,12 +66,29 @@ class GymnasiumEnvironment:
         return inner.model
 
     @property
+    def _renderer(self) -> Any:
+        """MuJoCo's, or None."""
+        return getattr(self._env.unwrapped, "mujoco_renderer", None)
+
+    @property
     def frames_per_s(self) -> float:
         """Steps of a second."""
         return float(self._env.metadata.get("render_fps") or 20)
 
+    def draw_at(self, height: int, width: int) -> None:
+        """Draw pictures of this size; only MuJoCo can, others have sizes of their own."""
+        renderer = self._renderer
+        if renderer is None:
+            return
+        renderer.height, renderer.width = height, width
+        self._env.reset(seed=0)  # the camera points at where the parts are when it first draws
+        self._env.render()
+
     def render(self) -> NDArray[np.uint8]:
         """A picture [H, W, 3], cut to even sides. Raises ValueError: the environment draws none."""
+        renderer = self._renderer
+        if renderer is not None and renderer.viewer is not None:  # of several environments each has its own
+            renderer.viewer.make_context_current()
         picture: Any = self._env.render()
         if not isinstance(picture, np.ndarray) or picture.ndim != 3:
             raise ValueError("the environment renders no picture")

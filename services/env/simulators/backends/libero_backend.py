@@ -79,7 +79,7 @@ class LiberoEnvironment:
             ) from None
         self._env: Any = control.env
         self._idle = np.append(np.zeros(6), -1.0)
-        self._steps = 0
+        self._steps, self._size = 0, (PICTURE, PICTURE)
         self.task = str(control.language_instruction)
         low, high = self._env.action_spec
         self.spec = {
@@ -132,9 +132,14 @@ class LiberoEnvironment:
 
     frames_per_s = 20.0
 
+    def draw_at(self, height: int, width: int) -> None:
+        """Draw pictures of this size."""
+        self._size = height, width
+
     def render(self) -> NDArray[np.uint8]:
-        """A picture [256, 256, 3]; only of what ``make_with_camera`` made."""
-        picture: NDArray[np.uint8] = self._env.sim.render(camera_name="agentview", width=PICTURE, height=PICTURE)
+        """A picture [256, 256, 3], or as ``draw_at`` said; only of what ``make_with_camera`` made."""
+        height, width = self._size
+        picture: NDArray[np.uint8] = self._env.sim.render(camera_name="agentview", width=width, height=height)
         return picture[::-1]
 
     def close(self) -> None:

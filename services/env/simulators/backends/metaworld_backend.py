@@ -105,8 +105,15 @@ class MetaWorldEnvironment:
 
     frames_per_s = 80.0
 
+    def draw_at(self, height: int, width: int) -> None:
+        """Draw pictures of this size."""
+        self._env.mujoco_renderer.height, self._env.mujoco_renderer.width = height, width
+
     def render(self) -> NDArray[np.uint8]:
-        """A picture [256, 256, 3]; only of what ``make_with_camera`` made."""
+        """A picture [256, 256, 3], or as ``draw_at`` said; only of what ``make_with_camera`` made."""
+        renderer = self._env.mujoco_renderer
+        if renderer.viewer is not None:  # of several environments each has its own
+            renderer.viewer.make_context_current()
         picture: NDArray[np.uint8] = self._env.render()
         return picture
 
