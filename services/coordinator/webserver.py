@@ -39,6 +39,9 @@ FLUSH_S = 5.0
 """So long a client has to take the answer that ends its connection."""
 PER_TURN = 32
 """Connections that end in one turn of the loop."""
+KEEP_ALIVE_S = 20
+"""A connection stays open so long without a request: longer than clients keep one (httpx and what is built on it: 5 s).
+So it is they who close it, and none of them sends a request into a connection that is being closed."""
 SPARE_FILES = 512
 """Descriptors for everything but clients."""
 
@@ -62,7 +65,7 @@ def server_of(app: ASGIApp, settings: ServiceSettings) -> uvicorn.Server:
     config = uvicorn.Config(
         app, host=settings.http_host, port=settings.http_port, log_config=None, access_log=False,
         timeout_graceful_shutdown=3, lifespan="on", proxy_headers=bool(proxies), forwarded_allow_ips=proxies,
-        http=given, ws="none",
+        http=given, ws="none", timeout_keep_alive=KEEP_ALIVE_S,
     )  # fmt: skip
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

@@ -20,7 +20,16 @@ from penstock.shared.errors import (
     Unavailable,
 )
 
-__all__ = ["DEFAULT_URL", "base_url", "body_of", "default_headers", "error_of", "pause_s", "unreachable"]
+__all__ = [
+    "DEFAULT_URL",
+    "base_url",
+    "body_of",
+    "default_headers",
+    "error_of",
+    "is_in_flight",
+    "pause_s",
+    "unreachable",
+]
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 LONGEST_PAUSE_S = 5.0
@@ -43,6 +52,11 @@ def default_headers(api_key: str | None, url: str) -> dict[str, str]:
     if key and not (key.isascii() and key.isprintable()):
         raise ConfigError("the API key holds characters that no key has: pass the key itself, or leave it out")
     return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def is_in_flight(response: httpx.Response) -> bool:
+    """True if the server still works on an earlier attempt of this very request, by its Idempotency-Key."""
+    return response.status_code == 409 and response.headers.get("x-should-retry") == "true"
 
 
 def pause_s(attempt: int, response: httpx.Response | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Small state machines of the clients: how long to put up with an absent server, how to find a job by a short name."""
+"""Small state machines of the clients: how often to try, how long to put up with silence, how to find a job."""
 
 from __future__ import annotations
 
@@ -6,16 +6,45 @@ import re
 import time
 from typing import Any
 
+import httpx
+
 from penstock.client import calls
+from penstock.client.answers import is_in_flight, pause_s
 from penstock.client.calls import Call
 from penstock.shared.errors import Conflict, NotFound, Unavailable
 from penstock.shared.protocol.jobs import JobRecord
 
-__all__ = ["Patience", "Search"]
+__all__ = ["Attempts", "Patience", "Search"]
 
 _FULL_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
 _ID_PREFIX = re.compile(r"(job_)?[0-9a-f]{1,32}", re.ASCII)
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}", re.ASCII)
+
+
+class Attempts:
+    """Counts how often one request was repeated.
+
+    An answer that an earlier attempt is still being worked on is no failure of this one: such repetitions are bounded
+    by ``patience_s`` since the first of them, not by ``retries``.
+    """
+
+    def __init__(self, retries: int, patience_s: float) -> None:
+        self._retries, self._patience_s = retries, patience_s
+        self._made = 0
+        self._in_flight_until: float | None = None
+
+    def pause_s(self, response: httpx.Response | None) -> float | None:
+        """Seconds to wait before the next attempt; None: ``response`` (None: there was none) is the last word."""
+        if response is not None and self._retries and is_in_flight(response):
+            now = time.monotonic()
+            if self._in_flight_until is None:
+                self._in_flight_until = now + self._patience_s
+            return pause_s(0, response) if now < self._in_flight_until else None
+        pause = pause_s(self._made, response)
+        if self._made >= self._retries:
+            return None
+        self._made += 1
+        return pause
 
 
 class Patience:

@@ -12,7 +12,7 @@ import httpx
 
 from penstock.client import calls, flows
 from penstock.client import feedback as said
-from penstock.client.answers import base_url, body_of, default_headers, pause_s, unreachable
+from penstock.client.answers import base_url, body_of, default_headers, unreachable
 from penstock.client.audit_log import AuditLog
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
 from penstock.client.download import archive, artifact, film, plan_downloads
@@ -22,6 +22,7 @@ from penstock.client.files import Files, Graders
 from penstock.client.keys import Keys
 from penstock.client.letters import Letters
 from penstock.client.models import Models
+from penstock.client.patience import Attempts
 from penstock.client.quarantine import Quarantine
 from penstock.client.results import LogLine
 from penstock.client.results.reading import one
@@ -42,7 +43,8 @@ class Client:
     """The job API. Failed requests raise the errors of ``penstock.shared.errors``.
 
     Requests are repeated up to ``retries`` times when the server cannot be reached or asks for it; a POST carries an
-    idempotency key, so it has one effect. Calls that wait put up with an absent server for ``patience_s``.
+    idempotency key, so it has one effect. While the server still works on an earlier attempt of a POST, its repetition
+    waits for that one, for ``patience_s`` at most. Calls that wait put up with an absent server for ``patience_s``.
     """
 
     def __init__(
@@ -346,7 +348,8 @@ class Client:
     def _send(self, call: Call[T]) -> T:
         headers, query = call.headers(), call.query()
         timeout = call.timeout_s or self._timeout_s
-        for attempt in range(self._retries + 1):
+        attempts = Attempts(self._retries, self._patience_s)
+        while True:
             response: httpx.Response | None = None
             failure: httpx.TransportError | None = None
             try:
@@ -357,8 +360,8 @@ class Client:
                     break
             except httpx.TransportError as error:
                 failure = error
-            pause = pause_s(attempt, response)
-            if pause is None or attempt == self._retries:
+            pause = attempts.pause_s(response)
+            if pause is None:
                 break
             time.sleep(pause)
         if response is None:

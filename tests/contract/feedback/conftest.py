@@ -20,6 +20,7 @@ from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.serving import Gateway
+from penstock.services.coordinator.webserver import KEEP_ALIVE_S
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
@@ -162,7 +163,11 @@ async def desk(open_desk: Open) -> AsyncIterator[Desk]:
 @pytest.fixture
 async def url(desk: Any) -> Any:
     """The desk's application on a port of its own."""
-    server = uvicorn.Server(uvicorn.Config(desk.client._transport.app, port=0, log_level="error", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            desk.client._transport.app, port=0, log_level="error", lifespan="off", timeout_keep_alive=KEEP_ALIVE_S
+        )
+    )
     serving = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)

@@ -34,6 +34,7 @@ from penstock.services.coordinator.training.checkpoints import (
     find_file,
 )
 from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.webserver import KEEP_ALIVE_S
 from penstock.shared.config.data import source_names
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
@@ -459,7 +460,9 @@ class Served:
         async def serve() -> None:
             self.stopping = asyncio.Event()
             app = create_app(self.books, settings(**self._more), stopping=self.stopping)
-            config = uvicorn.Config(app, port=self.port, log_level="error", timeout_graceful_shutdown=2)
+            config = uvicorn.Config(
+                app, port=self.port, log_level="error", timeout_graceful_shutdown=2, timeout_keep_alive=KEEP_ALIVE_S
+            )
             self._server = uvicorn.Server(config)
             self._loop = asyncio.get_running_loop()
             await self._server.serve()

@@ -15,18 +15,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.client import Client
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.api.feeds import PER_TURN, Feeds
 from penstock.services.coordinator.api.http.documents import MAX_VALUES, count_values, items_of
 from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.api.http.sse import END, RETRY
-from penstock.services.coordinator.webserver import MAX_PIPELINED, _Bounds, server_of
+from penstock.services.coordinator.webserver import KEEP_ALIVE_S, MAX_PIPELINED, _Bounds, server_of
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.runtime.tasks import end_tasks
 
 LONG_S = 20
 ROOT = {"authorization": "Bearer root"}
+
+
+def test_a_connection_without_requests_is_closed_by_the_client(books: Any) -> None:
+    """One that the server closes first may have a request on its way, which then is lost."""
+    settings = ServiceSettings(http_port=0)
+    assert server_of(create_app(books, settings), settings).config.timeout_keep_alive == KEEP_ALIVE_S
+    for client in (httpx.Client(), Client("http://127.0.0.1:1")._http):
+        expiry = client._transport._pool._keepalive_expiry  # type: ignore[attr-defined]
+        assert 0 < 2 * expiry <= KEEP_ALIVE_S
 
 
 @contextlib.asynccontextmanager

@@ -7,14 +7,19 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
+import orjson
 import pytest
 import yaml
 
 from penstock.client import AsyncClient, Client
+from penstock.client.calls import Call
+from penstock.client.patience import Attempts
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import ConfigError, Conflict, DeadlineError, NotFound, Unavailable
 
@@ -202,6 +207,45 @@ def test_impatience(served: Any, job: Any) -> None:
         with pytest.raises(Unavailable):
             list(client.events(record.id))
         assert time.monotonic() - began < 20
+
+
+def test_a_repetition_waits_for_its_first_attempt(served: Any, books: Any, job: Any) -> None:
+    """Answers that the first is still being worked on are no failures, however many: both get what it came to."""
+    submit, begun, may_end = books.submit, threading.Event(), threading.Event()
+    answers: list[int] = []
+
+    async def held(*given: Any, **named: Any) -> Any:
+        begun.set()
+        await asyncio.to_thread(may_end.wait, 60)
+        return await submit(*given, **named)
+
+    def heard(reply: httpx.Response) -> None:
+        answers.append(reply.status_code)
+        if len(answers) == 3:  # more than it has retries
+            may_end.set()
+
+    books.submit = held
+    call = Call("POST", "/v1/jobs", dict, body=orjson.dumps(job), key="same")
+    with (
+        Client(served.url, retries=1) as first,
+        Client(served.url, retries=1) as again,
+        ThreadPoolExecutor(2) as threads,
+    ):
+        again._http.event_hooks["response"].append(heard)
+        one = threads.submit(first._send, call)
+        assert begun.wait(60)
+        other = threads.submit(again._send, call)
+        assert one.result(60)["id"] == other.result(60)["id"]
+    assert answers[:3] == [409, 409, 409]
+    assert books.submitted == 1
+
+
+def test_the_wait_for_a_first_attempt_has_an_end() -> None:
+    in_flight = httpx.Response(409, headers={"Retry-After": "1", "x-should-retry": "true"})
+    assert Attempts(1, patience_s=60).pause_s(in_flight) == 1
+    assert Attempts(1, patience_s=0).pause_s(in_flight) is None
+    conflict = httpx.Response(409, headers={"x-should-retry": "false"})
+    assert Attempts(1, patience_s=60).pause_s(conflict) is None
 
 
 def test_views(client: Client, books: Any, job: Any) -> None:

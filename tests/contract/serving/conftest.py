@@ -32,6 +32,7 @@ from penstock.services.coordinator.feedback.desk import FeedbackDesk
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.serving import Gateway
+from penstock.services.coordinator.webserver import KEEP_ALIVE_S
 from penstock.services.rollout.session import RolloutSession
 from penstock.shared.config.jobs.kinds import parse_training
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
@@ -218,7 +219,9 @@ async def running_front(bus: Bus, settings: ServiceSettings) -> AsyncIterator[Fr
     control = CoordinatorControl(bus, store, Members(), {}, settings)
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(control, settings, desk=desk, serving=gateway)
-    http = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
+    http = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, timeout_keep_alive=KEEP_ALIVE_S)
+    )
     http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     serving = asyncio.create_task(http._serve([listener]))
     running = [asyncio.create_task(gateway.run()), asyncio.create_task(desk.run())]
