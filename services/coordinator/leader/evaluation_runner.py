@@ -13,21 +13,19 @@ from typing import Any
 
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
-from penstock.services.coordinator.leader.effects import EffectPublisher
 from penstock.services.coordinator.leader.evaluation import Scores, evaluation_tickets
-from penstock.services.coordinator.leader.outbox import Outbox
+from penstock.services.coordinator.leader.ledgerless_runner import LedgerlessRunner
 from penstock.services.coordinator.leader.pace import Pace
 from penstock.services.coordinator.leader.why import blocked_waits, recovery_waits, wait_row, worker_waits
-from penstock.services.coordinator.training.retry import Retry
 from penstock.shared.config.jobs.evaluation_job import EvaluationJob
 from penstock.shared.data.check import SourceSummary, check_data
 from penstock.shared.errors import DataError, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
-from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.jobs import JobFailure, JobRecord
-from penstock.shared.protocol.messages import Ack, Report, Ticket
+from penstock.shared.protocol.jobs import JobFailure, JobRecord, Phase
+from penstock.shared.protocol.messages import Ticket
 from penstock.shared.protocol.parts import count_of
 from penstock.shared.protocol.trajectory import GroupHeader, parse_group_header
 from penstock.shared.runtime.tasks import WorkSlice
@@ -41,16 +39,12 @@ LONGEST_S = 7 * 86400.0
 """Deadline of tickets where the job gives none."""
 
 
-class EvaluationRunner:
+class EvaluationRunner(LedgerlessRunner):
     """The leader's task for one evaluation job; ends when the job does."""
 
     def __init__(self, bus: Bus, store: JobStore, members: Members, record: JobRecord, *, epoch: int) -> None:
-        self.bus, self.members = bus, members
-        self.job, self.record, self.epoch = record.id, record, epoch
+        super().__init__(bus, store, members, record, epoch=epoch)
         self.config = EvaluationJob.parse(record.spec)
-        self.outbox = Outbox(bus, store, self.job, attempt=record.status.attempt + 1)
-        self.retry = Retry(self.job, tell=lambda text: self.outbox.event("warning", "blocked", text))
-        self.publisher = EffectPublisher(bus, self.job, epoch, self.retry)
         self.scores = Scores()
         self._pace = Pace()
         self.expected: set[int] = set()
@@ -59,9 +53,7 @@ class EvaluationRunner:
         self._num_prompts = 0
         self._held_out: tuple[SourceSummary, ...] = ()
         self._next_seq = 1
-        self._failure: JobFailure | None = None
         self._error = ""
-        self._changed, self._ended = asyncio.Event(), asyncio.Event()
 
     async def lead(self) -> None:
         """Count what is there, ask for the rest, and end the job when every prompt is answered."""
@@ -81,28 +73,16 @@ class EvaluationRunner:
                 await slice_.end()
         deadline = self.record.created_at.timestamp() + (self.config.limits.timeout_s or LONGEST_S)
         tickets = evaluation_tickets(self.expected, 0, deadline=deadline, epoch=self.epoch)
-        async with asyncio.TaskGroup() as tasks:
-            running = [
-                tasks.create_task(self.outbox.run()),
-                tasks.create_task(self._follow()),
-                tasks.create_task(self._serve()),
-            ]
+        async with self._running(self._follow()):
             if tickets:
                 await self.publisher.publish_tickets(tickets)
             self.ready = True
             await self._until_over(deadline)
-            await self.outbox.flush()
-            self._ended.set()
-            for task in running:
-                task.cancel()
 
     async def _until_over(self, deadline: float) -> None:
-        while not (phase := self._end(deadline)):
+        while (phase := self._end(deadline)) is None:
             self._report("running", "")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, min(IDLE_S, deadline - bus_time()))):
-                    await self._changed.wait()
-            self._changed.clear()
+            await self._until_changed(max(0.0, min(IDLE_S, deadline - bus_time())))
         values = self.scores.values(self.config.evaluation, self._held_out)
         values["eval/missing"] = float(len(self.expected))
         shown = ", ".join(f"{name} {values[name]:.4g}" for name in self.config.evaluation.metrics if name in values)
@@ -111,8 +91,8 @@ class EvaluationRunner:
             self.outbox.event("info", "evaluation", shown)
         self._report(phase, shown if self._failure is None else self._failure.message)
 
-    def _end(self, deadline: float) -> str:
-        """The terminal phase, or '' while there is something to wait for."""
+    def _end(self, deadline: float) -> Phase | None:
+        """The terminal phase, or None while there is something to wait for."""
         if self.record.desired_state == "cancelled":
             return "cancelled"
         if not self._failure and self.expected and bus_time() > deadline:
@@ -125,16 +105,7 @@ class EvaluationRunner:
             self._failure = JobFailure(code="not_scored", message=text)
         if self._failure:
             return "failed"
-        return "" if self.expected else "succeeded"
-
-    def update_record(self, record: JobRecord) -> None:
-        """The job's record changed."""
-        self.record = record
-        self.wake()
-
-    def wake(self) -> None:
-        """Look at the job now."""
-        self._changed.set()
+        return None if self.expected else "succeeded"
 
     # -- facts -------------------------------------------------------------------------------------------------------
 
@@ -189,41 +160,20 @@ class EvaluationRunner:
         except (NotFound, ProtocolError):
             return None
 
-    async def _serve(self) -> None:
-        """A worker that cannot use the job says so here; it is answered once that stands in the job's record."""
-
-        async def on_report(data: bytes) -> bytes:
-            report, _ = unpack(data, Report)
-            if report.kind == "failed":
-                error = JobFailure(code="rollout_failed", message=report.reason, service="rollout")
-                self._failure = self._failure or error
-                self._changed.set()
-                await self._ended.wait()  # who asks has a deadline and asks again
-            return pack(Ack(ok=True), job=self.job, epoch=self.epoch)
-
-        server = await self.bus.serve(subjects.report(self.job), on_report)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await server.close(0.5)
-
     # -- what people see ---------------------------------------------------------------------------------------------
 
-    def _report(self, phase: str, message: str) -> None:
-        over, done = phase != "running", self._num_prompts - len(self.expected)
+    def _report(self, phase: Phase, message: str) -> None:
+        done = self._num_prompts - len(self.expected)
         rewards = [*self.scores.greedy.values(), *(r for found in self.scores.sampled.values() for r in found)]
-        fields = {
-            "phase": phase,
-            "message": message,
-            "error": self._failure if phase == "failed" else None,
-            "step": done,
-            "total_steps": self._num_prompts,
-            "expected_end": self._pace.end(done, self._num_prompts, bus_time(), running=not over),
-            "reward": sum(rewards) / len(rewards) if rewards else None,
-            "started_at": self.record.status.started_at or bus_datetime(),
-            "finished_at": bus_datetime() if over else None,
-        }
-        self.outbox.status(fields, force=over)
+        self._write_status(
+            phase,
+            message,
+            step=done,
+            total_steps=self._num_prompts,
+            expected_end=self._pace.end(done, self._num_prompts, bus_time(), running=phase == "running"),
+            reward=sum(rewards) / len(rewards) if rewards else None,
+            started_at=self.record.status.started_at or bus_datetime(),
+        )
 
     def status(self) -> dict[str, Any]:
         """This leader's view of the job."""

@@ -5,24 +5,18 @@ There is no ledger and nothing to recover: the workers serve by the job's record
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import time
 from typing import Any
 
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
-from penstock.services.coordinator.leader.effects import EffectPublisher
-from penstock.services.coordinator.leader.outbox import Outbox
+from penstock.services.coordinator.leader.ledgerless_runner import LedgerlessRunner
 from penstock.services.coordinator.leader.why import blocked_waits, wait_row, worker_waits
-from penstock.services.coordinator.training.retry import Retry
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_datetime, bus_time
-from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.jobs import JobFailure, JobRecord, Phase
-from penstock.shared.protocol.messages import Ack, Report
+from penstock.shared.protocol.jobs import JobRecord, Phase
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["ServingRunner"]
@@ -31,39 +25,25 @@ LOOK_S = 0.5
 """Heartbeats of the workers are looked at this often."""
 
 
-class ServingRunner:
+class ServingRunner(LedgerlessRunner):
     """The leader's task for one deployment; ends when the job does."""
 
     def __init__(self, bus: Bus, store: JobStore, members: Members, record: JobRecord, *, epoch: int) -> None:
-        self.bus, self.members = bus, members
-        self.job, self.record, self.epoch = record.id, record, epoch
+        super().__init__(bus, store, members, record, epoch=epoch)
         self.config = ServingJob.parse(record.spec)
-        self.outbox = Outbox(bus, store, self.job, attempt=record.status.attempt + 1)
-        self.retry = Retry(self.job, tell=lambda text: self.outbox.event("warning", "blocked", text))
-        self.publisher = EffectPublisher(bus, self.job, epoch, self.retry)
         self.ready = True
         self._served = record.status.phase == "running"
-        self._failure: JobFailure | None = None
         self._seen: dict[str, int] = {}
         self._active, self._started_at = time.monotonic(), record.status.started_at
-        self._changed, self._ended = asyncio.Event(), asyncio.Event()
 
     async def lead(self) -> None:
         """Watch the workers until the deployment is over."""
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self.outbox.run()), tasks.create_task(self._serve_reports())]
+        async with self._running():
             while (end := self._end()) is None:
                 self._report("running" if self._served else "pending", self._message())
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_S):
-                        await self._changed.wait()
-                self._changed.clear()
+                await self._until_changed(LOOK_S)
                 self._look(time.monotonic())
             self._report(*end)
-            await self.outbox.flush()
-            self._ended.set()
-            for task in running:
-                task.cancel()
 
     def _entries(self, clock: float) -> dict[str, dict[str, Any]]:
         """Of each live rollout worker its entry for this job."""
@@ -101,32 +81,9 @@ class ServingRunner:
         return f"{workers} rollout worker{'s' if workers > 1 else ''} serve{'' if workers > 1 else 's'} {what}"
 
     def update_record(self, record: JobRecord) -> None:
-        """The job's record changed."""
-        self.record = record
+        """Take the new record of the job, whose settings may have changed."""
         self.config = ServingJob.parse(record.spec)
-        self.wake()
-
-    def wake(self) -> None:
-        """Look at the job now."""
-        self._changed.set()
-
-    async def _serve_reports(self) -> None:
-        """A worker that cannot load the model says so here; it is answered once that stands in the job's record."""
-
-        async def on_report(data: bytes) -> bytes:
-            report, _ = unpack(data, Report)
-            if report.kind == "failed":
-                error = JobFailure(code="rollout_failed", message=report.reason, service="rollout")
-                self._failure = self._failure or error
-                self._changed.set()
-                await self._ended.wait()  # who asks has a deadline and asks again
-            return pack(Ack(ok=True), job=self.job, epoch=self.epoch)
-
-        server = await self.bus.serve(subjects.report(self.job), on_report)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await server.close(0.5)
+        super().update_record(record)
 
     async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
         """A deployment has no work in queues: whatever is there under its name is kept for people to look at."""
@@ -134,18 +91,10 @@ class ServingRunner:
         await self.publisher.delete(range(seq, seq + count), stream=stream)
 
     def _report(self, phase: Phase, message: str) -> None:
-        over = phase not in ("pending", "running")
         if phase == "running" and self._started_at is None:
             self._started_at = bus_datetime()
-        fields = {
-            "phase": phase,
-            "message": message,
-            "observed_generation": self.record.generation,
-            "error": self._failure if phase == "failed" else None,
-            "started_at": self._started_at,
-            "finished_at": bus_datetime() if over else None,
-        }
-        self.outbox.status(fields, force=over)
+        generation = self.record.generation
+        self._write_status(phase, message, observed_generation=generation, started_at=self._started_at)
 
     def status(self) -> dict[str, Any]:
         """This leader's view of the job."""
