@@ -119,11 +119,11 @@ def _commands(prefix: str, group: TyperGroup) -> Iterator[str]:
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "environment": ("operations.md", environment),
     "commands": ("cli.md", commands),
-    "job": ("job-file.md", job_file),
-    "evaluation-job": ("job-file.md", evaluation_job),
-    "serving-job": ("job-file.md", serving_job),
-    "online-job": ("job-file.md", online_job),
-    "embodied-job": ("job-file.md", embodied_job),
+    "job": ("job-rl.md", job_file),
+    "evaluation-job": ("job-evaluation.md", evaluation_job),
+    "serving-job": ("job-serving.md", serving_job),
+    "online-job": ("job-online.md", online_job),
+    "embodied-job": ("job-embodied.md", embodied_job),
     "errors": ("architecture.md", error_tree),
 }
 """Marker -> page and what writes it."""

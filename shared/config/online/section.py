@@ -149,7 +149,7 @@ class OnlineConfig(StrictModel):
     invalid_reward: float | None = None
     """Reward of a completion whose tool calls cannot be parsed; null: the lowest bound of the declared metrics."""
     defences: Defences = "none"
-    """`standard`: what is not written here has the values of [Defences](online.md#defences) instead of the defaults."""
+    """`standard`: a key not written here has the value of [Defences](online-defences.md#defences), not its default."""
     max_share_per_key: float = Field(1.0, gt=0, le=1)
     """Largest share of a batch that one key judged; an answer that nobody judged counts for the key that asked."""
     max_share_per_asker: float = Field(1.0, gt=0, le=1)
