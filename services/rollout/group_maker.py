@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from transformers import PreTrainedTokenizerFast
 
 from penstock.services.rollout.conversations.episode_state import Ask
 from penstock.services.rollout.conversations.player import ConversationPlayer, begun_alike
+from penstock.services.rollout.conversations.turn_writer import rows_of
 from penstock.services.rollout.conversations.turns import EpisodePlayer, token_of
 from penstock.services.rollout.engines import Engine
 from penstock.services.rollout.episode import build_group, completion_texts, requests_for, skipped_group
@@ -18,21 +20,84 @@ from penstock.shared.config.environment import VerifiersConfig
 from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.rewards.scorers import EnvironmentScorer
 from penstock.shared.data.prompts import Prompt
-from penstock.shared.protocol.generation import GenRequest, GenResult, Sample, Sampling
+from penstock.shared.protocol.generation import GenRequest, Sample, Sampling
 from penstock.shared.protocol.ids import derive_seed, new_attempt
 from penstock.shared.protocol.messages import Ticket
 from penstock.shared.protocol.trajectory import Group
 from penstock.shared.runtime.tasks import together
 
-__all__ = ["GroupMaker"]
+__all__ = ["GroupMaker", "HeldRows", "room_for"]
+
+
+class HeldRows:
+    """Rows of an engine that groups hold: one for each completion that has not ended, waiting ones included.
+
+    Args:
+        on_free: called when there may be a free one.
+    """
+
+    def __init__(self, on_free: Callable[[], None]) -> None:
+        self._on_free = on_free
+        self.number = 0
+        self.num_groups = 0
+
+    @contextmanager
+    def group(self, number: int) -> Iterator[Callable[[], None]]:
+        """Hold ``number`` rows; each call of the given function gives one back, the end of the block the others."""
+        left = number
+
+        def free() -> None:
+            nonlocal left
+            left -= 1
+            self.number -= 1
+            self._on_free()
+
+        self.number += number
+        self.num_groups += 1
+        try:
+            yield free
+        finally:
+            self.number -= left
+            self.num_groups -= 1
+            self._on_free()
+
+
+def room_for(*, rows: int, completions: int, held: int, num_waiting: int, num_written: int) -> int:
+    """Groups whose first completion finds a free row: no row waits for the longest completion of a group.
+
+    Groups that are scored and published hold no row; there are not many more of them than fill all rows.
+
+    Args:
+        rows: of the engine.
+        completions: of a group.
+        held: rows that groups in the making hold.
+        num_waiting: groups that are not begun yet.
+        num_written: groups that are scored and published.
+    """
+    if num_written > max(1, rows // completions):
+        return 0
+    free = rows - held - num_waiting * completions
+    return max(0, -(-free // completions))
 
 
 class GroupMaker:
-    """Makes the groups of one job on one engine."""
+    """Makes the groups of one job on one engine.
+
+    Args:
+        on_free: called when a completion has ended: another one may begin.
+    """
 
     def __init__(
-        self, job: str, worker: str, config: TextJob, engine: Engine, tokenizer: PreTrainedTokenizerFast
+        self,
+        job: str,
+        worker: str,
+        config: TextJob,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        on_free: Callable[[], None] = lambda: None,
     ) -> None:
+        self.held = HeldRows(on_free)
         self._job, self._worker, self._config, self._engine, self._tokenizer = job, worker, config, engine, tokenizer
         self._stop_tokens = frozenset(engine.stop_ids) | frozenset(config.sampling.stop_token_ids)
         self._judged = any(isinstance(scorer, EnvironmentScorer) for scorer in config.reward.scorers)
@@ -48,12 +113,16 @@ class GroupMaker:
         asked = requests_for(self._config, ticket)
         start, name = time.perf_counter(), f"{key}@{new_attempt()}"
         episodes: list[Episode] = []
+        samples: list[Sample] = []
+        with self.held.group(sum(n for _, n in asked)) as free:
+            if self._player is None:
+                samples = await self._complete(name, prompt, asked, free)
+            else:  # between two turns of an episode nothing is decoded, yet its row is kept for it
+                episodes = await self._player.play(name, prompt, self._state_seed(ticket), asked, ask)
         if self._player is None:
-            samples = await self._complete(name, prompt, asked)
             stop = asked[0][0].stop_strings
             texts = completion_texts(samples, self._decode, stop_tokens=self._stop_tokens, stop=stop)
         else:
-            episodes = await self._player.play(name, prompt, self._state_seed(ticket), asked, ask)
             prompt = begun_alike(prompt, episodes, max_tokens=self._config.data.prompt.max_tokens)
             if prompt.too_long:
                 return skipped_group(
@@ -69,13 +138,19 @@ class GroupMaker:
         )  # fmt: skip
         return with_episodes(group, episodes, judged=self._judged) if episodes else group
 
-    async def _complete(self, name: str, prompt: Prompt, asked: Sequence[tuple[Sampling, int]]) -> list[Sample]:
-        requests = [
-            GenRequest(request_id=f"{name}.{i}", prompt_ids=prompt.token_ids, sampling=sampling, n=n)
-            for i, (sampling, n) in enumerate(asked)
-        ]
-        results: list[GenResult] = await together(self._engine.generate(request) for request in requests)
-        return [sample for result in results for sample in result.samples]
+    async def _complete(
+        self, name: str, prompt: Prompt, asked: Sequence[tuple[Sampling, int]], free: Callable[[], None]
+    ) -> list[Sample]:
+        """A request for each completion, for each gives its row back as it ends. Sample i of one request for all would
+        have the same seed, and so the same tokens."""
+
+        async def complete(place: int, sampling: Sampling) -> Sample:
+            request = GenRequest(request_id=f"{name}.{place}", prompt_ids=prompt.token_ids, sampling=sampling)
+            [sample] = (await self._engine.generate(request)).samples
+            free()
+            return sample
+
+        return await together(complete(place, sampling) for place, sampling in enumerate(rows_of(asked)))
 
     def _state_seed(self, ticket: Ticket) -> int:
         """The same for all episodes of a draw: they begin alike."""

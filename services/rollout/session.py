@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from penstock.services.rollout.conversations.asking import Asking
 from penstock.services.rollout.engines import Engine, lacks_engine, open_engine, open_job_engine
 from penstock.services.rollout.env_requests import EnvRequests
 from penstock.services.rollout.episode import failed_group, skipped_group, with_scores
-from penstock.services.rollout.group_maker import GroupMaker
+from penstock.services.rollout.group_maker import GroupMaker, room_for
 from penstock.services.rollout.held_weights import WeightRing
 from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.publisher import GroupPublisher
@@ -189,6 +190,8 @@ class RolloutSession:
         self._held = WeightRing(config.online.posted.held_versions if isinstance(config, OnlineJob) else 0)
         self._serving: InferenceServer | None = None
         self._drained = asyncio.Event()
+        self._num_written = 0
+        """Groups in hand that are scored and published."""
         self.groups = 0
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -248,7 +251,10 @@ class RolloutSession:
         self._tokenizer = build_tokenizer(self.config.model)
         self._source = PromptSource(self.config.data_config, self._tokenizer, self.config.seed)
         self._engine = open_job_engine(self.config, self._tokenizer, self._settings)
-        self._maker = GroupMaker(self.job, self._settings.worker_id, self.config, self._engine, self._tokenizer)
+        self._maker = GroupMaker(
+            self.job, self._settings.worker_id, self.config, self._engine, self._tokenizer,
+            on_free=self._tickets.look_again,
+        )  # fmt: skip
         if Candidate.is_needed(self.config):
             self._candidate = Candidate(self._bus, self._settings, self.job, self.config, self._tokenizer)
 
@@ -284,8 +290,11 @@ class RolloutSession:
     # -- one ticket --------------------------------------------------------------------------------------------------
 
     def _room(self) -> int:
-        fitting = max(1, self.config.placement.max_running // self.config.completions_per_group)
-        return fitting - self._tickets.num_taken
+        held, config = self._maker.held, self.config
+        return room_for(
+            rows=config.placement.max_running, completions=config.completions_per_group, held=held.number,
+            num_waiting=self._tickets.num_taken - held.num_groups - self._num_written, num_written=self._num_written,
+        )  # fmt: skip
 
     def _progress(self) -> int | None:
         assert self._engine is not None
@@ -312,12 +321,13 @@ class RolloutSession:
             await self._publisher.publish(group)
             return
         group = await self._generate(ticket, prompt, key, oldest=ticket.min_version)
-        if not group.num_trajectories:  # its environment began with a prompt that is too long
-            await self._publisher.publish(group)
-            return
-        if not self.config.reward.slow:
-            group = with_scores(group, await self._score(group, key))
-        await self._publisher.publish(group, raw=self.config.reward.slow)
+        with self._written():
+            if not group.num_trajectories:  # its environment began with a prompt that is too long
+                await self._publisher.publish(group)
+                return
+            if not self.config.reward.slow:
+                group = with_scores(group, await self._score(group, key))
+            await self._publisher.publish(group, raw=self.config.reward.slow)
         self.groups += 1
 
     async def _evaluate(self, ticket: Ticket, key: str) -> None:
@@ -326,9 +336,19 @@ class RolloutSession:
         if not prompt.too_long:
             group = await self._generate(ticket, prompt, key, oldest=ticket.version or 0)
             if group.num_trajectories:
-                reply = await self._score(group, key)
+                with self._written():
+                    reply = await self._score(group, key)
                 rewards, failed, greedy = reply.rewards, (group.failed | reply.failed).tolist(), group.greedy.tolist()
         await self._tickets.tell(ticket, key, rewards, failed=failed, greedy=greedy)
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Around what is done with a group whose completions have ended."""
+        self._num_written += 1
+        try:
+            yield
+        finally:
+            self._num_written -= 1
 
     async def _give_up(self, ticket: Ticket, key: str, reason: str) -> None:
         if self._is_measure(ticket):

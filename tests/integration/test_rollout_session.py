@@ -243,6 +243,22 @@ async def test_every_draw_in_hand_is_named(bus: Bus, tmp_path: Path) -> None:
         await until(lambda: held(0))
 
 
+async def test_a_ticket_is_taken_for_a_free_row(bus: Bus, tmp_path: Path) -> None:
+    """Six rows: there is no room for the completions of a second group, but for some of them."""
+    evaluation, placement = {"samples": 4, "greedy": False}, {"max_running": 6}
+    async with working(bus, tmp_path, ["1+1=", "1+2="], evaluation=evaluation, placement=placement) as worker:
+        await worker.ask(0)
+        await worker.ask(1)
+
+        async def held(number: int) -> bool:
+            return len(worker.session.status()["holds"]) == number
+
+        await until(lambda: held(2))
+        worker.scores.set()
+        await until(lambda: held(0))
+        assert {ordinal: len(header.lengths) for ordinal, header in (await worker.groups()).items()} == {0: 4, 1: 4}
+
+
 async def test_another_ticket_for_work_in_hand_is_done_with(bus: Bus, tmp_path: Path) -> None:
     async with working(bus, tmp_path) as worker:
         await worker.ask(1)
