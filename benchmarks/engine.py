@@ -8,6 +8,9 @@ every completion is equally long, and all fit into the batch. "ragged": lengths 
 completions as the batch has rows wait at the beginning. ``generate`` pads: each of its batches goes on until its
 longest completion has ended. It returns tokens alone, the others a log-prob with each.
 
+"16 rows": ragged groups of eight completions on 16 rows of the embedded engine. A rollout worker begins a group when
+its first completion finds a free row; beside it stands the rule of beginning it when all of them do.
+
 Ratios are medians over rounds, of CPU seconds: with one thread they are the seconds of a quiet machine, and hold on a
 busy one, too. Ratios of wall time stand beside them. vLLM is the one that ``penstock engines install vllm`` made; where
 there is none its column is left out.
@@ -37,6 +40,8 @@ OWN, PADDED, VLLM = "embedded", "generate", "vllm"
 GOALS = {"equal": 1.2, "ragged": 2.0}
 """Times the tokens per second of ``generate``; ragged ones in batches, for one row pads nothing."""
 VLLM_GOAL, VLLM_BATCH = 0.9, 256
+FED, FEEDING_GOAL = "1m", 1.3
+"""Times the groups per second of the rule that begins whole groups."""
 
 
 @dataclass
@@ -106,6 +111,25 @@ def measure(name: str, batch: int, pythons: dict[str, Path], work: Path, rounds:
     return found
 
 
+def add_feeding(report: Report, name: str, work: Path, rounds: int) -> None:
+    """Row and check of groups on few rows."""
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "decoding.feeding", name, str(work / name)]
+    system = System(command, environment=environment, log=work / f"{name}.feeding.log")
+    system.loaded()
+    turns = [system.turn(2) for _ in range(rounds)]
+    system.close()
+    cpu = ratio([turn.cpu_s[1] for turn in turns], [turn.cpu_s[0] for turn in turns])
+    wall = ratio([turn.seconds[1] for turn in turns], [turn.seconds[0] for turn in turns])
+    report.results[f"{name}.groups"] = {
+        "ratios": {"cpu": cpu, "wall": wall},
+        "whole": [{"wall": turn.seconds[0], "cpu": turn.cpu_s[0]} for turn in turns],
+        "rows": [{"wall": turn.seconds[1], "cpu": turn.cpu_s[1]} for turn in turns],
+    }
+    text = f"{name}, groups of 8 on 16 rows: {cpu:.2f} times those begun whole ({wall:.2f} by wall time)"
+    report.check(f"{text}, goal {FEEDING_GOAL}", cpu >= FEEDING_GOAL)
+
+
 def add(report: Report, name: str, batch: int, found: dict[str, Measured]) -> None:
     """Rows and checks of one model and batch."""
     own = found[OWN]
@@ -159,6 +183,8 @@ def main() -> int:
     )
     for name in args.models:
         prepare(name, work)
+        if name == FED:
+            add_feeding(report, name, work, args.rounds)
         for batch in args.batches:
             add(report, name, batch, measure(name, batch, pythons, work, args.rounds))
     return report.finish(args.out)

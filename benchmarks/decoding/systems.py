@@ -13,11 +13,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from steps.turns import Turns
 
 from decoding.workload import MODELS, SHAPES, Completion, completions, longest
+
+if TYPE_CHECKING:  # the interpreter of vLLM lacks it
+    from penstock.services.rollout.engines import EmbeddedEngine
 
 Decode = Callable[[Sequence[Completion]], int]
 """Decodes completions, no more than the batch at once; returns how many tokens were sampled."""
@@ -25,28 +28,35 @@ KV_BYTES = 2 << 30
 """Of vLLM, enough for every batch."""
 
 
-def embedded(directory: Path, batch: int, length: int) -> Decode:
-    """Penstock's engine, asked as a rollout worker asks it; a log-prob comes with every token."""
-    import torch
-
+def opened(directory: Path, rows: int, length: int) -> EmbeddedEngine:
+    """Penstock's engine, not started."""
     from penstock.services.rollout.engines import EmbeddedEngine
     from penstock.shared.config.model import ModelConfig
     from penstock.shared.models import build_model
+
+    model = build_model(ModelConfig(path=str(directory), tokenizer="char"), 0, seed=0)
+    return EmbeddedEngine(model, max_running=rows, stop_ids=[], detokenize=str, max_length=length)
+
+
+async def ask(engine: EmbeddedEngine, number: int, one: Completion) -> int:
+    """Have one completion written, as a rollout worker does; returns how many tokens were sampled."""
     from penstock.shared.protocol.generation import GenRequest, Sampling
 
+    sampling = Sampling(max_new_tokens=one.num_new, ignore_eos=True, seed=number)
+    result = await engine.generate(GenRequest(request_id=str(number), prompt_ids=one.prompt_ids, sampling=sampling))
+    return len(result.samples[0].token_ids)
+
+
+def embedded(directory: Path, batch: int, length: int) -> Decode:
+    """Penstock's engine; a log-prob comes with every token."""
+    import torch
+
     torch.set_num_threads(1)
-    model = build_model(ModelConfig(path=str(directory), tokenizer="char"), 0, seed=0)
-    engine = EmbeddedEngine(model, max_running=batch, stop_ids=[], detokenize=str, max_length=length)
-    loop = asyncio.new_event_loop()
+    engine, loop = opened(directory, batch, length), asyncio.new_event_loop()
     loop.run_until_complete(engine.start())
 
-    async def ask(number: int, one: Completion) -> int:
-        sampling = Sampling(max_new_tokens=one.num_new, ignore_eos=True, seed=number)
-        result = await engine.generate(GenRequest(request_id=str(number), prompt_ids=one.prompt_ids, sampling=sampling))
-        return len(result.samples[0].token_ids)
-
     async def all_of(wanted: Sequence[Completion]) -> int:
-        return sum(await asyncio.gather(*(ask(number, one) for number, one in enumerate(wanted))))
+        return sum(await asyncio.gather(*(ask(engine, number, one) for number, one in enumerate(wanted))))
 
     return lambda wanted: loop.run_until_complete(all_of(wanted))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-__all__ = ["MODELS", "SHAPES", "Completion", "Model", "completions", "lognormal", "longest"]
+__all__ = ["GROUP", "MODELS", "PROMPT", "SHAPES", "Completion", "Model", "completions", "lognormal", "longest"]
 
 SHAPES = ("equal", "ragged")
 GROUP = 8
@@ -58,9 +59,15 @@ class Completion:
     num_new: int
 
 
-def lognormal(random_numbers: random.Random, median: float) -> int:
-    """A length whose logarithm is normal, from 1 to ``CUT`` medians."""
-    return max(1, min(round(random_numbers.lognormvariate(0, SIGMA) * median), round(CUT * median)))
+def lognormal(numbers: random.Random, median: float, *, shared: float | None = None) -> int:
+    """A length whose logarithm is normal, from 1 to ``CUT`` medians.
+
+    Args:
+        shared: a standard normal number of the prompt, which makes half of the variance.
+    """
+    own = numbers.gauss(0, 1)
+    normal = own if shared is None else (own + shared) / math.sqrt(2)
+    return max(1, min(round(math.exp(SIGMA * normal) * median), round(CUT * median)))
 
 
 def longest(model: Model) -> int:
