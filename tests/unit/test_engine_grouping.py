@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.services.rollout.engines.grouping import MOVE_COST, Group, Grouping, groups_of
+from penstock.services.rollout.engines.grouping import MOVE_COST, Group, Grouping, groups_of, joined
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 SIZES = st.integers(1, 9)
@@ -20,6 +20,12 @@ def positions(lengths: list[int], size: int) -> int:
 def test_groups_are_neighbours_and_know_their_lengths() -> None:
     assert groups_of([5, 7, 7, 7, 2], 2) == [Group(0, 2, 5, 7), Group(2, 4, 7, 7), Group(4, 5, 2, 2)]
     assert groups_of([], 8) == []
+
+
+def test_equally_long_neighbours_attend_in_one_call() -> None:
+    found = joined(groups_of([7, 7, 7, 7, 7, 6, 5, 5, 5, 5, 4, 4], 2))
+    assert found == [Group(0, 4, 7, 7), Group(4, 6, 6, 7), Group(6, 10, 5, 5), Group(10, 12, 4, 4)]
+    assert joined([]) == []
 
 
 @given(LENGTHS, SIZES)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from penstock.services.rollout.engines.cache import KVCache
 from penstock.services.rollout.engines.completion import Completion, Finish, Finished
-from penstock.services.rollout.engines.grouping import Grouping, groups_of
+from penstock.services.rollout.engines.grouping import Grouping, groups_of, joined
 from penstock.services.rollout.engines.held import HeldSequence, HeldSequences
 from penstock.services.rollout.engines.parts import Part, passes, together
 from penstock.services.rollout.engines.routes import RouteTable
@@ -197,7 +197,8 @@ class Batch:
             lengths = [lengths[row] for row in order]
         codes: list[Tensor] = []
         try:
-            for parts in passes(self._rows, self._cache, self._fresh, groups_of(lengths, self._grouping.size)):
+            groups = joined(groups_of(lengths, self._grouping.size))
+            for parts in passes(self._rows, self._cache, self._fresh, groups):
                 codes.append(self._advance(parts))
                 self._computed(parts[-1].stop)
         finally:  # a pass that fails takes nothing from those before it

@@ -91,14 +91,7 @@ def decoding(rows: Rows, cache: KVCache, groups: Sequence[Group]) -> Part:
     position_R = rows.length_R[:stop] - 1
     row_R = torch.arange(stop, device=position_R.device)
     place_R = cache.places(row_R, position_R)
-    longest = max(group.longest for group in groups)
-    hidden_RL = torch.arange(longest, device=position_R.device) > position_R[:, None]
-    mask_RL = torch.zeros(hidden_RL.shape, dtype=cache.dtype, device=position_R.device)
-    mask_R11L = mask_RL.masked_fill_(hidden_RL, float("-inf"))[:, None, None]
-    masks = [
-        None if group.shortest == group.longest else mask_R11L[group.start : group.stop, ..., : group.longest]
-        for group in groups
-    ]
+    masks = _masks(position_R, groups, cache.dtype)
 
     def attend(layer: int, q_RHd: Tensor, k_RKd: Tensor, v_RKd: Tensor) -> Tensor:
         cache.write(layer, place_R, k_RKd, v_RKd)
@@ -110,6 +103,20 @@ def decoding(rows: Rows, cache: KVCache, groups: Sequence[Group]) -> Part:
 
     token_R = rows.tokens_RC[:stop].gather(1, position_R[:, None])[:, 0]
     return Part(0, stop, token_R, position_R, row_R, row_R, position_R, None, attend)
+
+
+def _masks(position_R: Tensor, groups: Sequence[Group], dtype: torch.dtype) -> list[Tensor | None]:
+    """What hides the padding of each group, [R, 1, 1, L]; None where all its rows are equally long."""
+    longest = max((group.longest for group in groups if group.shortest < group.longest), default=0)
+    if not longest:
+        return [None] * len(groups)
+    hidden_RL = torch.arange(longest, device=position_R.device) > position_R[:, None]
+    mask_RL = torch.zeros(hidden_RL.shape, dtype=dtype, device=position_R.device)
+    mask_R11L = mask_RL.masked_fill_(hidden_RL, float("-inf"))[:, None, None]
+    return [
+        None if group.shortest == group.longest else mask_R11L[group.start : group.stop, ..., : group.longest]
+        for group in groups
+    ]
 
 
 def prefilling(rows: Rows, cache: KVCache, start: int) -> Part:
