@@ -10,8 +10,6 @@ import time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
-import numpy as np
-
 from penstock.services.reward.pool import ScorerPool
 from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.rewards.reward import RewardConfig
@@ -27,7 +25,7 @@ from penstock.shared.runtime import metrics
 from penstock.shared.runtime.tasks import end_tasks
 from penstock.shared.transport.bus import Bus, Delivery, Outgoing
 
-__all__ = ["RewardSession", "num_processes", "request_of", "with_reply"]
+__all__ = ["RewardSession", "num_processes", "request_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +167,7 @@ class RewardSession:
         self._holds[key] = delivery.seq
         try:
             async with _kept(delivery):
-                await self._publish(with_reply(group, await self._score(request)))
+                await self._publish(group.scored(await self._score(request)))
                 await delivery.ack()
                 await self._delete(range(delivery.seq + 1, delivery.seq + parts))
         finally:
@@ -251,18 +249,6 @@ def request_of(group: Group) -> ScoreRequest:
             f"group {group.draw}: {len(request.completions)} texts of {group.num_trajectories} trajectories"
         )
     return request
-
-
-def with_reply(group: Group, reply: ScoreReply) -> Group:
-    """The group with its rewards; a failed score makes a failed trajectory."""
-    scored = group.scored(
-        np.asarray(reply.rewards, np.float32),
-        np.asarray(reply.failed, np.bool_),
-        {name: np.asarray(values, np.float32) for name, values in reply.parts.items()},
-    )
-    if reply.errors:
-        scored.meta["error"] = reply.errors[0]
-    return scored
 
 
 @contextlib.asynccontextmanager

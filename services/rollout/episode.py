@@ -14,7 +14,7 @@ from penstock.shared.config.sampling import SamplingConfig
 from penstock.shared.data.prompts import Prompt
 from penstock.shared.protocol.generation import Sample, Sampling
 from penstock.shared.protocol.ids import Draw, derive_seed, new_attempt
-from penstock.shared.protocol.messages import ScoreReply, Ticket
+from penstock.shared.protocol.messages import Ticket
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "group_experts",
     "requests_for",
     "skipped_group",
-    "with_scores",
 ]
 
 
@@ -169,15 +168,3 @@ def _empty_group(*, job: str, draw: Draw, epoch: int, meta: dict[str, Any]) -> G
         rewards=np.zeros(0, np.float32), failed=np.zeros(0, np.bool_), finish=np.zeros(0, np.uint8),
         spans=np.zeros((0, 4), np.int32), meta=meta,
     )  # fmt: skip
-
-
-def with_scores(group: Group, reply: ScoreReply) -> Group:
-    """The group with its rewards; failed scores make failed trajectories."""
-    scored = group.scored(
-        np.asarray(reply.rewards, np.float32),
-        np.asarray(reply.failed, np.bool_),
-        {name: np.asarray(values, np.float32) for name, values in reply.parts.items()},
-    )
-    if reply.errors:
-        scored.meta["error"] = reply.errors[0]
-    return scored

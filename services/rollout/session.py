@@ -12,7 +12,7 @@ from penstock.services.rollout.candidate import Candidate
 from penstock.services.rollout.conversations.asking import Asking
 from penstock.services.rollout.engines import Engine, lacks_engine, open_engine, open_job_engine
 from penstock.services.rollout.env_requests import EnvRequests
-from penstock.services.rollout.episode import failed_group, skipped_group, with_scores
+from penstock.services.rollout.episode import failed_group, skipped_group
 from penstock.services.rollout.group_maker import GroupMaker, room_for
 from penstock.services.rollout.held_weights import WeightRing
 from penstock.services.rollout.policy import PolicyFollower
@@ -326,7 +326,7 @@ class RolloutSession:
                 await self._publisher.publish(group)
                 return
             if not self.config.reward.slow:
-                group = with_scores(group, await self._score(group, key))
+                group = group.scored(await self._score(group, key))
             await self._publisher.publish(group, raw=self.config.reward.slow)
         self.groups += 1
 

@@ -21,6 +21,7 @@ from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol.codec import SCHEMA
 from penstock.shared.protocol.frame import decode_frame, encode_frame
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import ScoreReply
 from penstock.shared.protocol.objective import OBJECTIVES, Objective
 from penstock.shared.protocol.parts import num_parts
 from penstock.shared.protocol.trace import TRACE_HEADER, current_trace
@@ -171,11 +172,17 @@ class Group:
         scored = self.rewards[self.greedy & ~self.failed]
         return float(scored[0]) if len(scored) else None
 
-    def scored(
-        self, rewards: NDArray[np.float32], failed: NDArray[np.bool_], parts: dict[str, NDArray[np.float32]]
-    ) -> Group:
-        """A copy with rewards; a trajectory that had failed before stays failed."""
-        return replace(self, rewards=rewards, failed=self.failed | failed, parts=parts)
+    def scored(self, reply: ScoreReply) -> Group:
+        """A copy with rewards; a trajectory has failed where its score did, or where it had failed before."""
+        scored = replace(
+            self,
+            rewards=np.asarray(reply.rewards, np.float32),
+            failed=self.failed | np.asarray(reply.failed, np.bool_),
+            parts={name: np.asarray(values, np.float32) for name, values in reply.parts.items()},
+        )
+        if reply.errors:
+            scored.meta["error"] = reply.errors[0]
+        return scored
 
     def check(self) -> None:
         """Raise ProtocolError unless all arrays fit together and the spans cover every token exactly once."""

@@ -24,7 +24,7 @@ from penstock.shared.data.prompts import PromptSource
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.messages import JUDGEMENTS, Ticket
+from penstock.shared.protocol.messages import JUDGEMENTS, ScoreReply, Ticket
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
 from penstock.shared.protocol.trajectory import FINISH_REASONS, Group, decode_group, encode_group
 
@@ -170,7 +170,7 @@ async def test_the_trainer_finds_the_log_probs_that_were_recorded(open_player: A
     player = await open_player()
     group = await player.play(Tools())
     rewards = np.arange(SIZE, dtype=np.float32) % 2
-    group = group.scored(rewards, np.zeros(SIZE, np.bool_), {})
+    group = group.scored(ScoreReply(rewards=rewards.tolist(), failed=[False] * SIZE, parts={}, errors=[]))
     learner = Learner(player.config)
     for index in range(SIZE):
         start, end = group.cu_seqlens[index], group.cu_seqlens[index + 1]
