@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from penstock.services.coordinator.feedback.ingest import Known
-from penstock.services.coordinator.feedback.leaders import Leaders
-from penstock.services.coordinator.feedback.projection import Place, Projection, Target, drop_abandoned, open_projection
+from penstock.services.coordinator.feedback.projection import (
+    LeaderEpochs,
+    Place,
+    Projection,
+    Target,
+    drop_abandoned,
+    open_projection,
+)
 from penstock.shared.errors import ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
@@ -329,7 +335,7 @@ def _damage(error: sqlite3.DatabaseError) -> Exception:
 
 def _apply(projection: Projection, some: list[tuple[str, Message]], places: list[Place]) -> _Read:
     """Runs in the writing thread."""
-    read, leaders = _Read(), Leaders(projection.leaders.epochs)
+    read, leaders = _Read(), LeaderEpochs(projection.leaders.epochs)
     for stream, message in some:
         try:
             _take(read, stream, message, leaders)
@@ -348,7 +354,7 @@ def _apply(projection: Projection, some: list[tuple[str, Message]], places: list
     return read
 
 
-def _take(read: _Read, stream: str, message: Message, leaders: Leaders) -> None:
+def _take(read: _Read, stream: str, message: Message, leaders: LeaderEpochs) -> None:
     if PART in message.headers:
         return
     if stream == subjects.INTERACTIONS:

@@ -20,10 +20,9 @@ from typing import IO, Any
 import msgspec
 
 from penstock.services.coordinator.feedback.ingest import Known
-from penstock.services.coordinator.feedback.leaders import Leaders
 from penstock.shared.protocol.live.interaction import Erasure, Feedback, FeedbackStatus, InteractionStatus
 
-__all__ = ["Place", "Projection", "Target", "drop_abandoned", "open_projection"]
+__all__ = ["LeaderEpochs", "Place", "Projection", "Target", "drop_abandoned", "open_projection"]
 
 log = logging.getLogger(__name__)
 
@@ -170,6 +169,21 @@ def _remove(path: Path) -> None:
         file.unlink(missing_ok=True)
 
 
+class LeaderEpochs:
+    """The newest epoch of each job in DECISIONS: a message of an earlier leader that comes after it does not count."""
+
+    def __init__(self, epochs: Mapping[str, int] | None = None) -> None:
+        self.epochs = dict(epochs or {})
+
+    def is_gone(self, job: str, epoch: int) -> bool:
+        """True if a later leader has spoken before this message; no leader has epoch 0."""
+        newest = self.epochs.get(job, 0)
+        if 0 < epoch < newest:
+            return True
+        self.epochs[job] = max(epoch, newest)
+        return False
+
+
 class Projection:
     """The tables. One thread writes, one reads; neither is the event loop's."""
 
@@ -185,7 +199,7 @@ class Projection:
         with self._writer:
             self._writer.executescript(_TABLES)
             self._writer.execute(f"PRAGMA user_version = {SCHEMA}")
-        self.leaders = Leaders(dict(self._writer.execute("SELECT job, epoch FROM leader")))
+        self.leaders = LeaderEpochs(dict(self._writer.execute("SELECT job, epoch FROM leader")))
         self._reader = _connect(path)
 
     def _check(self) -> None:
