@@ -43,7 +43,7 @@ async def serve_naively(nats_url: str, port: int, data_dir: Path) -> None:
 
     from penstock.services.coordinator.api import create_app
     from penstock.services.coordinator.control import CoordinatorControl
-    from penstock.services.coordinator.feedback import desk as desks
+    from penstock.services.coordinator.feedback import service
     from penstock.services.coordinator.feedback.ingest import Ingest, Stored
     from penstock.services.coordinator.jobs.members import Members
     from penstock.services.coordinator.jobs.store import JobStore
@@ -62,7 +62,7 @@ async def serve_naively(nats_url: str, port: int, data_dir: Path) -> None:
                 stored.append(Stored(item.id, await self._bus.publish(subjects.feedback(item.job), data)))
             return stored
 
-    desks.Ingest = Naive  # type: ignore[attr-defined]
+    service.Ingest = Naive  # type: ignore[attr-defined]
     async with await Bus.connect(nats_url, name="naive") as bus:
         settings = ServiceSettings(
             data_dir=data_dir,
@@ -72,7 +72,7 @@ async def serve_naively(nats_url: str, port: int, data_dir: Path) -> None:
             redis_url=None,
         )
         store = JobStore(bus)
-        desk = desks.FeedbackDesk(bus, store, data_dir)
+        desk = service.FeedbackService(bus, store, data_dir)
         app = create_app(CoordinatorControl(bus, store, Members(), {}, settings), settings, desk=desk)
         running = asyncio.create_task(desk.run())
         await uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", access_log=False)).serve()

@@ -21,20 +21,23 @@ APPEND_S = 2.0
 
 
 class AuditLog:
-    """Implements ``api.audit_desk.AuditLog``."""
+    """Records are added and read, never changed. Every method may raise Unavailable."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def append(self, record: AuditRecord) -> None:
-        """See ``AuditLog.append``."""
+        """Store a record; on disk when this returns."""
         subject = subjects.audit(record.key, record.job)
         await self._bus.publish(subject, encode_record(record), msg_id=record.request, deadline_s=APPEND_S)
 
     async def page(
         self, *, key: str, job: str, since: float | None, after: int, limit: int
     ) -> list[tuple[int, AuditRecord]]:
-        """See ``AuditLog.page``."""
+        """At most ``limit`` records with a sequence above ``after``, oldest first, each with its sequence.
+
+        ``key`` and ``job`` ('': any) filter by equality; ``since`` (Unix seconds): only those stored from then on.
+        """
         start = after + 1 if since is None else max(after + 1, await self._first_since(since))
         found: list[tuple[int, AuditRecord]] = []
         stored = self._bus.scan(subjects.AUDIT, subjects.audits(key, job), start_seq=start)
@@ -63,7 +66,7 @@ class AuditLog:
 
 
 class KeyStore:
-    """Implements ``api.control.Keys``."""
+    """API keys, the same on every replica. Every method may raise Unavailable."""
 
     def __init__(self, bus: Bus) -> None:
         self._kv, self._private = bus.kv(subjects.KEYS), bus.kv(subjects.PRIVACY)
@@ -73,7 +76,7 @@ class KeyStore:
         self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None,
         models: list[str] | None = None, max_weight: float = 1.0, code_modules: list[str] | None = None,
     ) -> tuple[StoredKey, str]:  # fmt: skip
-        """See ``Keys.create``."""
+        """Store a new key durably; the key and its text, which nobody will ever see again."""
         id, text, digest = new_key()
         key = StoredKey(
             id=id, name=name, scopes=scopes, created_at=bus_datetime(), expires_at=expires_at,
@@ -83,23 +86,23 @@ class KeyStore:
         return key, text
 
     async def find(self, id: str) -> StoredKey | None:
-        """See ``Keys.find``."""
+        """A key, None where there is none."""
         entry = await self._kv.get(id)
         return StoredKey.model_validate_json(entry.value) if entry is not None and entry.value is not None else None
 
     async def list_all(self) -> list[StoredKey]:
-        """See ``Keys.list_all``."""
+        """Every key, oldest first."""
         entries = await self._kv.entries()
         return [StoredKey.model_validate_json(entry.value) for entry in entries if entry.value is not None]
 
     async def delete(self, id: str) -> None:
-        """See ``Keys.delete``."""
+        """Revoke a key. Raises NotFound."""
         if await self.find(id) is None:
             raise NotFound(f"no key '{id}'")
         await self._kv.delete(id)
 
     async def secret(self) -> bytes:
-        """See ``Keys.secret``."""
+        """Secret that signs the keys of episodes: 32 bytes, made once for the deployment."""
         if not self._secret:
             if await self._private.get(SECRET) is None:
                 with contextlib.suppress(Conflict):  # another replica was faster

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 from starlette.datastructures import Headers
 
-from penstock.services.coordinator.api.backend.control import Keys
-from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.services.coordinator.access import KeyStore
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.bus_clock import bus_time
@@ -84,7 +84,7 @@ class KeyRing:
         ConfigError: the API would be open without a key, to the network or to every user of this machine.
     """
 
-    def __init__(self, settings: ServiceSettings, store: Keys) -> None:
+    def __init__(self, settings: ServiceSettings, store: KeyStore) -> None:
         keys = _configured(settings)
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._store = store

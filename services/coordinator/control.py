@@ -7,20 +7,20 @@ import contextlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from penstock.services.coordinator.access import AuditLog, KeyStore
-from penstock.services.coordinator.api.backend.control import Order, Row
 from penstock.services.coordinator.deployments import Deployments
 from penstock.services.coordinator.files import FileStore
-from penstock.services.coordinator.finetuning.desk import FineTuningDesk
+from penstock.services.coordinator.finetuning.service import FineTuningService
 from penstock.services.coordinator.graders import GraderBench
 from penstock.services.coordinator.jobs.environments import describe_environment
-from penstock.services.coordinator.jobs.job_index import JobEntry
+from penstock.services.coordinator.jobs.job_index import JobEntry, Order
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.removal import delete_job
 from penstock.services.coordinator.jobs.scaling import Scaler
@@ -61,12 +61,15 @@ from penstock.shared.errors import ArchiveError, ConfigError, Conflict, NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.protocol.events import SealedGroup, decode_events
-from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, Operation
+from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 from penstock.shared.runtime.ledger import ledger_archive, read_ledger
 from penstock.shared.transport.bus import Bus, Message
 from penstock.shared.transport.server import durability
 
 __all__ = ["CoordinatorControl"]
+
+Row = dict[str, Any]
+"""A JSON object: str keys; values are JSON values (non-finite floats are sent as null)."""
 
 FILM_S = 60.0
 """A renderer's first picture may take many seconds on a busy CPU."""
@@ -79,7 +82,12 @@ KEPT_STATES = 8
 
 
 class CoordinatorControl:
-    """Implements ``api.control.Control``."""
+    """The coordinator, as seen from HTTP.
+
+    Every method that takes ``job`` (a full job id) raises NotFound for an unknown one. Every method may raise
+    Unavailable (the bus does not answer: HTTP 503) or DeadlineError (HTTP 504). Replies are plain values: the API
+    never keeps or changes them.
+    """
 
     def __init__(
         self, bus: Bus, store: JobStore, members: Members, runners: Mapping[str, Leader], settings: ServiceSettings
@@ -88,7 +96,7 @@ class CoordinatorControl:
         self.leader = LeaderRpc(bus, runners)
         self._submission_ids = SubmissionIds(bus)
         self._probe = WriteProbe(bus, settings.worker_id, settings.nats_monitor_url)
-        self._steering = Steering(bus, store, settings)
+        self.steering = Steering(bus, store, settings)
         self.keys = KeyStore(bus)
         self.audit_log = AuditLog(bus)
         self.letters = DeadLetterQueue(bus)
@@ -96,7 +104,7 @@ class CoordinatorControl:
         self.graders = GraderBench(bus, settings)
         self.origins = Origins(store.index, self._state, settings.data_dir)
         self.deployments = Deployments(store, self.origins, self.submit, settings)
-        self.fine_tuning = FineTuningDesk(self, self.files, settings)
+        self.fine_tuning = FineTuningService(self, self.files, settings)
         self.scaling = Scaler(bus, store)
         self.webhooks = WebhookStore(bus, private=settings.webhook_private)
         self.archive = ledger_archive(settings.data_dir)
@@ -109,7 +117,16 @@ class CoordinatorControl:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     async def submit(self, spec: AnyJob, raw: Row, *, key: str = "", fine_tuning: Row | None = None) -> JobRecord:
-        """See ``Control.submit``."""
+        """Store a new job durably and return its record; ``raw`` is the job file as the user wrote it.
+
+        With the same ``key`` (of its sender and request) it is the same job, on every replica. ``fine_tuning``: the
+        request that the job file was made from.
+
+        Raises:
+            ConfigError: the job is valid as a file but cannot run here (data missing, memory, budgets).
+            HttpProblem: 507, the ledger has no room for another job.
+            StreamFull: no room; the client may retry.
+        """
         id = await self._submission_ids.job_id(key, json.dumps(raw, default=str).encode()) if key else ""
         if id and (known := await self.store.find(id)) is not None:
             return known
@@ -125,7 +142,11 @@ class CoordinatorControl:
         return record
 
     async def dry_run(self, spec: AnyJob) -> Row:
-        """See ``Control.dry_run``."""
+        """Effects of ``submit``, without it: resolved batch algebra, data summary, memory.
+
+        Raises:
+            ConfigError: as for ``submit``.
+        """
         spec, origin = await self.origins.resolve(spec)
         plan = await self._plan(spec)
         plan["warnings"] += await try_functions(spec, self.graders, self.members)
@@ -161,14 +182,20 @@ class CoordinatorControl:
         return state
 
     async def get(self, job: str) -> JobRecord:
-        """See ``Control.get``."""
+        """The newest record (from memory or the bucket; called up to four times a second by each long poll)."""
         return await self.store.get(job)
 
     async def list_jobs(
         self, *, after: str | None, limit: int, order: Order, phase: str | None, name: str | None, kind: str | None,
         labels: Mapping[str, str], models: frozenset[str] | None = None,
     ) -> list[JobRecord]:  # fmt: skip
-        """See ``Control.list_jobs``."""
+        """At most ``limit`` records in id order (id = creation time), strictly past ``after`` in that order.
+
+        ``phase``, ``name``, ``kind`` and each of ``labels`` (of ``metadata``) filter by equality; of ``models`` are
+        jobs with one of these names or ids. An
+        ``after`` that does not exist is still a place in the order.
+        The API asks for one more than a page holds to learn whether there is a next one.
+        """
         index = await self.store.index()
         page = index.page(
             after=after, limit=limit, order=order, phase=phase, name=name, kind=kind, labels=labels, models=models
@@ -176,46 +203,46 @@ class CoordinatorControl:
         return [entry.record() for entry in page]
 
     async def job_entries(self, models: frozenset[str] | None = None) -> list[JobEntry]:
-        """See ``Control.job_entries``."""
+        """Every job in short, oldest first, or those with one of these names or ids; costs no read of the records."""
         index = await self.store.index()
         return index.all() if models is None else index.of_models(models)
 
-    async def set_desired(
-        self, job: str, state: DesiredState, *, by: str, force: bool = False, checkpoint: bool = True
-    ) -> JobRecord:
-        """See ``Control.set_desired``."""
-        return await self._steering.set_desired(job, state, by=by, force=force, checkpoint=checkpoint)
-
-    async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob], *, by: str) -> JobRecord:
-        """See ``Control.amend``."""
-        return await self._steering.amend(job, edit, by=by)
-
     async def delete(self, job: str, *, checkpoints: bool) -> None:
-        """See ``Control.delete``."""
+        """Remove a finished job with its ledger, groups, metrics, events and feedback; safe to repeat.
+
+        ``checkpoints``: their files on the coordinator's host, too.
+
+        Raises:
+            Conflict: it has not ended, or a job that runs began with one of these checkpoints.
+        """
         folder = self.settings.data_dir / "checkpoints" if checkpoints else None
         await delete_job(self.bus, self.store, job, checkpoints=folder, archive=self.archive)
         for key in [key for key in self._finished if key[0] == job]:
             del self._finished[key]
 
     async def extend(self, job: str, max_updates: int, *, by: str) -> tuple[JobRecord, list[str]]:
-        """See ``Control.extend``."""
+        """Let a job that has ended go on until ``max_updates`` are done; and what changes by that, for people.
+
+        Raises:
+            Conflict: it has not ended, or cannot go on; says why.
+        """
         record = await self.store.get(job)
         if record.status.phase not in TERMINAL_PHASES:
             raise Conflict(f"job '{job}' is {record.status.phase}: amend train.max_updates instead")
         state = await self._state(job)
         await asyncio.to_thread(check_extension, record, state, max_updates, self.settings.data_dir)
         await reserve_ledger(self.bus)
-        extended = await self._steering.extend(job, max_updates, by=by)
+        extended = await self.steering.extend(job, max_updates, by=by)
         return extended, told_of_extension(parse_training(record.spec), state, max_updates)
-
-    async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
-        """See ``Control.begin_operation``."""
-        return await self._steering.begin_operation(job, operation)
 
     # -- events, metrics, samples ------------------------------------------------------------------------------------
 
     async def events(self, job: str, *, after: int, limit: int) -> list[tuple[int, Row]]:
-        """See ``Control.events``."""
+        """At most ``limit`` events with a sequence above ``after``, oldest first, each with its sequence.
+
+        A row has at least ``time`` (Unix seconds), ``level`` (info|warning|error), ``type`` (such as ``phase``,
+        ``step``, ``checkpoint``, ``worker``) and ``message``.
+        """
         await self.store.get(job)
         found: list[tuple[int, Row]] = []
         scan = self.bus.scan(subjects.EVENTS, subjects.events(job), start_seq=after + 1)
@@ -227,12 +254,15 @@ class CoordinatorControl:
         return found
 
     async def newest_event(self, job: str) -> int:
-        """See ``Control.newest_event``."""
+        """Sequence of the newest event of a job; 0: it has none."""
         last = await self.bus.last(subjects.EVENTS, subjects.events(job))
         return last.seq if last is not None else 0
 
     async def follow_events(self, job: str, *, after: int) -> AsyncIterator[tuple[int, Row]]:
-        """See ``Control.follow_events``."""
+        """As ``events``, without a limit: waits for new ones. Ends after the last event of a terminal job.
+
+        An async generator; the API closes it when the client goes away. Sequences rise strictly.
+        """
         record = await self.store.get(job)
         last = await self.bus.last(subjects.EVENTS, subjects.events(job))
         since = record.extended_at.timestamp() if record.extended_at is not None else 0.0
@@ -250,7 +280,7 @@ class CoordinatorControl:
                     return
 
     async def keeps_event(self, seq: int) -> bool:
-        """See ``Control.keeps_event``."""
+        """True if an event with this sequence is there; where it is not, those after it may be gone, too."""
         try:
             await self.bus.get(subjects.EVENTS, seq)
         except NotFound:
@@ -260,14 +290,21 @@ class CoordinatorControl:
     async def metrics(
         self, job: str, *, names: list[str] | None, step_from: int | None, step_to: int | None, max_points: int
     ) -> Row:
-        """See ``Control.metrics``."""
+        """``{"steps": [int], "wall": [Unix seconds], "series": {name: [float | None]}}``: all lists equally long.
+
+        ``names`` None: all of them. Bounds are inclusive. At most ``max_points`` columns (first and last kept).
+        """
         await self.store.get(job)
         messages = await self.bus.read(subjects.METRICS, subjects.metrics(job))
         wanted = partial(columns, names=names, step_from=step_from, step_to=step_to, max_points=max_points)
         return await asyncio.to_thread(lambda: wanted(_rows(messages)))
 
     async def workers(self, job: str) -> list[Row]:
-        """See ``Control.workers``."""
+        """One row per live or recently lost worker of the job.
+
+        ``service``, ``worker``, ``host``, ``pid``, ``ready``, ``age_s`` (of the last heartbeat), ``alive``, and the
+        heartbeat's entry for this job (``version``, ``running``, ``waiting_for``, ``since``, ...).
+        """
         await self.store.get(job)
         clock = time.monotonic()
         chosen = transports_of(job, self.members, clock)
@@ -277,13 +314,13 @@ class CoordinatorControl:
         ]
 
     async def metric_names(self, job: str) -> list[Row]:
-        """See ``Control.metric_names``."""
+        """``name``, ``count``, ``first_step``, ``last_step`` and ``last`` value of every metric."""
         await self.store.get(job)
         messages = await self.bus.read(subjects.METRICS, subjects.metrics(job))
         return await asyncio.to_thread(lambda: metric_names(_rows(messages)))
 
     async def timeline(self, job: str, *, step: int | None, limit: int) -> list[Row]:
-        """See ``Control.timeline``."""
+        """Spans (``step``, ``stage``, ``start``, ``end``) of update ``step``, or of the newest ``limit``."""
         await self.store.get(job)
         entries = await read_ledger(self.bus, job, self.archive)
         return await asyncio.to_thread(_timeline, [entry.data for entry in entries], step, limit)
@@ -292,14 +329,23 @@ class CoordinatorControl:
         self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None,
         min_reward: float | None, env: str | None,
     ) -> list[Row]:  # fmt: skip
-        """See ``Control.samples``."""
+        """Groups and their completions, newest step first unless ``step`` is given; an evaluation job has step 0.
+
+        ``sort``: ``reward``, ``-reward``, ``length``, ``-length`` or None (order in the batch). ``after``: id of the
+        last row of the page before. ``env``: only those whose prompts are from the source of that name. A row has
+        ``id``, ``step``, ``draw``, ``index``, ``env``, ``prompt``, ``completion``, ``answer``, ``reward``,
+        ``advantage``, ``tokens``, ``min_version``, ``max_version``, ``worker``.
+
+        Raises:
+            NotFound: there is no such job, or it has no source of that name.
+        """
         spec = (await self.store.get(job)).spec
         return await self._browser.page(
             job, spec, step=step, limit=limit, sort=sort, after=after, min_reward=min_reward, env=env
         )
 
     async def sample(self, job: str, row_id: str) -> Row:
-        """See ``Control.sample``."""
+        """One of these rows, with its tokens, their texts, log-probs, mask, versions; siblings. Raises NotFound."""
         row = await self._browser.one(job, row_id, trains=trains((await self.store.get(job)).spec))
         return row | {"token_texts": await self._texts(job, row["token_ids"])} if "token_ids" in row else row
 
@@ -312,52 +358,72 @@ class CoordinatorControl:
             return None
 
     async def videos(self, job: str) -> list[Row]:
-        """See ``Control.videos``."""
+        """Films of held-out episodes, by version and reset id.
+
+        ``name``, ``version``, ``reset_id``, ``task``, ``success``, ``reward`` (return), ``steps``, ``error`` (why there
+        is none) and ``href``.
+        """
         await self.store.get(job)
         return await self._videos.rows(job)
 
     async def video(self, job: str, name: str) -> bytes:
-        """See ``Control.video``."""
+        """An MP4 file. Raises NotFound."""
         await self.store.get(job)
         return await self._videos.data(job, name)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     async def checkpoints(self, job: str) -> list[Row]:
-        """See ``Control.checkpoints``."""
+        """The checkpoints of a job, oldest first.
+
+        ``number``, ``version``, ``digest``, ``path``, ``time``, ``reason``, ``nbytes``, ``files`` (``name``,
+        ``nbytes``, ``sha256``), ``available`` (the files are on the coordinator's host) and the flags ``initial``,
+        ``best``, ``newest``, ``final``.
+        """
         state = await self._state(job)
         return await asyncio.to_thread(checkpoint_rows, state, self.settings.data_dir)
 
     async def checkpoint(self, job: str, number: int) -> Row:
-        """See ``Control.checkpoint``."""
+        """One of them. Raises NotFound."""
         state = await self._state(job)
         return await asyncio.to_thread(checkpoint_row, state, self.settings.data_dir, number)
 
     async def checkpoint_file(self, job: str, number: int, name: str) -> tuple[Path, str]:
-        """See ``Control.checkpoint_file``."""
+        """Path and sha256 of a file of a committed checkpoint.
+
+        Raises:
+            NotFound: no such checkpoint, or its manifest does not name such a file.
+            Conflict: the files are not on the coordinator's host.
+        """
         state = await self._state(job)
         path, file = await asyncio.to_thread(find_file, state, self.settings.data_dir, number, name)
         return path, file.sha256
 
     async def delete_checkpoint(self, job: str, number: int) -> None:
-        """See ``Control.delete_checkpoint``."""
+        """Remove the files of a checkpoint. Raises NotFound, or Conflict: the run needs it, or they are not here."""
         await asyncio.to_thread(delete_checkpoint, await self._state(job), self.settings.data_dir, number)
 
     async def artifact(self, sha256: str) -> Path:
-        """See ``Control.artifact``."""
+        """A file of some committed checkpoint with this content. Raises NotFound."""
         return await asyncio.to_thread(self._artifacts.find, sha256)
 
     # -- diagnosis ---------------------------------------------------------------------------------------------------
 
     async def why(self, job: str) -> list[Row]:
-        """See ``Control.why``."""
+        """Waits of the job now, most important first; empty when it waits for nothing.
+
+        ``waiting_for`` (a phrase), ``subject``, ``id``, ``holder`` (worker or None), ``age_s``.
+        """
         record = await self.store.get(job)
         if record.status.phase in TERMINAL_PHASES:
             return []
         return [*await self.leader.why(job), *await ledger_waits(self.bus)]
 
     async def audit(self, job: str) -> Row:
-        """See ``Control.audit``."""
+        """Check the ledger against itself and the streams.
+
+        ``{"ok": bool, "equation": {...}, "checks": [{"name", "ok", "detail"}], "violations": [str]}``.
+        """
         record = await self.store.get(job)
         config = parse_job(record.spec)
         if not isinstance(config, AnyTraining):
@@ -385,7 +451,8 @@ class CoordinatorControl:
         return audit.report()
 
     async def logs(self, job: str, *, service: str | None, tail: int, after: str | None, unnamed: bool) -> Row:
-        """See ``Control.logs``."""
+        """``{"lines": [{"service", "worker", "text"}], "next": cursor}``: the last ``tail`` lines, or those after a
+        cursor that an earlier reply gave. The cursor is opaque to the API."""
         await self.store.get(job)
         folder = self.settings.data_dir / "logs"
         return await asyncio.to_thread(
@@ -395,7 +462,14 @@ class CoordinatorControl:
     async def replay(
         self, job: str, *, from_batch: int | None, to_batch: int | None, feedback: bool = False
     ) -> AsyncIterator[Row]:
-        """See ``Control.replay``."""
+        """Have the trainer repeat sealed batches from a retained checkpoint and compare; rows of progress.
+
+        An async generator. Rows: ``{"batch", "total", "match", "detail"}``; the last one has ``"done": true``,
+        ``"ok": bool`` and ``"summary": str``. With ``feedback`` each has ``"told"``: see ``told_by_batch``.
+
+        Raises:
+            Conflict: nothing can be replayed now (before the first row).
+        """
         record = await self.store.get(job)
         if not trains(record.spec):
             raise Conflict(f"job '{job}' is of kind '{record.kind}': it trained nothing that could be repeated")
@@ -409,7 +483,7 @@ class CoordinatorControl:
     # -- the deployment ----------------------------------------------------------------------------------------------
 
     async def limits(self) -> Row:
-        """See ``Control.limits``."""
+        """Facts for ``GET /v1/limits`` beside the API's own: ``durability`` (fsync|page-cache|unverified), bytes."""
         return {
             "durability": await durability(self.settings.nats_monitor_url),
             "experience_bytes": self.settings.experience_bytes,
@@ -418,7 +492,7 @@ class CoordinatorControl:
         }
 
     async def health(self) -> tuple[bool, Row]:
-        """See ``Control.health``."""
+        """Ready to serve, and ``{check: {"ok": bool, "detail": str}}``. Bounded by 1 s; never raises."""
         checks: Row = {
             "nats": {"ok": self.bus.connected, "detail": "connected" if self.bus.connected else "no connection"}
         }

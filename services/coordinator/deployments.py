@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.services.coordinator.api.http.replies import HttpProblem
-from penstock.services.coordinator.api.serving import Servable
 from penstock.services.coordinator.jobs.job_index import JobEntry
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.origins import Origins
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.training.checkpoints import COMMIT
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.service import ServiceSettings
@@ -27,8 +27,19 @@ LISTED = 100
 FULL_RETRY_S = 30
 
 
+@dataclass(frozen=True, slots=True)
+class Servable:
+    """A model that is served once somebody asks for it: the final checkpoint of a job. ``ended``: Unix seconds."""
+
+    id: str
+    name: str
+    job: str
+    ended: int
+    version: int
+
+
 class Deployments:
-    """Implements ``api.serving.Deployments``.
+    """Checkpoints of jobs as models. Every method may raise Unavailable.
 
     Args:
         submit: ``CoordinatorControl.submit``.
@@ -40,11 +51,16 @@ class Deployments:
         self._store, self._origins, self._submit, self._settings = store, origins, submit, settings
 
     async def find(self, reference: str) -> ModelOrigin:
-        """See ``Deployments.find``."""
+        """The checkpoint `job:NAME@WHICH`. Raises NotFound, or ConfigError where it cannot be read as one."""
         return (await self._origins.find(reference))[0]
 
     async def deploy(self, origin: ModelOrigin) -> str:
-        """See ``Deployments.deploy``."""
+        """Have it served, if it is not; the id of the deployment.
+
+        Raises:
+            ConfigError: it cannot be served here.
+            HttpProblem: 404 only people deploy here, 503 as many are served on request as may be.
+        """
         index = await self._store.index()
         unfinished = index.unfinished()
         running = [job.id for job in unfinished if _serves(job, origin)]
@@ -76,7 +92,7 @@ class Deployments:
             raise HttpProblem(503, "deployments_full", text, headers={"Retry-After": str(FULL_RETRY_S)})
 
     async def servable(self, models: frozenset[str] | None) -> list[Servable]:
-        """See ``Deployments.servable``."""
+        """Models that ``deploy`` takes, oldest first; ``models``: only jobs of these names or ids."""
         if not self._settings.deploy_most:
             return []
         index = await self._store.index()

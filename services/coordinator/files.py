@@ -15,21 +15,21 @@ import shutil
 import tempfile
 import threading
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import orjson
 import uuid6
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from penstock.services.coordinator.api.backend.files import CodeRecord, FileRecord, Purpose
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.data.files import ROWS, is_uploaded
 from penstock.shared.data.user_code import code_path
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.bus_clock import bus_time
 
-__all__ = ["FileStore"]
+__all__ = ["CodeRecord", "FileRecord", "FileStore", "Purpose"]
 
+Purpose = Literal["fine-tune"]
 RECORD, KEY, KEYS = "file.json", "key", "keys"
 MAX_LINE_BYTES = 8 << 20
 MAX_FLAWS = 20
@@ -38,8 +38,37 @@ ABANDONED_S = 3600.0
 """An upload takes less; what is half written for longer was left by a crash."""
 
 
+class FileRecord(BaseModel):
+    """An uploaded file, in the shape of OpenAI's files; ``sha256`` in hex."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int = Field(description="Unix time, in seconds")
+    filename: str
+    purpose: Purpose
+    status: Literal["processed"] = "processed"
+    sha256: str
+    rows: int = Field(description="Lines that hold a row")
+
+
+class CodeRecord(BaseModel):
+    """An uploaded file of Python; job files name what is in it by ``NAME@SHA256:FUNCTION``."""
+
+    model_config = ConfigDict(frozen=True)
+
+    object: Literal["code"] = "code"
+    sha256: str
+    bytes: int
+
+
 class FileStore:
-    """Implements ``api.files_desk.Files``. Every replica finds the same, where they share the directory."""
+    """Uploaded data sets, the same on every replica that shares the directory.
+
+    Every method reads or writes the disk: call it in a thread.
+    """
 
     def __init__(self, root: Path, *, max_bytes: int, max_files: int) -> None:
         self._root, self._max_bytes, self._max_files = root, max_bytes, max_files
@@ -47,7 +76,12 @@ class FileStore:
         """Held while room is taken: by one upload after another."""
 
     def add(self, source: BinaryIO, filename: str, purpose: Purpose, *, key: str = "") -> FileRecord:
-        """See ``Files.add``."""
+        """Keep a copy of ``source``; it is on disk when this returns. The same ``key`` and bytes are the same file.
+
+        Raises:
+            HttpProblem: 422, not JSON lines; points at each bad line. 422, the key was used for other bytes. 507, no
+                room for it.
+        """
         self._clear_away()
         id = f"file-{uuid6.uuid7().hex}"
         folder = self._root / id
@@ -71,7 +105,11 @@ class FileStore:
         return earlier or record
 
     def add_code(self, source: str) -> CodeRecord:
-        """See ``Files.add_code``."""
+        """Keep a file of Python under the SHA-256 of its UTF-8; on disk when this returns. The same file is kept once.
+
+        Raises:
+            HttpProblem: 422, not Python; names the line. 507, no room for it.
+        """
         try:
             data = source.encode()
             compile(data, "code", "exec", dont_inherit=True, flags=ast.PyCF_ONLY_AST)
@@ -137,14 +175,14 @@ class FileStore:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def find(self, id: str) -> FileRecord:
-        """See ``Files.find``."""
+        """Raises NotFound."""
         if is_uploaded(id):
             with contextlib.suppress(OSError, ValidationError):
                 return FileRecord.model_validate_json((self._root / id / RECORD).read_bytes())
         raise NotFound(f"no file '{id[:80]}'")
 
     def list_all(self) -> list[FileRecord]:
-        """See ``Files.list_all``. What is being written or deleted is not there."""
+        """Every file, oldest first, but what is being written or deleted."""
         found = []
         for path in sorted(self._root.glob(f"*/{RECORD}")):
             with contextlib.suppress(NotFound):
@@ -152,11 +190,11 @@ class FileStore:
         return found
 
     def content(self, id: str) -> Path:
-        """See ``Files.content``."""
+        """Where its bytes are. Raises NotFound."""
         return self._root / self.find(id).id / ROWS
 
     def delete(self, id: str) -> None:
-        """See ``Files.delete``."""
+        """Raises NotFound."""
         folder = self._root / self.find(id).id
         with contextlib.suppress(OSError):
             (self._root / KEYS / (folder / KEY).read_text()).unlink(missing_ok=True)

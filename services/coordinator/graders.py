@@ -26,13 +26,18 @@ MODEL_DEADLINE_S = 60.0
 
 
 class GraderBench:
-    """Implements ``api.graders_desk.Graders``."""
+    """Runs graders outside of jobs."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings) -> None:
         self._bus, self._settings = bus, settings
 
     async def grade(self, grader: AnyGrader, sample: str | None, item: dict[str, Any]) -> GradeReply:
-        """See ``Graders.grade``."""
+        """One score for each part of ``grader``, in their order; without a sample its parts are only opened.
+
+        Raises:
+            ConfigError: the deployment has no model for it.
+            Unavailable: no reward worker answers.
+        """
         scorers = [scorer_of(part, self._settings) for part in parts_of(grader).values()]
         return await self.try_scorers(scorers, sample, row=item)
 

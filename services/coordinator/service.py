@@ -17,7 +17,7 @@ import uvicorn
 
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.feedback.desk import FeedbackDesk
+from penstock.services.coordinator.feedback.service import FeedbackService
 from penstock.services.coordinator.jobs.gauges import StreamGauges
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.retention import FULL_SHARE, GIVEN_UP, oldest_finished, without_interactions
@@ -78,7 +78,7 @@ class CoordinatorService:
         self.members = Members()
         self.store = JobStore(bus)
         self.runners: dict[str, Leader] = {}
-        self.feedback = FeedbackDesk(
+        self.feedback = FeedbackService(
             bus, self.store, settings.data_dir, ids_keep_s=settings.live_keep_s, share=settings.tenant_share,
             worker=settings.worker_id,
         )  # fmt: skip

@@ -37,7 +37,15 @@ class Steering:
     async def set_desired(
         self, job: str, state: DesiredState, *, by: str, force: bool = False, checkpoint: bool = True
     ) -> JobRecord:
-        """See ``Control.set_desired``."""
+        """Write what the user wants and return the record after the write; the same state twice changes nothing.
+
+        ``by``: id of the key that asks, for the events of the job.
+
+        With ``cancelled``: ``force``, do not drain, do not checkpoint; without ``checkpoint``, drain only.
+
+        Raises:
+            Conflict: the job is terminal, or is being cancelled and something else is asked.
+        """
         before = await self._store.get(job)
         record = await self._store.set_desired(job, state, force=force, checkpoint=checkpoint)
         if record.generation != before.generation:
@@ -46,7 +54,14 @@ class Steering:
         return record
 
     async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob], *, by: str) -> JobRecord:
-        """See ``Control.amend``."""
+        """Write the job file that ``edit`` makes of the record, in one atomic step; ``edit`` may be called again.
+
+        ``by``: as for ``set_desired``.
+
+        Raises:
+            Conflict: the job is terminal.
+            ConfigError: the job has no room here any more (byte budget).
+        """
         others = [entry for entry in (await self._store.index()).unfinished() if entry.id != job]
         before = await self._store.get(job)
         await self._check_smaller_budget(before, edit)
@@ -90,7 +105,7 @@ class Steering:
             await check_budget(config, stores_parts=parts)
 
     async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
-        """See ``Control.begin_operation``."""
+        """Have something done; the record's ``operations`` tell when it was. Raises Conflict: the job is terminal."""
         record = await self._store.begin_operation(job, operation)
         await self._tell(job, operation.kind, operation.by, {**operation.args, "operation": operation.id})
         return record

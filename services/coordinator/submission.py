@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from penstock.services.coordinator.api.auth import is_loopback
-from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.services.coordinator.auth import is_loopback
 from penstock.services.coordinator.jobs.environments import check_camera
 from penstock.services.coordinator.jobs.job_index import JobEntry
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.retention import check_room
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.trackers import check_trackers
 from penstock.services.coordinator.training.health import rate_warnings
 from penstock.shared.config.data import DataConfig

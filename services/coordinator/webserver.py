@@ -24,7 +24,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.services.coordinator.api.guard import BODY_BYTES_PER_S, MAX_HEADERS
 from penstock.services.coordinator.api.http.ratelimit import subscriber
-from penstock.services.coordinator.api.http.replies import HttpProblem, problem_body
+from penstock.services.coordinator.api.http.replies import problem_body
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.runtime import metrics

@@ -17,7 +17,7 @@ from penstock.shared.protocol.grading import OPEN_S, GradeReply, GradeRequest, e
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.serve import Server
 
-__all__ = ["GradingDesk"]
+__all__ = ["GradingService"]
 
 QUEUE = "reward"
 MAX_CONCURRENT = 2
@@ -28,7 +28,7 @@ _TAKEN = 4 * (MAX_CONCURRENT + MAX_WAITING)
 """Read at once, so that what is too much is refused at once."""
 
 
-class GradingDesk:
+class GradingService:
     """Every request runs in a process that is killed at the deadline."""
 
     def __init__(self, bus: Bus) -> None:

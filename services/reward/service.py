@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.services.reward.grading import GradingDesk
+from penstock.services.reward.grading import GradingService
 from penstock.services.reward.session import RewardSession
 from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.service import ServiceSettings
@@ -27,7 +27,7 @@ class RewardService:
 
     async def run(self) -> None:
         """Serve until drained or cancelled."""
-        async with await GradingDesk(self.bus).open():
+        async with await GradingService(self.bus).open():
             self.ready = True
             await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session)
 

@@ -13,13 +13,13 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.leader.effects import EffectPublisher
 from penstock.services.coordinator.leader.leader_rpc import LeaderRpc
 from penstock.services.coordinator.leader.runner import JobRunner
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.service import CoordinatorService
 from penstock.services.coordinator.training.journal import Journal
 from penstock.services.coordinator.training.ledger import LedgerState

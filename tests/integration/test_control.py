@@ -186,10 +186,12 @@ async def test_a_budget_may_shrink_no_further_than_the_groups_allow(bus: Bus, tm
         return lambda record: JobConfig.parse({**spec, "limits": {"byte_budget": byte_budget}})
 
     with pytest.raises(ConfigError, match="a data row of up to 50"):
-        await control.amend(job, with_budget(need), by="k")
-    assert (await control.amend(job, with_budget(need + 2_000_000), by="k")).generation == 2
+        await control.steering.amend(job, with_budget(need), by="k")
+    assert (await control.steering.amend(job, with_budget(need + 2_000_000), by="k")).generation == 2
     rows.unlink()
-    assert (await control.amend(job, with_budget(need + 3_000_000), by="k")).generation == 3, "more is always enough"
+    assert (await control.steering.amend(job, with_budget(need + 3_000_000), by="k")).generation == 3, (
+        "more is always enough"
+    )
 
 
 def group(job: str, draw: Draw) -> Group:

@@ -16,7 +16,7 @@ from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
-from penstock.services.reward.grading import GradingDesk
+from penstock.services.reward.grading import GradingService
 from penstock.services.reward.service import RewardService
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import Unavailable
@@ -88,7 +88,7 @@ async def test_a_reward_worker_grades(client: httpx.AsyncClient, reward: RewardS
 
 async def test_what_nobody_waits_for_any_more_is_not_graded(bus: Bus) -> None:
     request = GradeRequest(scorers=[{"type": "exact"}], sample="x", item={}, deadline_s=30, wait_s=0)
-    async with await GradingDesk(bus).open():
+    async with await GradingService(bus).open():
         with pytest.raises(Unavailable, match="nobody waits"):
             await bus.request(subjects.GRADE, pack(request), deadline_s=30)
 

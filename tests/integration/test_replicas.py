@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.leader.leader_rpc import Leader
 from penstock.services.coordinator.leader.runner import JobRunner
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.submission import SubmissionIds
 from penstock.shared.config.jobs.kinds import parse_training
 from penstock.shared.config.service import ServiceSettings

@@ -11,7 +11,7 @@ import pytest
 from penstock.client import calls
 from penstock.client.answers import default_headers
 from penstock.services.coordinator.api.http.documents import from_yaml
-from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.submission import plan_job
 from penstock.shared.config.base import load_yaml, parse_yaml
 from penstock.shared.config.jobs.kinds import parse_job

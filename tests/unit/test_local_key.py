@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.client.answers import default_headers
-from penstock.services.coordinator.api.auth import KeyRing
+from penstock.services.coordinator.auth import KeyRing
 from penstock.shared.config.local_key import LOCK, announce_key, ensure_secret, find_key, key_file, withdraw_key
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError

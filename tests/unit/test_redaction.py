@@ -9,10 +9,10 @@ from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.services.coordinator.api.http.replies import HttpProblem
-from penstock.services.coordinator.api.live.feedback_models import POST
 from penstock.services.coordinator.feedback.items import Identity, item_of
 from penstock.services.coordinator.feedback.jobs import LiveJob
+from penstock.services.coordinator.feedback.posts import POST
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.rollout.serving.redaction import UNTRAINABLE, RecordRedactor
 from penstock.shared.config.online.redaction import RedactionConfig
 from penstock.shared.config.online.section import OnlineConfig

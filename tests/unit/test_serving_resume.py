@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from penstock.services.coordinator.api.live.completion_format import ChatFormat
-from penstock.services.coordinator.api.serving import Served
 from penstock.services.coordinator.serving.answer import Answer
+from penstock.services.coordinator.serving.models import Served
 from penstock.services.rollout.serving.choice import Choice
 from penstock.services.rollout.serving.outbox import messages_of
 from penstock.services.rollout.serving.server import MAX_SILENT, Presence

@@ -17,6 +17,7 @@ from penstock.client.results.reading import one
 from penstock.client.sending import complete
 from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.files import FileStore
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.user_code import check_uploaded
 from penstock.services.reward.scorers.function import Function
 from penstock.shared.config.jobs.kinds import parse_job

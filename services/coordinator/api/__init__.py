@@ -1,4 +1,4 @@
-"""The HTTP face of the coordinator: conventions here, decisions behind ``Control``."""
+"""The HTTP face of the coordinator: conventions and routes here, decisions in the services that they call."""
 
 from penstock.services.coordinator.api.app import create_app
 

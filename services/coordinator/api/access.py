@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request
 
-from penstock.services.coordinator.api.auth import KeyRing
-from penstock.services.coordinator.api.backend.control import Control
-from penstock.services.coordinator.api.feedback_desk import FeedbackDesk
 from penstock.services.coordinator.api.feeds import Feeds
 from penstock.services.coordinator.api.http.occupancy import Occupancy
 from penstock.services.coordinator.api.http.ratelimit import RateLimiter
 from penstock.services.coordinator.api.http.volatile import Volatile
-from penstock.services.coordinator.api.serving import Serving
+from penstock.services.coordinator.auth import KeyRing
+from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.feedback.service import FeedbackService
+from penstock.services.coordinator.serving.gateway import Gateway
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import NotFound
 
@@ -29,7 +29,7 @@ _JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
 class Backend:
     """Everything behind the routes of one app."""
 
-    control: Control
+    control: CoordinatorControl
     settings: ServiceSettings
     stopping: asyncio.Event
     volatile: Volatile
@@ -37,8 +37,8 @@ class Backend:
     limiter: RateLimiter
     occupancy: Occupancy
     feeds: Feeds
-    feedback: FeedbackDesk | None
-    serving: Serving[Any] | None
+    feedback: FeedbackService | None
+    serving: Gateway | None
 
 
 async def _backend(request: Request) -> Backend:

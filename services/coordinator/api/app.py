@@ -29,15 +29,12 @@ from penstock.services.coordinator.api import (
 )
 from penstock.services.coordinator.api.access import Backend
 from penstock.services.coordinator.api.audited import Audited, audited_routes
-from penstock.services.coordinator.api.auth import KeyRing
-from penstock.services.coordinator.api.backend.control import Control
-from penstock.services.coordinator.api.feedback_desk import FeedbackDesk
 from penstock.services.coordinator.api.feeds import Feeds
 from penstock.services.coordinator.api.guard import Guard, Measured
 from penstock.services.coordinator.api.http.idempotency import Idempotency, ReplyStore
 from penstock.services.coordinator.api.http.occupancy import Occupancy
 from penstock.services.coordinator.api.http.ratelimit import RateLimiter
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem, from_error, problem_response
+from penstock.services.coordinator.api.http.replies import from_error, problem_response
 from penstock.services.coordinator.api.http.volatile import Volatile
 from penstock.services.coordinator.api.jobs import (
     amend,
@@ -58,7 +55,11 @@ from penstock.services.coordinator.api.live import (
     quarantine,
 )
 from penstock.services.coordinator.api.live.direct import Direct
-from penstock.services.coordinator.api.serving import Serving
+from penstock.services.coordinator.auth import KeyRing
+from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.feedback.service import FeedbackService
+from penstock.services.coordinator.problems import Flaw, HttpProblem
+from penstock.services.coordinator.serving.gateway import Gateway
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.trace import new_trace, trace_of, tracing
@@ -93,12 +94,12 @@ ROUTERS = (
 
 
 def create_app(
-    control: Control,
+    control: CoordinatorControl,
     settings: ServiceSettings,
     *,
     stopping: asyncio.Event | None = None,
-    desk: FeedbackDesk | None = None,
-    serving: Serving[Any] | None = None,
+    desk: FeedbackService | None = None,
+    serving: Gateway | None = None,
 ) -> FastAPI:
     """The application over ``control``.
 

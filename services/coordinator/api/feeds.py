@@ -11,14 +11,16 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from penstock.services.coordinator.api.backend.control import Control, Row
 from penstock.services.coordinator.api.http.sse import END, PING, PING_S, RETRY, failure
 from penstock.services.coordinator.api.http.turns import Turns
+from penstock.services.coordinator.control import CoordinatorControl
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.runtime.tasks import end_tasks
 
 __all__ = ["Feeds"]
+
+Row = dict[str, Any]
 
 T = TypeVar("T")
 Encode = Callable[[str, int, Row], bytes]
@@ -39,7 +41,7 @@ PER_TURN = 32
 class Feeds:
     """Followers by job, begun with the first reader of each. ``stopping`` ends all waits."""
 
-    def __init__(self, control: Control, stopping: asyncio.Event) -> None:
+    def __init__(self, control: CoordinatorControl, stopping: asyncio.Event) -> None:
         self._control, self._stopping = control, stopping
         self._calls: dict[Hashable, asyncio.Task[Any]] = {}
         self._watched: dict[str, _Watched] = {}
@@ -73,7 +75,7 @@ class Feeds:
     async def until(
         self, record: JobRecord, reached: Callable[[JobRecord], bool], seconds: float
     ) -> JobRecord:  # fmt: skip
-        """The record of the same job once it is as wanted, or as it is after ``seconds``. Raises as ``Control.get``."""
+        """The record of the same job once it is as wanted, or as it is after ``seconds``. Raises NotFound."""
         job = record.id
         if reached(record) or seconds <= 0 or self._stopping.is_set():
             return record

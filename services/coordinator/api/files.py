@@ -11,14 +11,15 @@ from starlette.datastructures import UploadFile
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep
-from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.backend.control import Order
-from penstock.services.coordinator.api.backend.files import CodeRecord, FileRecord
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
 from penstock.services.coordinator.api.http.idempotency import token_of
 from penstock.services.coordinator.api.http.open_file import open_file, reply_of
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem, Json
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.files import CodeRecord, FileRecord
+from penstock.services.coordinator.jobs.job_index import Order
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.errors import Conflict, NotFound
 
 __all__ = ["router"]

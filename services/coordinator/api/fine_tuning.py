@@ -9,18 +9,18 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
-from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.fine_tuning_models import (
+from penstock.services.coordinator.api.http.bodies import body_schema, read_model
+from penstock.services.coordinator.api.http.idempotency import token_of
+from penstock.services.coordinator.api.http.replies import Json
+from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.finetuning.models import (
     CheckpointPage,
     EventPage,
     FineTuningJob,
     FineTuningRequest,
     JobPage,
 )
-from penstock.services.coordinator.api.http.bodies import body_schema, read_model
-from penstock.services.coordinator.api.http.idempotency import token_of
-from penstock.services.coordinator.api.http.replies import Json
-from penstock.services.coordinator.api.scopes import require
 from penstock.shared.protocol.jobs import DesiredState
 
 __all__ = ["router"]
@@ -110,4 +110,4 @@ async def list_fine_tuning_checkpoints(
 async def _steer(job: str, caller: Caller, backend: BackendDep, state: DesiredState) -> Response:
     desk = backend.control.fine_tuning
     await desk.get(job)
-    return Json(desk.shown(await backend.control.set_desired(job, state, by=caller.id)))
+    return Json(desk.shown(await backend.control.steering.set_desired(job, state, by=caller.id)))

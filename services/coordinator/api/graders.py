@@ -10,8 +10,9 @@ from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem, Json
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.config.rewards.graders import AnyGrader, Grader, MultiGrader, ScoreModelGrader, parts_of, total_of
 from penstock.shared.protocol.grading import GRADER_ERRORS, GradeReply, error_text, split_error
 

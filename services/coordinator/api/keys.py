@@ -13,8 +13,9 @@ from starlette.responses import Response
 from penstock.services.coordinator.api.access import Backend, BackendDep
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
 from penstock.services.coordinator.api.http.ratelimit import parse_rate
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem, Json
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.keys import KeyRecord, Scope

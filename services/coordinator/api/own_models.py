@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.services.coordinator.api.access import Backend
-from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.errors import NotFound
 
 __all__ = ["check_job", "check_name", "jobs_of", "no_model", "reaches_all"]

@@ -7,9 +7,9 @@ from typing import Any, Literal
 from fastapi import Depends, Request
 
 from penstock.services.coordinator.api.access import known_job_id
-from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.api.own_models import check_job, reaches_all
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.protocol.keys import Scope
 
 __all__ = ["Reach", "ScopeCheck", "caller_of", "check_of", "require", "scope_of"]

@@ -7,7 +7,6 @@ from starlette.responses import Response
 
 from penstock import __version__
 from penstock.services.coordinator.api.access import BackendDep
-from penstock.services.coordinator.api.backend.control import MAX_WEBHOOKS
 from penstock.services.coordinator.api.guard import (
     BODY_BYTES_PER_S,
     MAX_BODY_BYTES,
@@ -19,16 +18,9 @@ from penstock.services.coordinator.api.http.documents import MAX_DEPTH, MAX_VALU
 from penstock.services.coordinator.api.http.idempotency import KEEP_S
 from penstock.services.coordinator.api.http.occupancy import WAIT_S
 from penstock.services.coordinator.api.http.replies import Json
-from penstock.services.coordinator.api.http.tags import MAX_TAG_KEY, MAX_TAG_VALUE, MAX_TAGS
 from penstock.services.coordinator.api.jobs.jobs import MAX_PAGE, MAX_WAIT_S
 from penstock.services.coordinator.api.live.completion_bodies import MAX_CHOICES
 from penstock.services.coordinator.api.live.completion_form import MAX_SCHEMA_BYTES, MAX_TOOLS
-from penstock.services.coordinator.api.live.feedback_models import (
-    MAX_COMMENT,
-    MAX_ITEMS,
-    MAX_TEXT,
-    MAX_TOKENS,
-)
 from penstock.services.coordinator.api.live.feedback_tokens import DEFAULT_S, LONGEST_S, SHORTEST_S
 from penstock.services.coordinator.api.schemas import (
     ConnectionLimits,
@@ -40,8 +32,18 @@ from penstock.services.coordinator.api.schemas import (
     Version,
 )
 from penstock.services.coordinator.api.scopes import require
-from penstock.services.coordinator.api.serving import MAX_IN_FLIGHT
+from penstock.services.coordinator.feedback.posts import (
+    MAX_COMMENT,
+    MAX_ITEMS,
+    MAX_TAG_KEY,
+    MAX_TAG_VALUE,
+    MAX_TAGS,
+    MAX_TEXT,
+    MAX_TOKENS,
+)
+from penstock.services.coordinator.serving.gateway import MAX_IN_FLIGHT
 from penstock.services.coordinator.shares import KEY_SHARE
+from penstock.services.coordinator.webhooks.store import MAX_WEBHOOKS
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol.codec import SCHEMA
 from penstock.shared.protocol.live.interaction import MAX_TURNS

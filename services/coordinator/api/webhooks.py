@@ -11,11 +11,12 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep
-from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
 from penstock.services.coordinator.api.http.idempotency import token_of
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem, Json
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.cloudevents import EVENT_TYPES
 from penstock.shared.protocol.webhooks import DEFAULT_TYPES, DeliveryState, StoredWebhook, WebhookRecord

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.services.coordinator.auth import Caller
 from penstock.services.coordinator.feedback.index import FeedbackIndex
 from penstock.services.coordinator.feedback.ingest import Ingest, Stored
 from penstock.services.coordinator.feedback.items import Identity, derived_id, verdict_of
 from penstock.services.coordinator.feedback.privacy import Pseudonyms
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.errors import Conflict, NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
@@ -23,18 +23,18 @@ Row = dict[str, Any]
 
 
 class HeldFeedback:
-    """Implements ``api.feedback_desk.HeldFeedback``."""
+    """Feedback that is held back. ``show`` and ``decide`` raise NotFound, or Conflict: it is not held any more."""
 
     def __init__(self, bus: Bus, index: FeedbackIndex, ingest: Ingest, pseudonyms: Pseudonyms) -> None:
         self._bus, self._index, self._ingest, self._pseudonyms = bus, index, ingest, pseudonyms
 
     async def page(self, jobs: Sequence[str] | None, *, after: str, limit: int) -> list[Row]:
-        """See ``api.feedback_desk.HeldFeedback.page``."""
+        """``HeldRow`` of each item of these jobs (None: of all), in the order of ids."""
         await self._index.catch_up(subjects.DECISIONS)
         return [_row(row) for row in await self._index.held(jobs, bare_id(after) or "", limit)]
 
     async def show(self, job: str, item: str) -> Row:
-        """See ``api.feedback_desk.HeldFeedback.show``."""
+        """The same with ``value``, ``target``, ``weight``, ``user`` and ``revision``."""
         row = await self._find(job, item)
         said = await self._read(row["seq"], row["id"])
         return _row(row) | {
@@ -46,7 +46,7 @@ class HeldFeedback:
         }
 
     async def decide(self, job: str, item: str, verdict: Literal["release", "drop"], *, caller: Caller) -> Row:
-        """See ``api.feedback_desk.HeldFeedback.decide``."""
+        """Let it count, or reject it; on disk when this returns."""
         row = await self._find(job, item)
         name = f"{verdict} {row['id']} {row['revision']}"
         who = Identity(derived_id(self._pseudonyms.digest, "", name, 0), caller.id, chosen=True)

@@ -21,7 +21,7 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.errors import PenstockError, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack

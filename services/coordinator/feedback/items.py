@@ -10,8 +10,8 @@ from uuid import UUID
 
 import msgspec
 
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
-from penstock.services.coordinator.api.live.feedback_models import (
+from penstock.services.coordinator.feedback.jobs import LiveJob
+from penstock.services.coordinator.feedback.posts import (
     MAX_COMMENT,
     Correction,
     Metric,
@@ -20,7 +20,7 @@ from penstock.services.coordinator.api.live.feedback_models import (
     Preference,
     is_number,
 )
-from penstock.services.coordinator.feedback.jobs import LiveJob
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.config.online.section import REWARD, MetricConfig
 from penstock.shared.data.redaction import Redactor
 from penstock.shared.protocol.bus_clock import bus_time

@@ -8,9 +8,9 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
 from penstock.services.coordinator.jobs.job_index import JobEntry
 from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.config.online.section import RESERVED_METRICS, REWARD, MetricConfig, OnlineConfig
 from penstock.shared.data.redaction import Redactor
 from penstock.shared.errors import ConfigError, ProtocolError, Unavailable

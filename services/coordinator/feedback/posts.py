@@ -1,4 +1,4 @@
-"""Bodies of feedback."""
+"""Bodies of feedback, and the tags that senders give to requests, episodes and feedback."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from pydantic import (
     model_validator,
 )
 
-from penstock.services.coordinator.api.http.tags import Tags
 from penstock.shared.protocol.live.interaction import MAX_TURNS, USER_TAG
 
 __all__ = [
     "KIND_TAGS",
     "MAX_COMMENT",
     "MAX_ITEMS",
+    "MAX_TAGS",
+    "MAX_TAG_KEY",
+    "MAX_TAG_VALUE",
     "MAX_TEXT",
     "MAX_TOKENS",
     "POST",
@@ -45,6 +47,9 @@ __all__ = [
     "PostedInteraction",
     "PostedPreference",
     "Preference",
+    "TagKey",
+    "TagValue",
+    "Tags",
     "is_number",
 ]
 
@@ -54,6 +59,8 @@ MAX_TOKENS = 131_072
 """Prompt and completion of one posted interaction together."""
 MAX_COMMENT, MAX_TEXT = 8192, 1 << 17
 """Characters of a comment, and of a demonstration or an answer as text."""
+MAX_TAGS, MAX_TAG_KEY, MAX_TAG_VALUE = 16, 64, 512
+"""Tags of one request, episode or item of feedback; characters of their keys and values."""
 LOGPROB_SLACK = 1e-6
 """A log-probability may exceed 0 by rounding."""
 
@@ -66,6 +73,9 @@ Text = Annotated[StrictStr, StringConstraints(max_length=MAX_COMMENT)]
 User = Annotated[StrictStr, StringConstraints(min_length=1, max_length=256)]
 Finite = Annotated[StrictFloat, Field(allow_inf_nan=False)]
 Verdict = StrictBool | Finite
+TagKey = Annotated[StrictStr, StringConstraints(min_length=1, max_length=MAX_TAG_KEY)]
+TagValue = Annotated[StrictStr, StringConstraints(max_length=MAX_TAG_VALUE)]
+Tags = Annotated[dict[TagKey, TagValue], Field(max_length=MAX_TAGS)]
 Token = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
-from penstock.services.coordinator.api.fine_tuning_models import FineTuningRequest, Hyperparameters, Reinforcement
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
 from penstock.services.coordinator.finetuning.base import BaseModelFile
+from penstock.services.coordinator.finetuning.models import FineTuningRequest, Hyperparameters, Reinforcement
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.config.data import PromptConfig
 from penstock.shared.config.explain import explain
 from penstock.shared.config.jobs.job import JobConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from penstock.services.coordinator.api.fine_tuning_models import Checkpoint, Event, FineTuningJob, JobError
+from penstock.services.coordinator.finetuning.models import Checkpoint, Event, FineTuningJob, JobError
 from penstock.shared.protocol.jobs import JobRecord, JobStatus, Phase
 
 __all__ = ["shown_checkpoint", "shown_event", "shown_job"]

@@ -25,6 +25,9 @@ from penstock.shared.transport.bus import Entry, KeyValue
 
 __all__ = ["JobEntry", "JobIndex", "decode_stored", "entry_of"]
 
+Order = Literal["asc", "desc"]
+"""Of ids, which is that of creation."""
+
 logger = logging.getLogger(__name__)
 
 DEFAULT_BYTE_BUDGET = 256 << 20
@@ -226,10 +229,13 @@ class JobIndex:
         return [self._entries[id] for id in sorted(found)]
 
     def page(
-        self, *, after: str | None, limit: int, order: Literal["asc", "desc"], phase: str | None, name: str | None,
+        self, *, after: str | None, limit: int, order: Order, phase: str | None, name: str | None,
         kind: str | None, labels: Mapping[str, str], models: frozenset[str] | None,
     ) -> list[JobEntry]:  # fmt: skip
-        """At most ``limit`` jobs past the id ``after``, in the order of their ids; see ``Control.list_jobs``."""
+        """At most ``limit`` jobs past the id ``after``, in the order of their ids.
+
+        The filters are those of ``CoordinatorControl.list_jobs``.
+        """
         candidates = [self._ids]
         if name is not None:
             candidates.append(self._by_name.get(name, []))
@@ -244,7 +250,7 @@ class JobIndex:
         return list(itertools.islice((e for e in found if labels.items() <= e.labels.items()), limit))
 
 
-def _past(ids: list[str], after: str | None, order: Literal["asc", "desc"]) -> Iterator[str]:
+def _past(ids: list[str], after: str | None, order: Order) -> Iterator[str]:
     """The part of sorted ``ids`` that lies strictly past ``after`` in an order, without a copy of it."""
     if order == "asc":
         places = range(0 if after is None else bisect_right(ids, after), len(ids))

@@ -31,14 +31,14 @@ PROBE_S = 2.0
 
 
 class Scaler:
-    """Implements ``api.scaling_desk.Scaling``; ``run`` carries out pending operations, the newest of each pool."""
+    """The workers of the deployment; ``run`` carries out pending operations, the newest of each pool."""
 
     def __init__(self, bus: Bus, store: JobStore) -> None:
         self._bus, self._store = bus, store
         self._under_way: dict[str, tuple[str, Operation, asyncio.Task[None]]] = {}
 
     async def pool(self, pool: Pool) -> ScaleReply:
-        """See ``Scaling.pool``."""
+        """The workers there are. Raises Unavailable where nobody starts processes by request."""
         return await self._ask(pool, None, PROBE_S)
 
     async def run(self) -> None:

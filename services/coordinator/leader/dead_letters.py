@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from penstock.services.coordinator.api.backend.control import Row
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.leader.effects import ATTEMPTS, DEAD_HEADERS, REASON, SEQUENCE, STREAM
 from penstock.services.coordinator.leader.leader_rpc import Leader
@@ -41,6 +40,8 @@ __all__ = [
     "payload_of",
     "read_dead_letters",
 ]
+
+Row = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 WORKERS = {subjects.TICKETS: "rollout", subjects.RAW: "reward"}
@@ -294,18 +295,21 @@ def header_number(text: str | None) -> int:
 
 
 class DeadLetterQueue:
-    """Implements ``api.control.Letters`` on the stream DEAD. The id of a dead letter is its sequence there."""
+    """Dead letters of the stream DEAD, oldest first; the id of one is its sequence there.
+
+    Every method but ``page`` raises NotFound for one that the job does not have.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def page(self, job: str, *, after: int, limit: int) -> list[Row]:
-        """See ``Letters.page``."""
+        """``id``, ``time``, ``stream``, ``sequence``, ``attempts``, ``reason``, ``draw`` (None: it stood for none)."""
         found = await self._bus.read(subjects.DEAD, subjects.dead(job), start_seq=after + 1, headers_only=True)
         return [_letter_row(message) for message in found if PART not in message.headers][:limit]
 
     async def show(self, job: str, id: int) -> Row:
-        """See ``Letters.show``."""
+        """The same with ``nbytes``, ``headers`` and ``content``."""
         message = await self._get(job, id)
         return {
             **_letter_row(message),
@@ -315,12 +319,12 @@ class DeadLetterQueue:
         }
 
     async def drop(self, job: str, id: int) -> None:
-        """See ``Letters.drop``."""
+        """Forget it."""
         for _, seq in reversed((await self._find(job, id)).places):
             await self._bus.delete_message(subjects.DEAD, seq)
 
     async def check_replayable(self, job: str, id: int) -> None:
-        """See ``Letters.check_replayable``."""
+        """Raises NotFound where it stood for no draw, and is neither an interaction nor feedback."""
         if origin_of(await self._get(job, id))[0] not in LIVE:
             await self.draw(job, id)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from penstock.services.coordinator.api.backend.control import Row
 from penstock.services.coordinator.queries.samples import check_env, choose_samples, sample_detail, sample_rows
 from penstock.shared.config.jobs.kinds import trains
 from penstock.shared.errors import NotFound, ProtocolError
@@ -26,11 +25,13 @@ from penstock.shared.transport.bus import Bus
 
 __all__ = ["SampleBrowser", "VideoBrowser"]
 
+Row = dict[str, Any]
+
 _ROW_ID = re.compile(r"(\d{1,15})-(\d{1,15}\.\d{1,18})-(\d{1,6})", re.ASCII)
 
 
 class SampleBrowser:
-    """See ``Control.samples`` and ``Control.sample``."""
+    """See ``CoordinatorControl.samples`` and ``CoordinatorControl.sample``."""
 
     def __init__(self, bus: Bus, archive: LedgerArchive) -> None:
         self._bus, self._archive = bus, archive
@@ -130,7 +131,7 @@ class VideoBrowser:
         self._bus = bus
 
     async def rows(self, job: str) -> list[Row]:
-        """See ``Control.videos``."""
+        """See ``CoordinatorControl.videos``."""
         return [
             {
                 "name": video.name, "version": video.version, "reset_id": video.reset_id, "task": video.task,
@@ -141,7 +142,7 @@ class VideoBrowser:
         ]  # fmt: skip
 
     async def data(self, job: str, name: str) -> bytes:
-        """See ``Control.video``."""
+        """See ``CoordinatorControl.video``."""
         seq, video = (await self._newest(job)).get(name, (0, None))
         found = await self._bus.get_whole(subjects.VIDEOS, [seq]) if video is not None and not video.error else {}
         if seq not in found:

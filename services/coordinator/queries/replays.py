@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from penstock.services.coordinator.api.backend.control import Row
 from penstock.shared.errors import Conflict
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
@@ -19,6 +18,8 @@ from penstock.shared.runtime.ledger import LedgerArchive, read_ledger
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["feedback_by_batch", "replay_rows"]
+
+Row = dict[str, Any]
 
 ROW_DEADLINE_S = 120.0
 MAX_WAITING = 4096
@@ -34,7 +35,7 @@ async def replay_rows(
     to_batch: int | None,
     feedback: bool = False,
 ) -> AsyncGenerator[Row, None]:
-    """See ``Control.replay``."""
+    """See ``CoordinatorControl.replay``."""
     told: dict[int, list[Row]] = {}
     if feedback:
         entries = [entry.data for entry in await read_ledger(bus, job, archive)]

@@ -6,8 +6,8 @@ import asyncio
 import time
 from typing import Any
 
-from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.leader.why import wait_row
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol import subjects
 from penstock.shared.transport.bus import Bus, StreamState

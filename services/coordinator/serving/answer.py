@@ -6,13 +6,33 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.services.coordinator.api.serving import Served
+from penstock.services.coordinator.serving.models import Served
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.generation import Span
 from penstock.shared.protocol.live.inference import Begun, Chunk, InferenceReply, InferenceRequest
 from penstock.shared.protocol.live.interaction import Interaction
 
-__all__ = ["Answer"]
+__all__ = ["Answer", "Ask"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A client's request. ``draft`` lacks what the gateway decides: ids, gateway, episode, user.
+
+    ``retries`` is how often the client sent it before, None where it does not say; a client that says so asks again
+    by itself when it gets no answer. ``episode`` is empty where the client names none.
+    """
+
+    served: Served
+    draft: InferenceRequest
+    num_prompts: int
+    user: str
+    episode: str
+    retries: int | None
+    any_owner: bool = False
+    """True if ``episode`` may be one that another key opened."""
+    only_opened: bool = False
+    """True if ``episode`` must be one that was opened and is remembered: the key is for it alone."""
 
 
 @dataclass(slots=True)
@@ -26,7 +46,7 @@ class _Choice:
 
 
 class Answer:
-    """Implements ``api.serving.Answer``."""
+    """Answers of the rollout workers, as they come."""
 
     def __init__(self, served: Served, request: InferenceRequest) -> None:
         self.served, self.request = served, request

@@ -10,8 +10,8 @@ from datetime import timedelta
 
 from pydantic import ValidationError
 
-from penstock.services.coordinator.api.http.replies import HttpProblem
-from penstock.services.coordinator.api.serving import Served
+from penstock.services.coordinator.problems import HttpProblem
+from penstock.services.coordinator.serving.models import Served
 from penstock.services.coordinator.shares import EntryShares
 from penstock.shared.errors import Conflict, NotFound, Unavailable
 from penstock.shared.protocol import subjects
@@ -37,7 +37,7 @@ MAX_KNOWN = 16384
 
 
 class Episodes:
-    """Implements ``api.serving.EpisodeBook``."""
+    """Episodes that were opened by request. Every method may raise Unavailable."""
 
     def __init__(self, bus: Bus, share: float = 1.0) -> None:
         """``share``: what one key may have of what the others leave of the bucket."""
@@ -63,7 +63,7 @@ class Episodes:
             self._shares.max_bytes = self._max_bytes
 
     async def create(self, served: Served, key_id: str, ttl_s: float, about: dict[str, object]) -> EpisodeRecord:
-        """See ``EpisodeBook.create``."""
+        """Open one; ``about``: split, group_id, user (a pseudonym) and tags."""
         now = bus_datetime()
         record = EpisodeRecord.model_validate(
             {
@@ -82,24 +82,28 @@ class Episodes:
         return record
 
     async def get(self, served: Served, id: str) -> EpisodeRecord:
-        """See ``EpisodeBook.get``."""
+        """Raises NotFound."""
         record = await self._read(served.job, id)
         if record is None:
             raise NotFound(f"model '{served.name}' has no episode '{id[:80]}'")
         return record
 
     async def list_all(self, served: Served) -> list[EpisodeRecord]:
-        """See ``EpisodeBook.list_all``."""
+        """All of a model, oldest first."""
         entries = await self._kv.entries(served.job)
         found = [EpisodeRecord.model_validate_json(entry.value) for entry in entries if entry.value is not None]
         return sorted(found, key=lambda record: record.id)
 
     def remembered_until(self, record: EpisodeRecord) -> float:
-        """See ``EpisodeBook.remembered_until``."""
+        """Unix seconds; later nothing is known of an episode."""
         return (record.ended_at or record.expires_at).timestamp() + KEEP_S
 
     async def end(self, served: Served, id: str) -> EpisodeRecord:
-        """See ``EpisodeBook.end``. Learning hears of it in the stream of feedback."""
+        """Take no more requests, and tell learning so in the stream of feedback; twice changes nothing.
+
+        Raises:
+            NotFound: there is no such episode.
+        """
         key = _key(served.job, id)
         while True:
             entry = await self._kv.get(key)

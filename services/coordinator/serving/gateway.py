@@ -11,14 +11,13 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from penstock.services.coordinator.api.http.replies import HttpProblem
-from penstock.services.coordinator.api.serving import MAX_IN_FLIGHT, Ask, Served
 from penstock.services.coordinator.feedback.privacy import objection
 from penstock.services.coordinator.payload import whole_of
-from penstock.services.coordinator.serving.answer import Answer
+from penstock.services.coordinator.problems import HttpProblem
+from penstock.services.coordinator.serving.answer import Answer, Ask
 from penstock.services.coordinator.serving.episodes import Episodes
 from penstock.services.coordinator.serving.handover import Notes
-from penstock.services.coordinator.serving.models import ModelTable
+from penstock.services.coordinator.serving.models import ModelTable, Served
 from penstock.services.coordinator.serving.replicas import Replicas
 from penstock.services.coordinator.serving.retries import Retries, key_of
 from penstock.services.coordinator.serving.threads import KEEP_S, Threads
@@ -33,10 +32,13 @@ from penstock.shared.protocol.live.interaction import CANARY, USER_TAG, Interact
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.connection import NoResponders
 
-__all__ = ["Gateway"]
+__all__ = ["MAX_IN_FLIGHT", "Gateway"]
 
 logger = logging.getLogger(__name__)
 
+MAX_IN_FLIGHT = 2048
+"""Requests of one model in this process; more are told to come back, and those of one key when it has as many as there
+is room left: one key alone gets half of it, two a third each."""
 SILENT_S = 4 * SIGN_EVERY_S
 """A worker that gives no sign for this long has lost its requests: others go on with them."""
 REPLY_S = 10.0
@@ -46,7 +48,7 @@ MAX_RECOVERIES = 5
 
 
 class Gateway:
-    """Implements ``api.serving.Serving``. ``run`` until cancelled.
+    """Models and their answers. ``run`` until cancelled.
 
     Args:
         pseudonym: what stands for a user in records.
@@ -85,24 +87,29 @@ class Gateway:
             tasks.create_task(self._watch_workers())
             tasks.create_task(self.episodes.run())
 
-    # -- api.serving.Serving -----------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------------
 
     def pseudonym(self, user: str) -> str:
-        """See ``Serving.pseudonym``."""
+        """Pseudonym of a user in records; '' for no user. Raises Unavailable while it is not known yet."""
         return self._pseudonym(user)
 
     def models(self) -> list[Served]:
-        """See ``Serving.models``."""
+        """All models. Raises Unavailable while the jobs are not read yet."""
         if not self._table.current:
             raise Unavailable("the jobs are not read yet; retry in a moment")
         return self._table.rows()
 
     def find(self, model: str) -> Served:
-        """See ``Serving.find``."""
+        """A model by name or id of its job. Raises NotFound, Unavailable."""
         return self._table.find(model)
 
     async def open(self, ask: Ask) -> Answer:
-        """See ``Serving.open``."""
+        """Have a rollout worker take the request; for a retry the answer that its client left unread. Then ``leave``.
+
+        Raises:
+            ConfigError: the prompt cannot be rendered, or is too long.
+            HttpProblem: 429 where all workers are full, 503 where none answers, 410 where the episode is over.
+        """
         key = key_of(ask.served.job, ask.draft.key_id, ask.episode, ask.draft.body_digest)
         if ask.retries:
             earlier = await self.retries.earlier(key)
@@ -124,7 +131,7 @@ class Gateway:
             raise
 
     def leave(self, answer: Answer, *, begun: bool) -> None:
-        """See ``Serving.leave``."""
+        """The reader is done or went away; ``begun``: it has seen a part of the answer."""
         if answer.key:
             self.retries.left(answer.key)
         if not begun and answer.key and answer.error is None:
@@ -135,7 +142,7 @@ class Gateway:
             self.give_up(answer)
 
     async def interaction(self, job: str, id: str) -> Interaction | None:
-        """See ``Serving.interaction``."""
+        """The record of an interaction; None where there is none. Raises Unavailable."""
         message = await self._bus.last(subjects.INTERACTIONS, subjects.interaction(job, id))
         if message is None:
             return None
@@ -145,7 +152,7 @@ class Gateway:
             return None
 
     async def remember(self, answer: Answer, message: dict[str, object]) -> None:
-        """See ``Serving.remember``."""
+        """The message that a client got: a chat that goes on from it belongs to the same episode."""
         if answer.conversation:
             request = answer.request
             await self._threads.remember(answer.conversation, request.messages, message, request.episode)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from penstock.services.coordinator.api.serving import Served
 from penstock.services.coordinator.jobs.job_index import entry_of
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.jobs.kinds import parse_job
@@ -13,12 +14,50 @@ from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.online.section import OnlineConfig
 from penstock.shared.errors import ConfigError, NotFound, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
-from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.jobs import JobRecord, ModelOrigin
 from penstock.shared.transport.bus import Bus, Entry
 
-__all__ = ["ModelTable"]
+__all__ = ["ModelTable", "Served"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running job under the name of its model. ``version``: its newest policy; ``created``: Unix seconds.
+
+    ``temperature`` is what a request gets that names none, and with ``forced_sampling`` every one; ``generation``: of
+    the job file that says so.
+    """
+
+    name: str
+    job: str
+    online: bool
+    version: int
+    created: int
+    hold_s: float
+    temperature: float = 1.0
+    generation: int = 1
+    forced_sampling: bool = False
+    canary: tuple[int, float] | None = None
+    """A version on trial, and the share of the conversations that it answers."""
+    consent: Literal["opt_out", "opt_in"] = "opt_out"
+    """Whose conversations are trained on."""
+    strict_recording: bool = False
+    """True if an answer that is not recorded is none."""
+    found_episodes_s: float = 0.0
+    """So long after an answer a chat that goes on from it is a turn of its episode where nobody names one; 0: then what
+    nobody named is credited answer by answer, whatever episode it is shown in."""
+    promoted_at: int | None = None
+    """Since when the version is served (Unix seconds), of a job with a promotion gate."""
+    trains: bool = True
+    """False: a deployment, whose policy never changes."""
+    origin: ModelOrigin | None = None
+    """Checkpoint that a deployment serves."""
+
+    def at(self, version: int, canary: tuple[int, float] | None, promoted_at: int | None) -> Served:
+        """The same at another version."""
+        return replace(self, version=version, canary=canary, promoted_at=promoted_at)
 
 
 class ModelTable:

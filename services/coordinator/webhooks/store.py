@@ -11,7 +11,6 @@ from typing import Any
 import uuid6
 from pydantic import ValidationError
 
-from penstock.services.coordinator.api.backend.control import MAX_WEBHOOKS
 from penstock.services.coordinator.webhooks.cloudevent import trial_event
 from penstock.services.coordinator.webhooks.posting import GoneError, open_http, post_event
 from penstock.services.coordinator.webhooks.signing import new_secret
@@ -22,16 +21,18 @@ from penstock.shared.protocol.webhooks import DeliveryState, StoredWebhook
 from penstock.shared.transport.address import check_url
 from penstock.shared.transport.bus import Bus, Entry
 
-__all__ = ["WebhookStore"]
+__all__ = ["MAX_WEBHOOKS", "WebhookStore"]
 
 logger = logging.getLogger(__name__)
 
+MAX_WEBHOOKS = 100
+"""Of a deployment."""
 CAS_TRIES = 10
 HOOKS, STATES = "hook", "state"
 
 
 class WebhookStore:
-    """Implements ``api.webhooks_desk.Webhooks``."""
+    """Webhooks, the same on every replica. Every method that takes an id raises NotFound for an unknown one."""
 
     def __init__(self, bus: Bus, *, private: bool) -> None:
         """``private``: private addresses will do, too."""
@@ -41,7 +42,14 @@ class WebhookStore:
     async def create(
         self, url: str, types: list[str], *, job: str | None, description: str, key: str = ""
     ) -> StoredWebhook:
-        """See ``Webhooks.create``. Its place is stored first: a webhook is never without one."""
+        """Store a new one, from the next event on; with a ``key`` that came before, the one that it made.
+
+        Its place is stored before it, so a webhook is never without one.
+
+        Raises:
+            Conflict: there are too many.
+            ConfigError: the address.
+        """
         check_url(url, private=self._private)
         id = f"wh_{hashlib.sha256(key.encode()).hexdigest()[:32] if key else uuid6.uuid7().hex}"
         with contextlib.suppress(NotFound):
@@ -62,7 +70,7 @@ class WebhookStore:
         return hook
 
     async def find(self, id: str) -> StoredWebhook:
-        """See ``Webhooks.find``."""
+        """One of them."""
         return (await self._find(id))[0]
 
     async def _find(self, id: str) -> tuple[StoredWebhook, int]:
@@ -72,13 +80,13 @@ class WebhookStore:
         return StoredWebhook.model_validate_json(entry.value), entry.revision
 
     async def list_all(self) -> list[StoredWebhook]:
-        """See ``Webhooks.list_all``."""
+        """Every one, oldest first."""
         entries = await self._kv.entries(HOOKS)
         hooks = [StoredWebhook.model_validate_json(entry.value) for entry in entries if entry.value is not None]
         return sorted(hooks, key=lambda hook: (hook.created_at, hook.id))
 
     async def change(self, id: str, changes: dict[str, Any]) -> StoredWebhook:
-        """See ``Webhooks.change``."""
+        """Write new values of fields. Raises ConfigError: the address."""
         if "url" in changes:
             check_url(changes["url"], private=self._private)
         for _ in range(CAS_TRIES):
@@ -96,20 +104,20 @@ class WebhookStore:
         raise Conflict(f"webhook '{id}' changes too often; try again")
 
     async def delete(self, id: str) -> None:
-        """See ``Webhooks.delete``."""
+        """Forget it."""
         await self.find(id)
         await self._kv.delete(f"{HOOKS}.{id}")
         await self._kv.delete(f"{STATES}.{id}")
 
     async def state(self, id: str) -> DeliveryState:
-        """See ``Webhooks.state``."""
+        """How far it is."""
         entry = await self._kv.get(f"{STATES}.{id}")
         if entry is None or entry.value is None:
             raise NotFound(f"no webhook '{id}'")
         return DeliveryState.model_validate_json(entry.value)
 
     async def test(self, id: str) -> str:
-        """See ``Webhooks.test``."""
+        """Post an event of no job once, now; empty, or why it was not taken."""
         hook = await self.find(id)
         async with open_http() as http:
             try:

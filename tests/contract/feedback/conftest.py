@@ -15,8 +15,8 @@ import uvicorn
 
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.feedback import desk as desk_module
-from penstock.services.coordinator.feedback.desk import FeedbackDesk
+from penstock.services.coordinator.feedback import service as service_module
+from penstock.services.coordinator.feedback.service import FeedbackService
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.serving import Gateway
@@ -57,7 +57,7 @@ def online_job(name: str = "policy") -> dict[str, Any]:
 class Desk:
     """A coordinator's front, and what tests look at behind it."""
 
-    def __init__(self, bus: Bus, client: httpx.AsyncClient, desk: FeedbackDesk, store: JobStore, job: str) -> None:
+    def __init__(self, bus: Bus, client: httpx.AsyncClient, desk: FeedbackService, store: JobStore, job: str) -> None:
         self.bus, self.client, self.desk, self.store, self.job = bus, client, desk, store, job
 
     def new_id(self) -> str:
@@ -122,7 +122,7 @@ Open = Callable[..., contextlib.AbstractAsyncContextManager[Desk]]
 @pytest.fixture(autouse=True)
 def _nobody_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ledgers are written by hand here: no leader lets go of what a deletion would wait for."""
-    monkeypatch.setattr(desk_module, "RELEASED_S", 0.0)
+    monkeypatch.setattr(service_module, "RELEASED_S", 0.0)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def open_desk(bus: Bus, tmp_path: Path) -> Open:
     async def build(data_dir: Path | None = None, **more: Any) -> AsyncIterator[Desk]:
         settings = ServiceSettings(data_dir=data_dir or tmp_path, rate_limit="1000000/minute", **more)
         store = JobStore(bus)
-        desk = FeedbackDesk(bus, store, settings.data_dir)
+        desk = FeedbackService(bus, store, settings.data_dir)
         control = CoordinatorControl(bus, store, Members(), {}, settings)
         gateway = Gateway(bus, "api-0", pseudonym=desk.pseudonyms.of, consent_of=desk.consents.of)
         app = create_app(control, settings, desk=desk, serving=gateway)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from penstock.services.coordinator.api.guard import MAX_LARGE_BYTES
-from penstock.services.coordinator.api.live.feedback_models import MAX_TOKENS
 from penstock.services.coordinator.feedback import ingest
+from penstock.services.coordinator.feedback.posts import MAX_TOKENS
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.protocol.live.interaction import new_marked_id
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient
-from penstock.services.coordinator.feedback.desk import FeedbackDesk
+from penstock.services.coordinator.feedback.service import FeedbackService
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.leader.dead_letters import payload_of, read_dead_letters
 from penstock.services.coordinator.leader.effects import EffectPublisher
@@ -251,7 +251,7 @@ async def test_consent_reaches_every_replica(open_desk: Any, tmp_path: Path) -> 
 
 async def test_nobody_is_named_before_what_users_said_is_known(bus: Any, tmp_path: Path) -> None:
     """A gateway would record those who consent as `no_consent`, for good."""
-    first, second = (FeedbackDesk(bus, JobStore(bus), tmp_path / name) for name in "ab")
+    first, second = (FeedbackService(bus, JobStore(bus), tmp_path / name) for name in "ab")
     await first._load()
     pseudonym = first.pseudonyms.of(USER)
     await first.consents.say(pseudonym, train=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.feedback import desk as desk_module
+from penstock.services.coordinator.feedback import service as service_module
 from penstock.services.coordinator.feedback.erasure import Eraser, Report
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import Admission, Admitted, encode_events
@@ -63,7 +63,7 @@ async def test_a_request_that_is_repeated_elsewhere_has_one_effect(open_desk: An
 async def test_a_deletion_that_another_replica_left_is_finished(
     open_desk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(desk_module, "ABANDONED_S", 0.2)
+    monkeypatch.setattr(service_module, "ABANDONED_S", 0.2)
     async with open_desk() as first, open_desk(tmp_path / "other") as second:
         await first.record("somebody", text="said once")
         await first.desk._eraser.begin(first.desk.pseudonyms.of("somebody"))  # and then it died
@@ -79,8 +79,8 @@ async def test_a_deletion_that_takes_long_is_carried_out_by_one_replica(
     open_desk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deletion waits for a job longer than a process may be silent; a second request does not begin another one."""
-    monkeypatch.setattr(desk_module, "ABANDONED_S", 4.0)
-    monkeypatch.setattr(desk_module, "PROMPT_S", 0.1)
+    monkeypatch.setattr(service_module, "ABANDONED_S", 4.0)
+    monkeypatch.setattr(service_module, "PROMPT_S", 0.1)
     let_go, begun = asyncio.Event(), list[str]()
 
     async def slowly(self: Eraser, report: Report, job: str, made: Any) -> None:
@@ -97,7 +97,7 @@ async def test_a_deletion_that_takes_long_is_carried_out_by_one_replica(
         assert (await first.client.delete("/v1/users/somebody/data")).json()["status"] == "running"
         await first.until(lambda: is_counted(first), "deletion that has counted what there is")
         clock = asyncio.get_running_loop().time
-        end = clock() + 1.5 * desk_module.ABANDONED_S
+        end = clock() + 1.5 * service_module.ABANDONED_S
         while clock() < end:
             await asyncio.sleep(0.5)
             again = (await second.client.delete("/v1/users/somebody/data")).json()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
-from penstock.services.coordinator.api import auth
+from penstock.services.coordinator import auth
 from penstock.shared.protocol.live.feedback_tokens import TOKENS
 from penstock.shared.protocol.live.interaction import bare_id
 

@@ -22,7 +22,7 @@ import uvicorn
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.deployments import Deployments
 from penstock.services.coordinator.files import FileStore
-from penstock.services.coordinator.finetuning.desk import FineTuningDesk
+from penstock.services.coordinator.finetuning.service import FineTuningService
 from penstock.services.coordinator.jobs.job_index import JobEntry, JobIndex, entry_of
 from penstock.services.coordinator.origins import Origins
 from penstock.services.coordinator.queries.samples import check_env
@@ -61,7 +61,7 @@ JOB: dict[str, Any] = {
 
 
 class KeysInMemory:
-    """``Keys`` without a bus."""
+    """``KeyStore`` without a bus."""
 
     def __init__(self) -> None:
         self.stored: dict[str, StoredKey] = {}
@@ -92,7 +92,7 @@ class KeysInMemory:
 
 
 class LettersInMemory:
-    """``Letters`` without a bus: two of every job, of which the second stood for no draw."""
+    """``DeadLetterQueue`` without a bus: two of every job, of which the second stood for no draw."""
 
     def __init__(self) -> None:
         rows = {"time": 1.0, "stream": "TICKETS", "sequence": 9, "attempts": 3, "reason": "max deliveries"}
@@ -116,7 +116,7 @@ class LettersInMemory:
 
 
 class Books:
-    """``Control`` without a bus. Jobs stay pending until a test moves them with ``advance``."""
+    """``CoordinatorControl`` without a bus. Jobs stay pending until a test moves them with ``advance``."""
 
     def __init__(self) -> None:
         self.keys = KeysInMemory()
@@ -131,8 +131,9 @@ class Books:
         )
         self.jobs: dict[str, JobRecord] = {}
         self.origins = Origins(self.index, self._state, Path())
+        self.steering = self
         self.deployments = Deployments(self, self.origins, self.submit, settings())
-        self.fine_tuning = FineTuningDesk(self, self.files, settings())
+        self.fine_tuning = FineTuningService(self, self.files, settings())
         self.feed: dict[str, list[dict[str, Any]]] = {}
         self.warnings: list[str] = []
         self.submitted = 0

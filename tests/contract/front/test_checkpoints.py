@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.client import AsyncClient, Client
 from penstock.services.coordinator.api.http.open_file import byte_range, open_file, reply_of
-from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.origins import warnings_of
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.training.checkpoints import checkpoint_row, choose_checkpoint
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import CheckpointError, ConfigError, Conflict, NotFound

@@ -16,7 +16,7 @@ from penstock.client import AsyncClient, Client
 from penstock.services.coordinator.api.http.idempotency import Idempotency, ReplyStore
 from penstock.services.coordinator.api.http.volatile import Volatile
 from penstock.services.coordinator.files import FileStore
-from penstock.services.coordinator.finetuning.desk import FineTuningDesk
+from penstock.services.coordinator.finetuning.service import FineTuningService
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Conflict, NotFound
@@ -56,7 +56,7 @@ def request(file: str, **changes: Any) -> dict[str, Any]:
 def tiny(books: Any, tmp_path: Path) -> Any:
     """Books with a base model."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(BASE))
-    books.fine_tuning = FineTuningDesk(books, books.files, ServiceSettings(base_models=tmp_path))
+    books.fine_tuning = FineTuningService(books, books.files, ServiceSettings(base_models=tmp_path))
     return books
 
 

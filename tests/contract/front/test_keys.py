@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
-from penstock.services.coordinator.api import auth
+from penstock.services.coordinator import auth
 from penstock.services.coordinator.api.app import ROUTERS
 from penstock.services.coordinator.api.guard import OPEN_PATHS
 from penstock.services.coordinator.api.scopes import scope_of

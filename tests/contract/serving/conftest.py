@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.control import CoordinatorControl
-from penstock.services.coordinator.feedback.desk import FeedbackDesk
+from penstock.services.coordinator.feedback.service import FeedbackService
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.serving import Gateway
@@ -194,7 +194,7 @@ class Front:
     url: str
     client: httpx.AsyncClient
     gateway: Gateway
-    desk: FeedbackDesk
+    desk: FeedbackService
     running: list[asyncio.Task[None]]
     """The gateway and the desk."""
 
@@ -215,7 +215,7 @@ async def running_front(bus: Bus, settings: ServiceSettings) -> AsyncIterator[Fr
     """A coordinator's front on the bus."""
     store = JobStore(bus)
     gateway = Gateway(bus, settings.worker_id, pseudonym=lambda user: user and f"p-{user}", consent_of=consent_of)
-    desk = FeedbackDesk(bus, store, settings.data_dir / settings.worker_id)
+    desk = FeedbackService(bus, store, settings.data_dir / settings.worker_id)
     control = CoordinatorControl(bus, store, Members(), {}, settings)
     listener = socket.create_server(("127.0.0.1", 0))
     app = create_app(control, settings, desk=desk, serving=gateway)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.api.serving import Served
 from penstock.services.coordinator.serving import handover, retries
 from penstock.services.coordinator.serving.answer import Answer
+from penstock.services.coordinator.serving.models import Served
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack

@@ -10,8 +10,8 @@ import pytest
 from starlette.requests import Request
 
 from penstock.services.coordinator.api.http.occupancy import Occupancy
-from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.api.live.feedback_bodies import MAX_ITEM_VALUES, NDJSON, read_batch, read_post
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.config.service import ServiceSettings
 
 ID = "0190b5a4-7d3c-7000-8000-000000000000"

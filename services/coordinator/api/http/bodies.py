@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from penstock.services.coordinator.api.http.documents import from_json, from_yaml, step, too_many_flaws
 from penstock.services.coordinator.api.http.occupancy import Occupancy
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.config.explain import explain
 from penstock.shared.config.jobs.kinds import AnyJob, job_model
 

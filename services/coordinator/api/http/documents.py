@@ -11,7 +11,7 @@ import orjson
 import yaml
 from pydantic import ValidationError
 
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.config.base import YAMLLoader
 
 __all__ = [

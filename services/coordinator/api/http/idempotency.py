@@ -17,8 +17,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.api.http.volatile import Volatile
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.errors import Unavailable
 
 __all__ = ["Idempotency", "ReplyStore", "StoredReply", "token_of"]

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.config.service import ServiceSettings
 
 __all__ = ["LargeBody", "Occupancy"]

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from starlette.responses import StreamingResponse
 
-from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.services.coordinator.problems import HttpProblem
 
 __all__ = ["byte_range", "open_file", "reply_of"]
 

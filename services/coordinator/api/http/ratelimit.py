@@ -13,8 +13,8 @@ from limits import RateLimitItem, parse
 from limits.aio.storage import MemoryStorage, RedisStorage
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
 
-from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.api.http.volatile import Volatile
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Unavailable
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -10,6 +9,7 @@ import orjson
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.errors import (
     ConfigError,
     Conflict,
@@ -22,14 +22,7 @@ from penstock.shared.errors import (
     Unavailable,
 )
 
-__all__ = ["Flaw", "HttpProblem", "Json", "Problem", "from_error", "problem_body", "problem_response"]
-
-
-class Flaw(BaseModel):
-    """One thing wrong with a request."""
-
-    pointer: str = Field(description="JSON pointer into the body, or the parameter as /query/NAME, /path/NAME")
-    detail: str
+__all__ = ["Json", "Problem", "from_error", "problem_body", "problem_response"]
 
 
 class ErrorObject(BaseModel):
@@ -56,26 +49,6 @@ class Problem(BaseModel):
     def document(self) -> dict[str, Any]:
         """As JSON, without ``max_bytes`` where nothing is too long."""
         return self.model_dump(mode="json", exclude={"max_bytes"} if self.max_bytes is None else None)
-
-
-class HttpProblem(PenstockError):  # noqa: N818
-    """A request that the HTTP layer itself refuses."""
-
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        detail: str,
-        *,
-        errors: list[Flaw] | None = None,
-        max_bytes: int | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(status, code, detail)
-        self.status, self.code, self.detail = status, code, detail
-        self.errors = errors or []
-        self.max_bytes = max_bytes
-        self.headers = dict(headers or {})
 
 
 class Json(Response):

@@ -9,11 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
-from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.http.bodies import body_schema, job_pointer, read_model, read_object
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem, Json
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.jobs.operations import begin
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.config.explain import explain
 from penstock.shared.config.jobs.amendable import (
     AMENDABLE,
@@ -100,7 +101,7 @@ async def amend(
         _check_match(if_match, record)
         return amended(record, patch)
 
-    record = await backend.control.amend(job, edit, by=caller.id)
+    record = await backend.control.steering.amend(job, edit, by=caller.id)
     generation = record.generation
     record = await backend.feeds.until(
         record, lambda now: now.status.observed_generation >= generation or now.status.phase in TERMINAL_PHASES, wait

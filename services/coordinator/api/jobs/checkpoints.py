@@ -10,10 +10,11 @@ from starlette.responses import Response, StreamingResponse
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
 from penstock.services.coordinator.api.http.open_file import byte_range, open_file, reply_of
-from penstock.services.coordinator.api.http.replies import HttpProblem, Json
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.jobs.archives import Member, tar_bytes, tar_stream
 from penstock.services.coordinator.api.schemas import CheckpointList, CheckpointRow
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.errors import Conflict
 
 __all__ = ["artifacts", "router"]

@@ -14,14 +14,15 @@ from fastapi import APIRouter, Header, Query, Request
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import Backend, BackendDep, JobId
-from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.backend.control import Order
 from penstock.services.coordinator.api.http.bodies import read_job
 from penstock.services.coordinator.api.http.idempotency import token_of
-from penstock.services.coordinator.api.http.replies import HttpProblem, Json
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.own_models import check_name
 from penstock.services.coordinator.api.schemas import DryRun, JobList
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.jobs.job_index import Order
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.config.base import named
 from penstock.shared.config.environment import VerifiersConfig
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
@@ -149,20 +150,22 @@ async def cancel(
 
     With ``checkpoint=false`` it only drains, with ``force=true`` it does neither.
     """
-    record = await backend.control.set_desired(job, "cancelled", by=caller.id, force=force, checkpoint=checkpoint)
+    record = await backend.control.steering.set_desired(
+        job, "cancelled", by=caller.id, force=force, checkpoint=checkpoint
+    )
     return _record(record, 202)
 
 
 @router.post("/{job_id}/pause", status_code=202, response_model=JobRecord)
 async def pause(job: JobId, caller: Writer, backend: BackendDep) -> Response:
     """Ask a job to stop after its present update. Safe to repeat."""
-    return _record(await backend.control.set_desired(job, "paused", by=caller.id), 202)
+    return _record(await backend.control.steering.set_desired(job, "paused", by=caller.id), 202)
 
 
 @router.post("/{job_id}/resume", status_code=202, response_model=JobRecord)
 async def resume(job: JobId, caller: Writer, backend: BackendDep) -> Response:
     """Let a paused job go on. Safe to repeat."""
-    return _record(await backend.control.set_desired(job, "running", by=caller.id), 202)
+    return _record(await backend.control.steering.set_desired(job, "running", by=caller.id), 202)
 
 
 async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from functools import partial
+from typing import Any
 
 from penstock.services.coordinator.api.access import Backend
-from penstock.services.coordinator.api.backend.control import Row
 from penstock.shared.protocol.jobs import TERMINAL_PHASES
 
 __all__ = ["LOOK_S", "follow_logs"]
+
+Row = dict[str, Any]
 
 LOOK_S = 0.5
 """Pause between two looks at the files."""

@@ -16,11 +16,10 @@ from fastapi import APIRouter, Header, Path, Query, Request
 from starlette.responses import Response, StreamingResponse
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
-from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.feeds import LOOK_S
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
 from penstock.services.coordinator.api.http.open_file import byte_range
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem, Json, from_error
+from penstock.services.coordinator.api.http.replies import Json, from_error
 from penstock.services.coordinator.api.http.sse import CONTENT, HEADERS, event_stream, frame
 from penstock.services.coordinator.api.jobs.logstream import follow_logs
 from penstock.services.coordinator.api.schemas import (
@@ -33,6 +32,8 @@ from penstock.services.coordinator.api.schemas import (
     SampleList,
 )
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.cloudevents import CLOUD_EVENT, cloud_event

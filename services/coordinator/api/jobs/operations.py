@@ -8,8 +8,8 @@ import uuid6
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import Backend
-from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.http.replies import Json
+from penstock.services.coordinator.auth import Caller
 from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.jobs import Operation, OperationKind
 
@@ -23,5 +23,5 @@ async def begin(
     operation = Operation(
         id=f"op_{uuid6.uuid7().hex}", kind=kind, by=caller.id, created_at=bus_datetime(), args=args or {}
     )
-    await backend.control.begin_operation(job, operation)
+    await backend.control.steering.begin_operation(job, operation)
     return Json(operation, 202, {"Location": f"/v1/jobs/{job}/operations/{operation.id}"})

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep
-from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.own_models import check_job
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.auth import Caller
 from penstock.shared.errors import NotFound
 
 __all__ = ["SAMPLE_ID", "router"]

@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
-from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
-from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.api.jobs.operations import begin
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol.jobs import Operation
 from penstock.shared.protocol.scaling import Pool

@@ -9,11 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep, JobId
-from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
 from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.jobs.operations import begin
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.auth import Caller
 from penstock.shared.protocol.jobs import Operation
 
 __all__ = ["Promotion", "router"]

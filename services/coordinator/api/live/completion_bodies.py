@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
 from penstock.services.coordinator.api.live.completion_form import constraint_of
 from penstock.services.coordinator.api.live.completion_metadata import MAX_USER, RequestMetadata
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.generation import Constraint
 from penstock.shared.protocol.live.inference import ClientSampling, InferenceRequest

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import orjson
 
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.protocol.generation import Constraint
 
 __all__ = ["MAX_SCHEMA_BYTES", "MAX_TOOLS", "constraint_of"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from penstock.services.coordinator.api.serving import Answer
+from penstock.services.coordinator.serving.answer import Answer
 from penstock.shared.protocol.live.inference import Chunk, ToolCall
 
 __all__ = ["ChatFormat", "Format", "TextFormat"]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from penstock.services.coordinator.api.http.tags import MAX_TAG_KEY, MAX_TAG_VALUE, MAX_TAGS, TagKey, TagValue
+from penstock.services.coordinator.feedback.posts import MAX_TAG_KEY, MAX_TAG_VALUE, MAX_TAGS, TagKey, TagValue
 from penstock.shared.protocol.live.interaction import USER_TAG
 
 __all__ = ["MAX_USER", "RequestMetadata"]

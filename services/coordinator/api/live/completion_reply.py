@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem, from_error, problem_response
+from penstock.services.coordinator.api.http.replies import from_error, problem_response
 from penstock.services.coordinator.api.http.sse import HEADERS
 from penstock.services.coordinator.api.live.completion_format import Format
-from penstock.services.coordinator.api.serving import Answer, Serving
+from penstock.services.coordinator.problems import Flaw, HttpProblem
+from penstock.services.coordinator.serving.answer import Answer
+from penstock.services.coordinator.serving.gateway import Gateway
 from penstock.shared.errors import ConfigError, ConstraintError, PenstockError, ProtocolError
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.generation import Constraint
@@ -34,7 +35,7 @@ class CompletionReply(Response):
     """A started answer as a response."""
 
     def __init__(
-        self, serving: Serving[Any], answer: Answer, format: Format, charge: Callable[[int], Awaitable[object]]
+        self, serving: Gateway, answer: Answer, format: Format, charge: Callable[[int], Awaitable[object]]
     ) -> None:
         """``charge`` counts the tokens of the answer, whether or not its client stays to the end."""
         self.background = None

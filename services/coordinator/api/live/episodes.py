@@ -11,15 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import Backend, BackendDep
-from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
-from penstock.services.coordinator.api.http.replies import HttpProblem, Json
-from penstock.services.coordinator.api.http.tags import Tags
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.live.completion_metadata import MAX_USER
 from penstock.services.coordinator.api.live.inference import InteractionRow, served_of, serving_of
 from penstock.services.coordinator.api.own_models import check_job
 from penstock.services.coordinator.api.scopes import require
-from penstock.services.coordinator.api.serving import EpisodeBook, Served
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.feedback.posts import Tags
+from penstock.services.coordinator.problems import HttpProblem
+from penstock.services.coordinator.serving.episodes import Episodes
+from penstock.services.coordinator.serving.models import Served
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.live.episode import EpisodeRecord
@@ -235,7 +237,7 @@ def _about(body: EpisodeBody, pseudonym: Callable[[str], str]) -> dict[str, obje
     return {"split": body.split, "group_id": body.group_id, "user": user, "tags": tags}
 
 
-def _book(backend: Backend) -> EpisodeBook:
+def _book(backend: Backend) -> Episodes:
     return serving_of(backend).episodes
 
 

@@ -8,18 +8,11 @@ from fastapi import APIRouter, Path, Request
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import Backend, BackendDep, JobId
-from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.feedback_desk import FeedbackDesk
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
 from penstock.services.coordinator.api.http.idempotency import token_of
-from penstock.services.coordinator.api.http.replies import HttpProblem, Json, problem_body
+from penstock.services.coordinator.api.http.replies import Json, problem_body
 from penstock.services.coordinator.api.live.direct import posts_of
 from penstock.services.coordinator.api.live.feedback_bodies import NDJSON, read_batch, read_post
-from penstock.services.coordinator.api.live.feedback_models import (
-    ConsentBody,
-    FeedbackBodies,
-    FeedbackBody,
-)
 from penstock.services.coordinator.api.live.feedback_replies import (
     BatchReply,
     ConsentReply,
@@ -34,6 +27,14 @@ from penstock.services.coordinator.api.live.own_episode import check_own_episode
 from penstock.services.coordinator.api.live.user_limits import check_user, over_limit
 from penstock.services.coordinator.api.own_models import check_job
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.feedback.posts import (
+    ConsentBody,
+    FeedbackBodies,
+    FeedbackBody,
+)
+from penstock.services.coordinator.feedback.service import FeedbackService
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.protocol.live.interaction import bare_id
 
 __all__ = ["DIRECT", "router"]
@@ -70,10 +71,10 @@ async def post_feedback(request: Request, caller: Judge, backend: BackendDep) ->
     second effect.
     """
     post = bound_post(await read_post(request), caller)
-    desk = _desk(backend)
-    await check_own_episode(caller, [post], desk)
-    await check_user(backend.limiter, caller, post.named_user, desk.pseudonym)
-    found = once((await desk.post([post], caller=caller, key=_key(request)))[0], caller)
+    service = _service(backend)
+    await check_own_episode(caller, [post], service)
+    await check_user(backend.limiter, caller, post.named_user, service.pseudonym)
+    found = once((await service.post([post], caller=caller, key=_key(request)))[0], caller)
     if isinstance(found, HttpProblem):
         raise found
     return Json(found, 202 if found["status"] == "accepted" else 200)
@@ -88,12 +89,12 @@ async def post_feedback_at_root(request: Request, caller: Judge, backend: Backen
 @router.post("/v1/feedback/batch", status_code=207, response_model=BatchReply, openapi_extra=_MANY)
 async def post_batch(request: Request, caller: Sender, backend: BackendDep) -> Response:
     """Post up to 256 items as a JSON array or as JSON lines. Each is judged alone; `data[].status` says how."""
-    read, desk = await read_batch(request), _desk(backend)
+    read, service = await read_batch(request), _service(backend)
     posts = [post for post in read if not isinstance(post, HttpProblem)]
-    await check_own_episode(caller, posts, desk)
-    refusals = await over_limit(backend.limiter, caller, [post.named_user for post in posts], desk.pseudonym)
+    await check_own_episode(caller, posts, service)
+    refusals = await over_limit(backend.limiter, caller, [post.named_user for post in posts], service.pseudonym)
     admitted = [refusal or post for post, refusal in zip(posts, refusals, strict=True)]
-    answers = iter(await desk.post(admitted, caller=caller, key=_key(request)))
+    answers = iter(await service.post(admitted, caller=caller, key=_key(request)))
     found = [post if isinstance(post, HttpProblem) else next(answers) for post in read]
     unstored = [answer for answer in found if isinstance(answer, HttpProblem) and answer.status in LATER]
     if len(unstored) == len(found):
@@ -108,7 +109,7 @@ async def post_batch(request: Request, caller: Sender, backend: BackendDep) -> R
 @router.get("/v1/feedback/{feedback_id}", response_model=FateReply)
 async def get_feedback(feedback_id: FeedbackId, caller: Reader, backend: BackendDep) -> Response:
     """Status of an item: received, matched, admitted, quarantined, rejected, expired, retracted, or trained."""
-    found = await _desk(backend).fate(feedback_id)
+    found = await _service(backend).fate(feedback_id)
     await check_job(backend, caller, found["job"], _missing(feedback_id))
     return Json(found)
 
@@ -116,16 +117,16 @@ async def get_feedback(feedback_id: FeedbackId, caller: Reader, backend: Backend
 @router.post("/v1/feedback/{feedback_id}/retract", status_code=202, response_model=RetractReply)
 async def retract(feedback_id: FeedbackId, caller: Admin, backend: BackendDep) -> Response:
     """Take an item back. Before it is trained it has no effect any more; after, only the record says so."""
-    desk = _desk(backend)
-    await check_job(backend, caller, (await desk.fate(feedback_id))["job"], _missing(feedback_id))
-    return Json(await desk.retract(feedback_id, caller=caller), 202)
+    service = _service(backend)
+    await check_job(backend, caller, (await service.fate(feedback_id))["job"], _missing(feedback_id))
+    return Json(await service.retract(feedback_id, caller=caller), 202)
 
 
 @router.get("/v1/jobs/{job_id}/feedback", response_model=Funnel, dependencies=[require("jobs:read")])
 async def funnel(job: JobId, backend: BackendDep) -> Response:
     """The feedback of a job, counted by metric, source and status."""
     await backend.control.get(job)
-    return Json(await _desk(backend).funnel(job))
+    return Json(await _service(backend).funnel(job))
 
 
 @router.put(
@@ -134,26 +135,26 @@ async def funnel(job: JobId, backend: BackendDep) -> Response:
 async def consent(request: Request, user: User, backend: BackendDep) -> Response:
     """Say whether a user's interactions may be trained on, from now on."""
     body = await read_model(request, ConsentBody)
-    return Json(await _desk(backend).consent(user, train=body.train))
+    return Json(await _service(backend).consent(user, train=body.train))
 
 
 @router.delete("/v1/users/{user}/data", status_code=202, response_model=ErasureReply, dependencies=ADMIN)
 async def erase(user: User, backend: BackendDep) -> Response:
     """Delete the interactions of a user and the feedback about them. Weights that were trained on them stay."""
-    return Json(await _desk(backend).erase(user), 202)
+    return Json(await _service(backend).erase(user), 202)
 
 
 @router.get("/v1/users/{user}/data", response_model=ErasureReply, dependencies=ADMIN)
 async def erasure(user: User, backend: BackendDep) -> Response:
     """How far the deletion of a user's data is."""
-    return Json(await _desk(backend).erasure(user))
+    return Json(await _service(backend).erasure(user))
 
 
 DIRECT = posts_of(router, ("/feedback", "/v1/feedback", "/v1/feedback/batch"))
 """Routes that do not wait for their turn among the others."""
 
 
-def _desk(backend: Backend) -> FeedbackDesk:
+def _service(backend: Backend) -> FeedbackService:
     if backend.feedback is None:
         raise HttpProblem(503, "no_feedback", "this process takes no feedback", headers={"Retry-After": "1"})
     return backend.feedback

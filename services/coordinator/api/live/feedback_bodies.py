@@ -10,8 +10,7 @@ from starlette.requests import Request
 from penstock.services.coordinator.api.guard import MAX_BODY_BYTES
 from penstock.services.coordinator.api.http.bodies import read_parsed
 from penstock.services.coordinator.api.http.documents import MAX_VALUES, bound_values, items_of, step, too_many_flaws
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
-from penstock.services.coordinator.api.live.feedback_models import (
+from penstock.services.coordinator.feedback.posts import (
     KIND_TAGS,
     MAX_ITEMS,
     MAX_TOKENS,
@@ -19,6 +18,7 @@ from penstock.services.coordinator.api.live.feedback_models import (
     POSTS,
     PostedInteraction,
 )
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 
 __all__ = ["NDJSON", "read_batch", "read_post"]
 

@@ -11,17 +11,19 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import BackendDep
-from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.backend.control import Row
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
-from penstock.services.coordinator.api.http.replies import HttpProblem, Json
-from penstock.services.coordinator.api.live.feedback_models import EpisodeId, InferenceId, Metric, MetricName
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.feedback.posts import EpisodeId, InferenceId, Metric, MetricName
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.live.feedback_tokens import TOKENS, FeedbackGrant
 from penstock.shared.protocol.live.interaction import bare_id
 
 __all__ = ["DEFAULT_S", "LONGEST_S", "SHORTEST_S", "bound_post", "once", "router"]
+
+Row = dict[str, Any]
 
 router = APIRouter(tags=["feedback"])
 SHORTEST_S, DEFAULT_S, LONGEST_S = 1.0, 86400.0, 30 * 86400.0

@@ -13,9 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import Backend, BackendDep
-from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.http.bodies import body_schema, read_model
-from penstock.services.coordinator.api.http.replies import HttpProblem, Json
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.http.sse import CONTENT
 from penstock.services.coordinator.api.live.completion_bodies import ChatBody, CompletionBody, draft_of, episode_of
 from penstock.services.coordinator.api.live.completion_format import ChatFormat, TextFormat
@@ -25,7 +24,12 @@ from penstock.services.coordinator.api.live.own_episode import own_episode
 from penstock.services.coordinator.api.live.user_limits import check_user
 from penstock.services.coordinator.api.own_models import no_model
 from penstock.services.coordinator.api.scopes import require
-from penstock.services.coordinator.api.serving import Ask, Servable, Served, Serving
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.deployments import Servable
+from penstock.services.coordinator.problems import HttpProblem
+from penstock.services.coordinator.serving.answer import Ask
+from penstock.services.coordinator.serving.gateway import Gateway
+from penstock.services.coordinator.serving.models import Served
 from penstock.shared.config.model import REFERENCE
 from penstock.shared.errors import ConfigError, NotFound, PenstockError, Unavailable
 from penstock.shared.protocol.jobs import ModelOrigin
@@ -308,7 +312,7 @@ async def _answer(
     return CompletionReply(serving, answer, kind(answer, bool(body.return_token_ids), usage), charge)
 
 
-def serving_of(backend: Backend) -> Serving[Any]:
+def serving_of(backend: Backend) -> Gateway:
     """The gateway of this process. Raises HttpProblem: 503 where there is none."""
     if backend.serving is None:
         raise HttpProblem(503, "no_gateway", "this process serves no models")

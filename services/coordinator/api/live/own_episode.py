@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.feedback_desk import FeedbackDesk
-from penstock.services.coordinator.api.http.replies import HttpProblem
-from penstock.services.coordinator.api.live.feedback_models import (
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.feedback.posts import (
     Correction,
     Metric,
     PostedInteraction,
     PostedPreference,
     Preference,
 )
+from penstock.services.coordinator.feedback.service import FeedbackService
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.protocol.live.interaction import bare_id, job_mark, marked_id
 
 __all__ = ["check_own_episode", "own_episode"]
@@ -36,7 +36,7 @@ def own_episode(caller: Caller, named: str, job: str) -> str:
     return caller.episode
 
 
-async def check_own_episode(caller: Caller, posts: Sequence[Any], desk: FeedbackDesk) -> None:
+async def check_own_episode(caller: Caller, posts: Sequence[Any], service: FeedbackService) -> None:
     """Refuse feedback by the key of an episode on anything else.
 
     Raises:
@@ -54,7 +54,7 @@ async def check_own_episode(caller: Caller, posts: Sequence[Any], desk: Feedback
                 raise _other(caller, "the feedback is about another one")
             continue
         answers |= {bare_id(text) or text for text in _judged(post)}
-    episodes = await desk.episodes_of(sorted(answers)) if answers else {}
+    episodes = await service.episodes_of(sorted(answers)) if answers else {}
     for answer in answers:
         if episodes.get(answer) != own:
             raise _other(caller, f"interaction '{answer}' is not recorded in it")

@@ -9,11 +9,13 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from penstock.services.coordinator.api.access import Backend, BackendDep, JobId, SomeJob
-from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.feedback_desk import FeedbackDesk, HeldFeedback
-from penstock.services.coordinator.api.http.replies import HttpProblem, Json
+from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.own_models import check_job, jobs_of
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.feedback.held import HeldFeedback
+from penstock.services.coordinator.feedback.service import FeedbackService
+from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.protocol.live.interaction import bare_id
 
 __all__ = ["all_jobs", "router"]
@@ -76,7 +78,7 @@ async def list_all_held(
 ) -> Response:
     """List the feedback that is held back, of all jobs that the key reaches."""
     if not job:
-        return await _page(_desk(backend), await jobs_of(backend, caller), after, limit)
+        return await _page(_quarantine(backend), await jobs_of(backend, caller), after, limit)
     await check_job(backend, caller, job)
     return await _page(await _held(backend, job), [job], after, limit)
 
@@ -84,21 +86,21 @@ async def list_all_held(
 @all_jobs.get("/v1/quarantine/{item}", response_model=HeldItem, responses=_NOT_HELD)
 async def get_held_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
     """Show an item that is held back, with what it says; its id says of which job it is."""
-    return Json(await _desk(backend).show(await _job_of(backend, caller, item), item))
+    return Json(await _quarantine(backend).show(await _job_of(backend, caller, item), item))
 
 
 @all_jobs.post("/v1/quarantine/{item}/release", status_code=202, response_model=Verdict, responses=_NOT_HELD)
 async def release_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
     """Let it count, as if it had come now; what it is about may have been decided meanwhile."""
     job = await _job_of(backend, caller, item)
-    return Json(await _desk(backend).decide(job, item, "release", caller=caller), 202)
+    return Json(await _quarantine(backend).decide(job, item, "release", caller=caller), 202)
 
 
 @all_jobs.post("/v1/quarantine/{item}/drop", status_code=202, response_model=Verdict, responses=_NOT_HELD)
 async def drop_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
     """Reject it for good."""
     job = await _job_of(backend, caller, item)
-    return Json(await _desk(backend).decide(job, item, "drop", caller=caller), 202)
+    return Json(await _quarantine(backend).decide(job, item, "drop", caller=caller), 202)
 
 
 @router.get("", response_model=HeldList)
@@ -141,14 +143,14 @@ async def _job_of(backend: Backend, caller: Caller, item: str) -> str:
 
 async def _held(backend: Backend, job: str) -> HeldFeedback:
     await backend.control.get(job)
-    return _desk(backend)
+    return _quarantine(backend)
 
 
-def _desk(backend: Backend) -> HeldFeedback:
+def _quarantine(backend: Backend) -> HeldFeedback:
     return _feedback(backend).held
 
 
-def _feedback(backend: Backend) -> FeedbackDesk:
+def _feedback(backend: Backend) -> FeedbackService:
     if backend.feedback is None:
         raise HttpProblem(503, "no_feedback", "this process takes no feedback", headers={"Retry-After": "1"})
     return backend.feedback

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from penstock.services.coordinator.api.auth import Caller
 from penstock.services.coordinator.api.http.ratelimit import RateLimiter
-from penstock.services.coordinator.api.http.replies import HttpProblem
+from penstock.services.coordinator.auth import Caller
+from penstock.services.coordinator.problems import HttpProblem
 
 __all__ = ["check_user", "over_limit"]
 

@@ -6,21 +6,21 @@ import asyncio
 import itertools
 from typing import Any, Protocol
 
-from penstock.services.coordinator.api.fine_tuning_models import (
+from penstock.services.coordinator.files import FileStore
+from penstock.services.coordinator.finetuning.base import BaseModelFile, open_base
+from penstock.services.coordinator.finetuning.job_file import DataFile, job_file
+from penstock.services.coordinator.finetuning.models import (
     CheckpointPage,
     EventPage,
     FineTuningJob,
     FineTuningRequest,
     JobPage,
 )
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
-from penstock.services.coordinator.files import FileStore
-from penstock.services.coordinator.finetuning.base import BaseModelFile, open_base
-from penstock.services.coordinator.finetuning.job_file import DataFile, job_file
 from penstock.services.coordinator.finetuning.shown import shown_checkpoint, shown_event, shown_job
 from penstock.services.coordinator.graders import scorer_of
 from penstock.services.coordinator.jobs.job_index import JobEntry
 from penstock.services.coordinator.origins import Origins
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.jobs.kinds import AnyJob
 from penstock.shared.config.model import REFERENCE, parse_reference
@@ -28,7 +28,7 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol.jobs import JobRecord
 
-__all__ = ["FineTuningDesk", "Jobs"]
+__all__ = ["FineTuningService", "Jobs"]
 
 Row = dict[str, Any]
 ALL = 1_000_000
@@ -40,7 +40,7 @@ class Jobs(Protocol):
     origins: Origins
 
     async def submit(self, spec: AnyJob, raw: Row, *, key: str = "", fine_tuning: Row | None = None) -> JobRecord:
-        """See ``api.control.Control.submit``."""
+        """See ``CoordinatorControl.submit``."""
         ...
 
     async def get(self, job: str) -> JobRecord:
@@ -48,7 +48,7 @@ class Jobs(Protocol):
         ...
 
     async def job_entries(self, models: frozenset[str] | None = None) -> list[JobEntry]:
-        """See ``api.control.Control.job_entries``."""
+        """See ``CoordinatorControl.job_entries``."""
         ...
 
     async def events(self, job: str, *, after: int, limit: int) -> list[tuple[int, Row]]:
@@ -60,14 +60,19 @@ class Jobs(Protocol):
         ...
 
 
-class FineTuningDesk:
-    """Implements ``api.fine_tuning_desk.FineTuning``."""
+class FineTuningService:
+    """Jobs that came from fine-tuning requests; every method that takes one raises NotFound for any other."""
 
     def __init__(self, jobs: Jobs, files: FileStore, settings: ServiceSettings) -> None:
         self._jobs, self._files, self._settings = jobs, files, settings
 
     async def create(self, wanted: FineTuningRequest, *, key: str) -> FineTuningJob:
-        """See ``FineTuning.create``."""
+        """Submit a job.
+
+        Raises:
+            HttpProblem: 422, with pointers into the request, or into its files by line.
+            ConfigError: it cannot run here.
+        """
         try:
             base = await self._base(wanted.model)
         except ConfigError as error:
@@ -105,27 +110,27 @@ class FineTuningDesk:
         return BaseModelFile("", {"model": {"path": model}})
 
     async def get(self, job: str) -> JobRecord:
-        """See ``FineTuning.get``."""
+        """The record of a job. Raises NotFound."""
         record = await self._jobs.get(job)
         if record.fine_tuning is None:
             raise NotFound(f"job '{job}' is no fine-tuning job; it is shown at /v1/jobs/{job}")
         return record
 
     def shown(self, record: JobRecord) -> FineTuningJob:
-        """See ``FineTuning.shown``."""
+        """A record as OpenAI's clients read it."""
         return shown_job(record)
 
     async def page(
         self, *, after: str | None, limit: int, labels: dict[str, str], models: frozenset[str] | None
     ) -> JobPage:
-        """See ``FineTuning.page``."""
+        """Newest first; ``labels`` of the metadata, ``models`` as of ``CoordinatorControl.list_jobs``."""
         jobs = (job for job in reversed(await self._jobs.job_entries(models)) if job.fine_tuned)
         jobs = (job for job in jobs if after is None or job.id < after)
         found = list(itertools.islice((job for job in jobs if labels.items() <= job.labels.items()), limit + 1))
         return JobPage(data=[shown_job(job.record()) for job in found[:limit]], has_more=len(found) > limit)
 
     async def events(self, job: str, *, after: str | None, limit: int) -> EventPage:
-        """See ``FineTuning.events``."""
+        """Newest first."""
         await self.get(job)
         rows = await self._jobs.events(job, after=0, limit=ALL)
         below = _place(after)
@@ -133,7 +138,7 @@ class FineTuningDesk:
         return EventPage(data=found[:limit], has_more=len(found) > limit)
 
     async def checkpoints(self, job: str, *, after: str | None, limit: int) -> CheckpointPage:
-        """See ``FineTuning.checkpoints``."""
+        """Newest first."""
         await self.get(job)
         below = _place(after)
         rows = [row for row in reversed(await self._jobs.checkpoints(job)) if below is None or row["number"] < below]

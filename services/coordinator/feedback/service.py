@@ -1,4 +1,4 @@
-"""Feedback as HTTP sees it: posts become items, items become durable, and questions are answered from the index."""
+"""Feedback of live agents: posts become items, items become durable, and questions are answered from the index."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from typing import Any
 import msgspec
 import uuid6
 
-from penstock.services.coordinator.api.auth import Caller
-from penstock.services.coordinator.api.http.replies import Flaw, HttpProblem
-from penstock.services.coordinator.api.live.feedback_models import Metric, PostedInteraction, PostedPreference
+from penstock.services.coordinator.auth import Caller
 from penstock.services.coordinator.feedback.erasure import Eraser, Report
 from penstock.services.coordinator.feedback.held import HeldFeedback
 from penstock.services.coordinator.feedback.index import FeedbackIndex
@@ -29,9 +27,11 @@ from penstock.services.coordinator.feedback.items import (
     target_of,
 )
 from penstock.services.coordinator.feedback.jobs import LiveJobs, no_job
+from penstock.services.coordinator.feedback.posts import Metric, PostedInteraction, PostedPreference
 from penstock.services.coordinator.feedback.privacy import Consents, Pseudonyms
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.payload import whole_of
+from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.services.coordinator.shares import FeedbackShares
 from penstock.shared.errors import Conflict, NotFound, PenstockError, ProtocolError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
@@ -40,7 +40,7 @@ from penstock.shared.protocol.live.interaction import UNDECIDED, Feedback, Inter
 from penstock.shared.runtime.ledger import ledger_archive
 from penstock.shared.transport.bus import Bus, Message
 
-__all__ = ["FeedbackDesk"]
+__all__ = ["FeedbackService"]
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ ENDED = {"status": "rejected", "reason": "job_ended"}
 Row = dict[str, Any]
 
 
-class FeedbackDesk:
-    """Implements ``api.feedback_desk.FeedbackDesk``."""
+class FeedbackService:
+    """Takes feedback and answers for it. Every method may raise Unavailable."""
 
     def __init__(
         self, bus: Bus, store: JobStore, data_dir: Path, *, ids_keep_s: float | None = None, share: float = 1.0,
@@ -110,11 +110,16 @@ class FeedbackDesk:
     # -- posts -------------------------------------------------------------------------------------------------------
 
     def pseudonym(self, user: str) -> str:
-        """See ``api.feedback_desk.FeedbackDesk.pseudonym``."""
+        """Pseudonym of a user in stored records; '' for no user. Raises Unavailable while it is not known yet."""
         return self.pseudonyms.of(user)
 
     async def post(self, posts: Sequence[Any], *, caller: Caller, key: str | None) -> list[Row | HttpProblem]:
-        """See ``api.feedback_desk.FeedbackDesk.post``."""
+        """Store validated posts (``FeedbackPost``); for each a ``FeedbackReply`` once it is on disk, or its refusal.
+
+        ``key`` is the request's Idempotency-Key: posts without an id of their own get one from it and their place, so
+        that the same request again has no second effect, whenever it comes. What was refused before is among them as
+        its problem, and answered with it, for the others keep their places.
+        """
         prepared = [await self._prepare(post, caller, key, place) for place, post in enumerate(posts)]
         items = [
             (found[0], found[1])
@@ -181,7 +186,7 @@ class FeedbackDesk:
                 raise HttpProblem(422, "beyond_horizon", detail, errors=[Flaw(pointer=pointer, detail=detail)])
 
     async def retract(self, feedback: str, *, caller: Caller) -> Row:
-        """See ``api.feedback_desk.FeedbackDesk.retract``."""
+        """Take an item back (``RetractReply``). Raises NotFound."""
         row = await self.fate(feedback)
         id = derived_id(self.pseudonyms.digest, "", f"retract {row['feedback_id']}", 0)
         item = retraction_of(row["feedback_id"], row["job"], Identity(id, caller.id, chosen=True))
@@ -196,7 +201,7 @@ class FeedbackDesk:
     # -- questions ---------------------------------------------------------------------------------------------------
 
     async def fate(self, feedback: str) -> Row:
-        """See ``api.feedback_desk.FeedbackDesk.fate``."""
+        """Status of an item (``FateReply``). Raises NotFound."""
         id = bare_id(feedback)
         if id is None:
             raise NotFound(f"'{feedback[:80]}' is not the id of an item of feedback")
@@ -221,7 +226,7 @@ class FeedbackDesk:
         }  # fmt: skip
 
     async def episodes_of(self, interactions: Sequence[str]) -> dict[str, str]:
-        """See ``api.feedback_desk.FeedbackDesk.episodes_of``."""
+        """The episode of each interaction (canonical UUIDs, both) that is recorded in one with a UUID."""
         found = await self.index.episodes(interactions)
         if len(found) < len(interactions):
             await self.index.catch_up(subjects.INTERACTIONS)
@@ -236,7 +241,7 @@ class FeedbackDesk:
             return None
 
     async def turns(self, episode: str, *, after: str | None, limit: int) -> list[Row]:
-        """See ``api.feedback_desk.FeedbackDesk.turns``."""
+        """The recorded interactions of an episode (canonical UUID) past the one ``after``, oldest first."""
         await self.index.catch_up(subjects.INTERACTIONS)
         marked = marked_id(episode)
         job = self.jobs.of_mark(marked[1]) if marked is not None else None
@@ -256,18 +261,18 @@ class FeedbackDesk:
         ]
 
     async def decisions(self, interactions: Sequence[str]) -> dict[str, Row]:
-        """See ``api.feedback_desk.FeedbackDesk.decisions``."""
+        """Decisions on those interactions (canonical UUIDs) that are decided (``InteractionDecision``)."""
         await self.index.catch_up(subjects.DECISIONS)
         return {name: _decision(row) for name, row in (await self.index.decided(interactions)).items()}
 
     def after_end(self, record: Interaction) -> Row | None:
-        """See ``api.feedback_desk.FeedbackDesk.after_end``."""
+        """Decision on an undecided answer from after its job's end (``InteractionDecision``); else None."""
         if not self.jobs.was_over(record.job, record.ended):
             return None
         return {**ENDED, "ordinal": None, "trained": None, "time": record.ended}
 
     async def funnel(self, job: str) -> Row:
-        """See ``api.feedback_desk.FeedbackDesk.funnel``."""
+        """The feedback of a job, counted by metric, source and status (``Funnel``)."""
         rows = await self.index.funnel(job)
         by_status: Counter[str] = Counter()
         for _, _, status, count in rows:
@@ -283,13 +288,13 @@ class FeedbackDesk:
     # -- users -------------------------------------------------------------------------------------------------------
 
     async def consent(self, user: str, *, train: bool) -> Row:
-        """See ``api.feedback_desk.FeedbackDesk.consent``."""
+        """Store what a user allows (``ConsentReply``)."""
         pseudonym = self.pseudonyms.of(user)
         await self.consents.say(pseudonym, train=train)
         return {"user": pseudonym, "train": train}
 
     async def erase(self, user: str) -> Row:
-        """See ``api.feedback_desk.FeedbackDesk.erase``."""
+        """Begin to delete a user's data, and report (``ErasureReply``)."""
         pseudonym = self.pseudonyms.of(user)
         report = await self._eraser.begin(pseudonym)
         with contextlib.suppress(TimeoutError):
@@ -300,7 +305,7 @@ class FeedbackDesk:
         return _shown(await self._eraser.find(pseudonym) or report)
 
     async def erasure(self, user: str) -> Row:
-        """See ``api.feedback_desk.FeedbackDesk.erasure``."""
+        """How far the deletion of a user's data is (``ErasureReply``). Raises NotFound."""
         report = await self._eraser.find(self.pseudonyms.of(user))
         if report is None:
             raise NotFound("nobody asked for the deletion of this user's data")
