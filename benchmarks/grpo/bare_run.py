@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from grpo import task
@@ -30,6 +29,7 @@ from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.data.prompts import Prompt
 from penstock.shared.protocol.generation import Sampling
 from penstock.shared.protocol.ids import Draw, derive_seed
+from penstock.shared.protocol.messages import ScoreReply
 from penstock.shared.protocol.trajectory import Group
 
 START = time.time()
@@ -103,7 +103,7 @@ class Loop:
                 temperature=1.0, num_greedy=0, seconds=0.0,
             )  # fmt: skip
             rewards = [self._reward(prompt.text, text, prompt.answer, prompt.row) for text in texts]
-            yield group.scored(np.asarray(rewards, np.float32), np.zeros(task.GROUP, np.bool_), {})
+            yield group.scored(ScoreReply(rewards=rewards, failed=[False] * task.GROUP, parts={}, errors=[]))
 
 
 def job(workload: task.Workload, model: str, rows: Path, *, seed: int, updates: int, **sections: Any) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.data.prompts import Prompt, PromptSource
 from penstock.shared.protocol.generation import Sample, Sampling
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.protocol.messages import ScoreReply
 from penstock.shared.protocol.trajectory import Group
 
 __all__ = ["Lengths", "Loop"]
@@ -150,7 +151,11 @@ class Loop:
                 texts=self._texts(samples[own]), temperature=self._config.sampling.temperature, num_greedy=0,
                 seconds=0.0,
             )  # fmt: skip
-            groups.append(group.scored(rewards_B[own], failed_B[own], {}))
+            groups.append(
+                group.scored(
+                    ScoreReply(rewards=rewards_B[own].tolist(), failed=failed_B[own].tolist(), parts={}, errors=[])
+                )
+            )
         return groups
 
 

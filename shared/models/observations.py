@@ -122,7 +122,7 @@ class _Convolutions(nn.Module):
 
     def forward(self, image_NHWC: Tensor) -> Tensor:
         """Float32 [N, features] of uint8 [N, H, W, C], whose values stand for 0 to 1."""
-        return torch.cat([self._encode(part) for part in image_NHWC.split(MOST_IMAGES)])
+        return torch.cat([self._encode(part) for part in torch.split(image_NHWC, MOST_IMAGES)])
 
     def _encode(self, image_NHWC: Tensor) -> Tensor:
         encoded: Tensor = self.layers(image_NHWC.permute(0, 3, 1, 2).float() / 255)

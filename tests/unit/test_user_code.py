@@ -15,7 +15,6 @@ from penstock.client.files import upload_beside
 from penstock.client.results import Code, File
 from penstock.client.results.reading import one
 from penstock.client.sending import complete
-from penstock.services.coordinator.api.http.replies import HttpProblem
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.user_code import check_uploaded

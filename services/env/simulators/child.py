@@ -332,9 +332,9 @@ class Pictured:
 
     def step(self, action: Any) -> Outcome:
         """Execute one action."""
-        observations, *rest = self._inner.step(action)
+        observations, reward, terminated, truncated, success = self._inner.step(action)
         self._frames.append(self._picture())
-        return (self._with_image(observations), *rest)
+        return self._with_image(observations), reward, terminated, truncated, success
 
     def state(self) -> bytes:
         """See ``Environment``."""
@@ -376,7 +376,8 @@ def shrunk(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.ui
     rows, columns = np.arange(height) * H // height, np.arange(width) * W // width
     sums = np.add.reduceat(np.add.reduceat(picture, rows, axis=0, dtype=np.uint32), columns, axis=1)
     areas = np.diff(rows, append=H)[:, None, None] * np.diff(columns, append=W)[None, :, None]
-    return ((sums + areas // 2) // areas).astype(np.uint8)
+    scaled: NDArray[np.uint8] = ((sums + areas // 2) // areas).astype(np.uint8)
+    return scaled
 
 
 class Filmed:

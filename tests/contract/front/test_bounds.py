@@ -22,7 +22,6 @@ from penstock.services.coordinator.api.http.documents import MAX_VALUES, count_v
 from penstock.services.coordinator.api.http.sse import END, RETRY
 from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.webserver import KEEP_ALIVE_S, MAX_PIPELINED, _Bounds, server_of
-from penstock.services.coordinator.webserver import MAX_PIPELINED, _Bounds, server_of
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.runtime.tasks import end_tasks
