@@ -225,7 +225,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def sglang_interpreter(self) -> Path | None:
-        """What starts SGLang; None where there is none."""
+        """The interpreter that starts SGLang; None where there is none."""
         found = self.sglang_python or self.engines_dir.expanduser() / "sglang" / "bin" / "python"
         return found if found.is_file() else None
 

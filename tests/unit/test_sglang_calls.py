@@ -1,4 +1,4 @@
-"""What a server of SGLang is asked for, and every form of its answers."""
+"""Requests to a server of SGLang, and every form of its answers."""
 
 from __future__ import annotations
 
@@ -113,6 +113,7 @@ def test_a_server_without_spans_may_serve_one_version_alone() -> None:
     ("part", "kind"),
     [
         ({"error": {"message": "too long", "code": 400}}, ConfigError),
+        ({"error": {"message": "1 validation error (HTTP 422)", "code": 422}}, ConfigError),
         ({"error": "Unexpected keyword argument 'max_tokens'"}, ConfigError),
         ({"error": {"message": "out of memory", "code": 500}}, Unavailable),
         (event(0, [], {"type": "abort", "message": "too long", "status_code": 400}), ConfigError),

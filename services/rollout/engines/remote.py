@@ -1,4 +1,4 @@
-"""What engines with processes of their own share: labels of weights, names of parameters, tokens of a completion."""
+"""For engines with processes of their own: labels of weights, names of parameters, tokens of a completion."""
 
 from __future__ import annotations
 

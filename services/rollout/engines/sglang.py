@@ -181,6 +181,8 @@ class SglangEngine:
                 *words, "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
                 "--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", tokens,
             ]  # fmt: skip
+        # Flash kernels are for types of 16 bits.
+        words += ["--attention-backend", "triton"] if model.dtype == "float32" else []
         return [*words, "--enable-deterministic-inference"] if config.seeded else words
 
     def _variables(self) -> dict[str, str]:

@@ -17,7 +17,8 @@ _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abor
 _SEEDS = 1 << 63
 _ALL_TOKENS = -1
 """As ``top_k``: no token is left out."""
-_REFUSED = 400
+_REFUSED, _FAILED = 400, 500
+"""HTTP codes: those from the first one to the second are the fault of a request."""
 
 
 def name_of(owner: str, completion: Completion) -> str:
@@ -164,7 +165,7 @@ def _raise_error(part: Mapping[str, Any]) -> None:
         return
     message = error.get("message", error) if isinstance(error, dict) else error
     code = error.get("code", _REFUSED) if isinstance(error, dict) else _REFUSED
-    if code == _REFUSED:
+    if _REFUSED <= code < _FAILED:
         raise ConfigError(f"SGLang refuses a request: {message}")
     raise Unavailable(f"SGLang failed at a request: {message}")
 

@@ -101,6 +101,7 @@ class VersionFiles:
             os.close(self._lock)
             self._lock = -1
             if self._claim >= 0:
+                _claim_path(self._settings).unlink(missing_ok=True)
                 os.close(self._claim)
             self._receiver.close()
 
@@ -113,8 +114,7 @@ def _claim(settings: ServiceSettings) -> int:
     """
     if not settings.sglang_url:
         return -1
-    name = hashlib.sha256(settings.sglang_url.encode()).hexdigest()[:16]
-    lock = os.open(settings.shm_dir / f"penstock-server-{name}", os.O_RDWR | os.O_CREAT, 0o600)
+    lock = os.open(_claim_path(settings), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -123,6 +123,10 @@ def _claim(settings: ServiceSettings) -> int:
             f"the SGLang at {settings.sglang_url} works for another job; it takes one at a time"
         ) from None
     return lock
+
+
+def _claim_path(settings: ServiceSettings) -> Path:
+    return settings.shm_dir / f"penstock-server-{hashlib.sha256(settings.sglang_url.encode()).hexdigest()[:16]}"
 
 
 def _digest(path: Path, names: list[str]) -> str:

@@ -115,7 +115,7 @@ class SglangServer:
     async def post(
         self, path: str, body: Mapping[str, Any], what: str, kind: type[PenstockError] = Unavailable
     ) -> dict[str, Any]:
-        """What the server answers; {} where that is no JSON object.
+        """The answer of the server; {} where that is no JSON object.
 
         Raises:
             Unavailable: it does not answer, or not within CALL_S.

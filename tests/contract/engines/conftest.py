@@ -163,7 +163,7 @@ class ReferenceBench(Bench):
 HERE = Path(__file__).parent
 SHARED = ("test_engine_control.py", "test_engine_updates.py", "test_engine_generate.py")
 ENDING = "test_engine_control.py::test_resume_and_close_are_safe_to_repeat"
-"""It ends the engine, which takes long to start; another test that does so runs at the end."""
+"""Ends the engine, which takes long to start; another test that does so runs at the end."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What is different where the engine is a server that reads files; runs after the contract."""
+"""Versions that a server reads from files, and its answers; runs after the contract."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def completion(bench: Any, name: str, **sampling: Any) -> Any:
 
 @pytest.fixture
 def asked(bench: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """What the server is asked for from now on; a test may change it through ``change``."""
+    """Paths and bodies that the server is asked for from now on."""
     found: list[tuple[str, dict[str, Any]]] = []
     post = bench.engine._post
 

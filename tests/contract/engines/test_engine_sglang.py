@@ -21,7 +21,7 @@ SLOTS = tuple(
 )  # fmt: skip
 """Of engines that keep a slot open: a server reads a file, which the worker wrote; see ``sglang_updates.py``."""
 OWN = ("sglang_updates.py::test_a_server_that_runs_already_gets_the_model_and_works_for_one_job",)
-"""It starts a second server, for which a GPU may have no room."""
+"""Starts a second server, for which a GPU may have no room."""
 
 
 @pytest.mark.long

@@ -82,7 +82,7 @@ class Update(_Strict):
 
 
 class Heard:
-    """What came from the scheduler for one request, until somebody takes it."""
+    """Events from the scheduler for one request, until somebody takes them."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -233,6 +233,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     for name in ("model-path", "tokenizer-path", "dtype", "weight-version", "host", "log-level"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--attention-backend")
     for name in ("context-length", "max-running-requests", "port"):
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("incremental-streaming-output", "enable-deterministic-inference", "skip-server-warmup"):

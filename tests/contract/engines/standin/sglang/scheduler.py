@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import os
 import queue
 import threading
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +71,7 @@ class Scheduler:
         self.is_paused = False
         self.told: queue.Queue[tuple[str, Any, asyncio.Future[Any] | None]] = queue.Queue()
         torch.set_num_threads(1)
-        threading.Thread(target=self.work, daemon=True).start()
+        threading.Thread(target=self.live, daemon=True).start()
 
     def tell(self, what: str, value: Any = None) -> None:
         """Something that nobody waits for."""
@@ -80,6 +82,14 @@ class Scheduler:
         answer = asyncio.get_running_loop().create_future()
         self.told.put((what, value, answer))
         return await answer
+
+    def live(self) -> None:
+        """Work; a scheduler that fails ends its server."""
+        try:
+            self.work()
+        finally:
+            traceback.print_exc()
+            os._exit(1)
 
     @torch.inference_mode()
     def work(self) -> None:
@@ -187,7 +197,8 @@ class Scheduler:
         for known, cache in self.prefixes.items():
             if best and shared(ids[:-1], known) == best:
                 own = copy.deepcopy(cache)
-                own.crop(best)
+                if own.get_seq_length() > best:
+                    own.crop(best - own.get_seq_length())
                 return own
         return DynamicCache()
 
