@@ -22,7 +22,7 @@ JOB = {
     "data": {"train": {"type": "addition"}},
     "reward": {"scorers": [{"type": "exact"}]},
     "algorithm": {"type": "grpo", "group_size": 8},
-    "train": {"batch_size": 8},
+    "train": {"batch_size": 8, "max_updates": 1},
     "sampling": {"max_new_tokens": 60},
 }
 
