@@ -22,6 +22,7 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.models.episode_policy import build_policy
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.embodied.environment import ArraySpec
 from penstock.shared.protocol.embodied.episode_group import encode_episode_group
 from penstock.shared.protocol.events import (
     BatchSealed,
@@ -39,7 +40,13 @@ from tests.unit.trainer.episode_batches import CHUNK, group_of, job_of, spec_of
 
 JOB, DEADLINE_S = "job_1", 90
 PPO, SAC = job_of(), job_of({"warmup_transitions": 40, "steps_per_update": 2}, {"type": "squashed"})
-SPECS = {PPO.policy.type: spec_of(action_low=[-np.inf, -2.0]), SAC.policy.type: spec_of()}
+PICTURES = job_of(policy={"type": "tokens", "observations": ["state", "image"], "encoder": {"channels": [4, 4]}})
+IMAGE = (9, 12, 2)
+SPECS = {
+    PPO.policy.type: spec_of(action_low=[-np.inf, -2.0]),
+    SAC.policy.type: spec_of(),
+    PICTURES.policy.type: spec_of(observations={**spec_of().observations, "image": ArraySpec(IMAGE, "uint8")}),
+}
 
 
 @dataclass
@@ -69,8 +76,9 @@ class Leader:
         groups = []
         for ordinal in (2 * number, 2 * number + 1):
             group = group_of(
-                policy, ordinal, version=number - 1, objective=objective, failed=(0,) if ordinal == 5 else ()
-            )
+                policy, ordinal, version=number - 1, objective=objective, failed=(0,) if ordinal == 5 else (),
+                image=IMAGE if self.config is PICTURES else None,
+            )  # fmt: skip
             data, header = encode_episode_group(group)
             seq = await self.bus.publish(subjects.experience(JOB), data)
             sealed = SealedGroup(group.draw, "a", seq, header.digest, number - 1, number - 1, header.rewards, 8, "w")
@@ -144,7 +152,7 @@ async def until_trained(leader: Leader, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("config", [PPO, SAC], ids=["ppo", "sac"])
+@pytest.mark.parametrize("config", [PPO, SAC, PICTURES], ids=["ppo", "sac", "pictures"])
 async def test_restarts_and_replays_give_the_digests_of_the_ledger(
     bus: Bus, tmp_path: Path, config: EmbodiedJob
 ) -> None:

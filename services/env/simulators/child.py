@@ -370,7 +370,7 @@ def shrunk(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.ui
     """
     H, W = picture.shape[:2]
     if (height, width) == (H, W):
-        return picture
+        return picture.copy()  # a renderer may draw into the same memory again
     if height > H or width > W:
         raise ValueError(f"the simulator draws {H} x {W} pixels: environment.image has no room for {height} x {width}")
     rows, columns = np.arange(height) * H // height, np.arange(width) * W // width

@@ -18,7 +18,6 @@ from penstock.services.trainer.checkpoint.state import load_checkpoint, save_che
 from penstock.services.trainer.learners.embodied_learner import EmbodiedLearner
 from penstock.services.trainer.ranks.sharding import BatchShard
 from penstock.shared.config.embodied import PolicyConfig
-from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.errors import ConfigError
 from penstock.shared.models import observations as observations_module
 from penstock.shared.models.episode_policy import EpisodePolicy, build_policy
@@ -104,9 +103,9 @@ async def test_worker_and_trainer_are_plain_pytorch(kind: str) -> None:
     else:
         expected = Categorical(logits=numbers.unflatten(1, (*policy.noise_shape, 4)))
     engine = PolicyEngine(policy)
-    drawn = np.random.default_rng(0)
-    noise = drawn.standard_normal if kind == "gaussian" else drawn.random
-    decided = await engine.decide(group.observations, noise((29, *policy.noise_shape)).astype(np.float32))
+    drawn, shape = np.random.default_rng(0), (29, *policy.noise_shape)
+    noise = drawn.standard_normal(shape) if kind == "gaussian" else drawn.random(shape)
+    decided = await engine.decide(group.observations, noise.astype(np.float32))
     await engine.close()
     actions = torch.from_numpy(decided.actions_NCA)
     if isinstance(expected, Normal):
@@ -222,7 +221,7 @@ def test_a_group_with_images_is_stored_byte_for_byte_within_its_budget() -> None
     environment = job.environment.model_copy(
         update={"horizon": 20 * CHUNK, "bytes_per_step": math.prod(IMAGE) + 5 * 8 + CHUNK * (2 * 12 + 6) + 96}
     )
-    bound = EmbodiedJob.max_group_bytes.fget(job.model_copy(update={"environment": environment}))  # type: ignore[attr-defined]
+    bound = job.model_copy(update={"environment": environment}).max_group_bytes
     assert math.prod(IMAGE) * 31 < header.nbytes <= bound
 
 
