@@ -376,8 +376,8 @@ def shrunk(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.ui
     rows, columns = np.arange(height) * H // height, np.arange(width) * W // width
     sums = np.add.reduceat(np.add.reduceat(picture, rows, axis=0, dtype=np.uint32), columns, axis=1)
     areas = np.diff(rows, append=H)[:, None, None] * np.diff(columns, append=W)[None, :, None]
-    scaled: NDArray[np.uint8] = ((sums + areas // 2) // areas).astype(np.uint8)
-    return scaled
+    means: NDArray[np.uint8] = ((sums + areas // 2) // areas).astype(np.uint8)
+    return means
 
 
 class Filmed:
