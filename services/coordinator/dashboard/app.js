@@ -21,7 +21,7 @@ const ROUTES = [
   [/^#\/compare\?jobs=([^&]+)/, (here, [, jobs]) => showComparison(here, decodeURIComponent(jobs).split(","))],
   [/^#\/submit(?:\?from=([^&]+))?/, (here, [, from]) => showSubmission(here, from && decodeURIComponent(from))],
   [/^#\/deployment(?:\/([a-z]+))?/, (here, [, tab]) => showDeployment(here, tab ?? "keys")],
-  [/^/, (here) => showJobs(here)],
+  [/^(?:#\/\?(.*))?/, (here, [, asked]) => showJobs(here, asked)],
 ];
 
 /** Call `work` now and again every `everyMs` after it has ended, until the page is left. A failure is shown and retried.
@@ -81,9 +81,27 @@ onKey(() => {
   if (dialog.open) dialog.close("");
   else route();
 });
+/** Focus the tab of the view that is shown, once it is there. */
+function focusTab({ signal }) {
+  const observer = new MutationObserver(() => look());
+  const look = () => {
+    const tab = page.querySelector(".tabs a[aria-current]");
+    if (!tab) return;
+    observer.disconnect();
+    if (document.activeElement === page) tab.focus();
+  };
+  signal.addEventListener("abort", () => observer.disconnect());
+  observer.observe(page, { childList: true, subtree: true });
+  look();
+}
+
 window.addEventListener("hashchange", () => {
+  const wasTab = Boolean(document.activeElement?.closest(".tabs"));
   route();
   window.scrollTo(0, 0);
+  if (document.activeElement !== document.body) return;
+  page.focus(); // what had the focus is gone: go on from the new view, not from the top of the page
+  if (wasTab) focusTab(leave);
 });
 get("/v1/version").then((found) => { document.querySelector("#version").textContent = found.version; }).catch(() => {});
 route();

@@ -7,6 +7,7 @@ const HEIGHT = 190;
 const FEW_POINTS = 40;
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6"];
 const AXIS_PX_PER_LETTER = 7;
+const UPDATES = [1, 2, 5].flatMap((digit) => [0, 1, 2, 3, 4, 5, 6].map((power) => digit * 10 ** power)).sort((one, other) => one - other);
 const cursors = uPlot.sync("updates");
 
 /** Curves that are shown of a job before anything else is asked for: title, metrics, and a sentence that explains them. */
@@ -16,7 +17,7 @@ export const OVERVIEW = [
   { title: "Groups without signal", names: ["groups/no_signal", "groups/count"],
     note: "All completions of such a group got the same reward: nothing is learnt from it." },
   { title: "Numerics: sampler against trainer", names: ["mismatch/kl"],
-    note: "The same weights on the same tokens, computed twice. Anything but nearly 0 says that the engine computes something else." },
+    note: "The same weights on the same tokens, computed twice. Anything but nearly 0 says that the engine computes something else. An update whose tokens all come from older versions has no point." },
   { title: "Staleness: older policy against newest", names: ["lag/kl"],
     note: "Tokens of older versions under the newest one. It grows with max_lag and the learning rate, and is no error." },
   { title: "Policy lag (versions)", names: ["lag/mean", "lag/max"], note: "Between the trained version and the one that sampled." },
@@ -28,6 +29,19 @@ export const OVERVIEW = [
   { title: "Completion length (tokens)", names: ["length/mean", "length/quantile_p90"], note: "Mean, and the longest tenth." },
   { title: "Tokens per second", names: ["tokens_per_s/generated", "tokens_per_s/trained"], note: "Generated, and trained." },
 ];
+
+const NOTES = {
+  ...Object.fromEntries(OVERVIEW.flatMap(({ title, note, names }) => names.map((name) => [name, `${title}. ${note}`]))),
+  "mismatch/logprob": "Numerics. Mean difference of log-probs, sampler against trainer, on tokens of the trained version.",
+  "lag/logprob": "Staleness. Mean difference of log-probs between the versions that sampled and the trained one.",
+  "lag/share": "Share of groups by how many versions behind the trained one they were sampled.",
+  dropped_length: "Dropped groups by the mean length of their completions, in tokens, up to the next power of two.",
+};
+
+/** A sentence about a metric, or about what several of them have in common; "" where its name says all. */
+export function noteOf(name) {
+  return NOTES[name] ?? "";
+}
 
 /** A colour of the style sheet as the canvas needs it. */
 function inked(name) {
@@ -62,8 +76,20 @@ export function ticks(values, step) {
   });
 }
 
+/** Texts of the ticks of a logarithmic axis; those that are null have no room. */
+export function decades(values) {
+  return values.map((value) => (value === null ? "" : String(Number(value.toPrecision(3)))));
+}
+
+/** Where a linear axis begins and ends; what is 0 throughout lies at the foot of an axis to 1. */
+function span(low, high) {
+  return low === 0 && high === 0 ? [0, 1] : uPlot.rangeNum(low ?? 0, high ?? 1, 0.1, true);
+}
+
+const isKnown = (value) => value !== null && value !== undefined;
+
 export class Chart {
-  /** `look` has `smooth` (a weight) and `log`; it may change between drawings. */
+  /** `look` has `smooth` (a weight), `log`, and `byTime` (steps are minutes); it may change between drawings. */
   constructor(title, note, look = {}) {
     this.look = look;
     this.title = title;
@@ -76,7 +102,7 @@ export class Chart {
 
   /** Draw series, each `{label, steps, values}`; false where none has a value. */
   draw(series) {
-    const found = series.filter(({ values }) => values?.some((value) => value !== null && value !== undefined));
+    const found = series.filter(({ values }) => values?.some(isKnown));
     this.element.hidden = !found.length;
     if (!found.length) return false;
     const [steps, ...columns] = aligned(found);
@@ -84,10 +110,10 @@ export class Chart {
     const shownColumns = smooth ? [...columns, ...columns.map((column) => smoothed(column, smooth))] : columns;
     const data = [steps, ...shownColumns.map((column) => this.look.log ? column.map((y) => (y > 0 ? y : null)) : column)];
     const width = Math.max(200, this.place.clientWidth);
-    const shown = JSON.stringify([found.map(({ label }) => label), smooth > 0, this.look.log, getComputedStyle(document.body).color]);
+    const shown = JSON.stringify([found.map(({ label }) => label), smooth > 0, this.look.log, this.look.byTime, getComputedStyle(document.body).color]);
     if (this.plot && this.shown === shown) {
       if (this.plot.width !== width) this.plot.setSize({ width, height: HEIGHT });
-      this.plot.setData(data);
+      this.refill(data);
     } else {
       this.plot?.destroy();
       this.shown = shown;
@@ -95,21 +121,34 @@ export class Chart {
     }
     const { plot } = this;
     queueMicrotask(() => { // behind the plot's own, which empties the legend
-      if ((plot.cursor.idx ?? null) === null && plot === this.plot) plot.setLegend({ idx: steps.length - 1 }, false);
+      if ((plot.cursor.idx ?? null) !== null || plot !== this.plot) return;
+      plot.setLegend({ idxs: data.map((column) => column.findLastIndex(isKnown)) }, false); // each curve's newest value
     });
     this.describe(found);
     return true;
   }
 
+  /** New values under the axis as it is: a part that was zoomed into stays in sight. */
+  refill(data) {
+    const { plot } = this;
+    const { min, max } = plot.scales.x;
+    const isZoomed = min > plot.data[0][0] || max < plot.data[0].at(-1);
+    if (!isZoomed) return plot.setData(data);
+    plot.batch(() => {
+      plot.setData(data, false);
+      plot.setScale("x", { min, max });
+    });
+  }
+
   /** What the picture shows, for those who do not see it. */
   describe(found) {
     const text = found.map(({ label, steps, values }) => {
-      const at = values.findLastIndex((value) => value !== null && value !== undefined);
-      return `${label} ${number(values[at], 4)} at update ${steps[at]}`;
+      const at = values.findLastIndex(isKnown);
+      return `${label} ${number(values[at], 4)} at ${this.look.byTime ? `${number(steps[at], 1)} minutes` : `update ${steps[at]}`}`;
     });
     const canvas = this.plot.root.querySelector("canvas");
     canvas.setAttribute("role", "img");
-    canvas.setAttribute("aria-label", `${this.title}, by policy update. Newest: ${text.join("; ")}`);
+    canvas.setAttribute("aria-label", `${this.title}, by ${this.look.byTime ? "time" : "policy update"}. Newest: ${text.join("; ")}`);
   }
 
   create(labels, data, width, isSmooth) {
@@ -118,7 +157,10 @@ export class Chart {
     const points = (shown) => ({ show: (plot, index) => shown && plot.data[index].filter((y) => y !== null).length < FEW_POINTS, size: 4 });
     const line = (label, index, isFaint) => ({
       label, stroke: inked(COLOURS[index % COLOURS.length]), width: isFaint ? 1 : 1.75, alpha: isFaint ? 0.3 : 1,
-      ...(isFaint ? { class: "faint" } : {}), spanGaps: true, points: points(!isFaint), value: (_, value) => number(value, 4),
+      ...(isFaint ? { class: "faint" } : {}), spanGaps: true, points: points(!isFaint), value: (plot, value, _, at) => {
+        const isOld = isKnown(value) && (plot.cursor.idx ?? null) === null && at < plot.data[0].length - 1;
+        return number(value, 4) + (isOld ? ` (at ${number(plot.data[0][at], 1)})` : "");
+      },
     });
     const lines = labels.map((label, index) => line(label, index, isSmooth));
     if (isSmooth) lines.push(...labels.map((label, index) => line(label, index, false)));
@@ -128,9 +170,9 @@ export class Chart {
     };
     const options = {
       width, height: HEIGHT, cursor: { sync: { key: cursors.key }, drag: { x: true, y: false } },
-      scales: { x: { time: false }, y: this.look.log ? { distr: 3 } : {} },
-      axes: [{ ...axis, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6] }, this.look.log ? { ...y, values: (_, splits) => splits.map((value) => (value === null ? "" : String(value))) } : y],
-      series: [{ label: "update" }, ...lines],
+      scales: { x: { time: false }, y: this.look.log ? { distr: 3 } : { range: (_, low, high) => span(low, high) } },
+      axes: [this.look.byTime ? axis : { ...axis, incrs: UPDATES }, this.look.log ? { ...y, values: (_, splits) => decades(splits) } : y],
+      series: [{ label: this.look.byTime ? "minutes" : "update", value: (_, value) => number(value, 1) }, ...lines],
     };
     return new uPlot(options, data, this.place);
   }
@@ -144,7 +186,7 @@ function aligned(series) {
 
 /** A small curve of `values` without axes, or nothing for fewer than two. */
 export function sparkline(values, label) {
-  const known = values.filter((value) => value !== null && value !== undefined);
+  const known = values.filter(isKnown);
   if (known.length < 2) return null;
   const [width, height] = [96, 24];
   const low = Math.min(...known), span = Math.max(...known) - low || 1;

@@ -6,7 +6,7 @@ import { ask, choice, field, make, number, patch, phase, say } from "./dom.js";
 import { showEvents } from "./events.js";
 import { showFeedback } from "./feedback.js";
 import { showFile } from "./jobfile.js";
-import { TERMINAL, labels, progress } from "./jobs.js";
+import { TERMINAL, labelLinks, progress } from "./jobs.js";
 import { showMetrics } from "./metrics.js";
 import { showOverview } from "./overview.js";
 import { showSamples } from "./samples.js";
@@ -53,7 +53,7 @@ function headingOf(job, path) {
   const over = TERMINAL.has(now);
   return make("div", { class: "heading" },
     make("div", { class: "title" },
-      make("h1", {}, job.name), phase(now), labels(job), make("code", { class: "soft id" }, job.id),
+      make("h1", {}, job.name), phase(now), labelLinks(job), make("code", { class: "soft id" }, job.id),
       make("div", { class: "actions", role: "group", "aria-label": "Actions" },
         verb("pause", now === "running" || now === "pending"), verb("resume", now === "paused" || now === "pausing"),
         verb("cancel", !over, "danger"), verb("checkpoint", !over), verb("scale", !over), verb("amend", !over),

@@ -21,8 +21,13 @@ const KINDS = [["", "all"], ["rl", "rl"], ["online_rl", "online_rl"], ["embodied
 
 const filters = { text: "", state: "", kind: "", label: "" };
 
-export function showJobs({ page, signal, loop, title }) {
+/** `asked` is what the address says of the filters, as a query; without one they stay as they were. */
+export function showJobs({ page, signal, loop, title }, asked = "") {
   title("Jobs");
+  if (asked) {
+    const query = new URLSearchParams(asked);
+    for (const name of Object.keys(filters)) filters[name] = query.get(name) ?? "";
+  }
   const state = { pages: [], shown: ROWS, curves: new Map(), chosen: new Set() };
   const list = make("div", { class: "panel flush" });
   const summary = make("p", { class: "hint", role: "status" });
@@ -38,6 +43,7 @@ export function showJobs({ page, signal, loop, title }) {
   };
   page.replaceChildren(make("div", { class: "title" }, make("h1", {}, "Jobs"),
     make("a", { class: "button primary", href: "#/submit" }, "Submit a job")), controls(draw), list, summary);
+  keepFilters();
   loop(EVERY_MS, async () => {
     await load(state, signal, draw);
     draw();
@@ -58,13 +64,25 @@ async function load(state, signal, draw) {
   }
 }
 
+/** Write the filters into the address, so that it can be kept, sent, and loaded again. */
+function keepFilters() {
+  const set = Object.entries(filters).filter(([, text]) => text);
+  document.querySelector("#clear").hidden = !set.length;
+  history.replaceState(null, "", set.length ? `#/?${new URLSearchParams(set)}` : "#/");
+}
+
 function controls(draw) {
-  const on = (name) => (event) => { filters[name] = event.target.value.trim(); draw(); };
+  const on = (name) => (event) => {
+    filters[name] = event.target.value.trim();
+    keepFilters();
+    draw();
+  };
   return make("form", { class: "controls", role: "search", onsubmit: (event) => event.preventDefault() },
     field("Search", make("input", { type: "search", value: filters.text, placeholder: "name, id or message", oninput: on("text") })),
     field("State", choice(STATES, filters.state, { onchange: on("state") })),
     field("Kind", choice(KINDS, filters.kind, { onchange: on("kind") })),
-    field("Label", make("input", { type: "search", value: filters.label, placeholder: "key=value", oninput: on("label") })));
+    field("Label", make("input", { type: "search", value: filters.label, placeholder: "key=value", oninput: on("label") })),
+    make("a", { class: "button", id: "clear", href: "#/?text=" }, "Clear"));
 }
 
 function isWanted(job) {
@@ -98,8 +116,8 @@ function row(job, state, draw) {
   };
   return make("tr", { "data-key": job.id },
     make("td", { class: "pick" }, make("input", { type: "checkbox", "aria-label": `Compare ${job.name}`, onchange: choose })),
-    make("td", { class: "name" }, make("a", { href: `#/jobs/${encodeURIComponent(job.id)}`, title: job.id }, job.name), labels(job),
-      status.message && make("div", { class: `message ${status.phase === "failed" ? "bad" : "soft"}`, title: status.message }, status.message)),
+    make("td", { class: "name" }, make("a", { href: `#/jobs/${encodeURIComponent(job.id)}`, title: `${job.name}, ${job.id}` }, job.name), make("div", { class: "about" }, labels(job),
+      status.message && make("div", { class: `message ${status.phase === "failed" ? "bad" : "soft"}`, title: status.message }, status.message))),
     make("td", { class: "state" }, phase(status.phase), make("div", { class: "soft kind" }, job.spec.kind ?? "rl"), warned(job)),
     make("td", { class: "progress" }, progress(job)),
     make("td", { class: "number", "data-label": "reward" }, number(status.reward)),
@@ -115,6 +133,12 @@ function warned(job) {
 
 export function labels(job) {
   return Object.entries(job.spec.metadata ?? {}).map(([key, value]) => make("span", { class: "label" }, `${key}=${value}`));
+}
+
+/** The labels of a job, each leading to the list of those that carry it. */
+export function labelLinks(job) {
+  return Object.entries(job.spec.metadata ?? {}).map(([key, value]) =>
+    make("a", { class: "label", href: `#/?${new URLSearchParams({ label: `${key}=${value}` })}` }, `${key}=${value}`));
 }
 
 /** Updates made of those to be made, as a bar, and when that is over. */

@@ -1,13 +1,16 @@
 // Every metric of a job in groups, or the same metrics of several jobs over each other.
 
-import { get } from "./api.js";
-import { Chart } from "./charts.js";
-import { field, make, number, patch } from "./dom.js";
+import { download, get } from "./api.js";
+import { Chart, noteOf } from "./charts.js";
+import { choice, field, make, number, patch, say } from "./dom.js";
 
 const EVERY_MS = 2500;
 const NAMES_EVERY_MS = 10000;
 const POINTS = 500;
-const FIRST = ["reward", "eval", "loss", "policy", "mismatch", "lag", "length", "groups", "advantage", "optimizer"];
+const MOST_POINTS = 10_000;
+const OPEN_GROUPS = 5;
+const FIRST = ["reward", "eval", "mismatch", "lag", "policy", "loss", "length", "groups", "advantage", "optimizer"];
+const look = { smooth: 0, log: false, byTime: false, filter: "" }; // as it was left in the view before
 
 export function showMetrics({ content, signal, loop, id, job }) {
   show(content, { signal, loop }, [{ id, name: job.name }]);
@@ -30,8 +33,7 @@ export async function showComparison({ page, signal, loop, title }, ids) {
 }
 
 function show(content, { signal, loop }, jobs) {
-  const look = { smooth: 0, log: false, filter: "" };
-  const grid = { look, jobs, charts: new Map(), inSight: new Set(), observer: null, columns: new Map() };
+  const grid = { jobs, charts: new Map(), inSight: new Set(), observer: null, columns: new Map() };
   grid.observer = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
       if (isIntersecting) grid.inSight.add(target.dataset.title);
@@ -43,7 +45,7 @@ function show(content, { signal, loop }, jobs) {
   const drawn = () => { for (const title of grid.inSight) draw(grid, title); };
   let known = [];
   const arrange = () => arrangeGroups(grid, groups, known);
-  content.replaceChildren(controls(look, drawn, arrange), groups);
+  content.replaceChildren(controls(jobs, drawn, arrange), groups);
   loop(NAMES_EVERY_MS, async () => {
     const found = await Promise.all(jobs.map(({ id }) => get(`/v1/jobs/${encodeURIComponent(id)}/metrics/names`, signal)));
     known = [...new Set(found.flatMap(({ data }) => data.map(({ name }) => name)))].sort();
@@ -54,33 +56,45 @@ function show(content, { signal, loop }, jobs) {
     if (!names.length) return;
     await Promise.all(jobs.map(async ({ id }) => {
       const path = `/v1/jobs/${encodeURIComponent(id)}/metrics?max_points=${POINTS}&names=${encodeURIComponent(names.join())}`;
-      const { steps, series } = await get(path, signal);
+      const { steps, wall, series } = await get(path, signal);
+      const minutes = wall.map((time) => (time - wall[0]) / 60);
       const own = grid.columns.get(id) ?? new Map();
-      for (const name of names) own.set(name, { steps, values: series[name] });
+      for (const name of names) own.set(name, { steps, minutes, values: series[name] });
       grid.columns.set(id, own);
     }));
     drawn();
   });
 }
 
-function controls(look, drawn, arrange) {
-  const shown = make("output", {}, "0");
-  const slider = make("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: 0, oninput: ({ target }) => {
+function controls(jobs, drawn, arrange) {
+  const shown = make("output", {}, String(look.smooth));
+  const slider = make("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: look.smooth, oninput: ({ target }) => {
     look.smooth = Number(target.value);
     shown.textContent = String(look.smooth);
     drawn();
   } });
   return make("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
-    field("Search", make("input", { type: "search", placeholder: "part of a metric's name", oninput: ({ target }) => {
+    field("Search", make("input", { type: "search", value: look.filter, placeholder: "part of a metric's name", oninput: ({ target }) => {
       look.filter = target.value.trim().toLowerCase();
       arrange();
     } })),
     make("label", { class: "field" }, make("span", {}, "Smoothing ", shown), slider),
-    make("label", { class: "check" }, make("input", { type: "checkbox", onchange: ({ target }) => {
+    field("Along", choice([["", "updates"], ["time", "minutes"]], look.byTime ? "time" : "", { onchange: ({ target }) => {
+      look.byTime = target.value === "time";
+      drawn();
+    } })),
+    make("label", { class: "check" }, make("input", { type: "checkbox", checked: look.log, onchange: ({ target }) => {
       look.log = target.checked;
       drawn();
     } }), " logarithmic scale"),
+    jobs.map(({ id, name }) => make("button", { type: "button", "aria-label": `Download the metrics of ${name}`, onclick: () => save(id, name) },
+      jobs.length > 1 ? `${name}.csv` : "Download CSV")),
     make("p", { class: "hint" }, "Drag over a chart to zoom, double-click to see all of it."));
+}
+
+async function save(id, name) {
+  await download(`/v1/jobs/${encodeURIComponent(id)}/metrics?format=csv&max_points=${MOST_POINTS}`, `${name}.csv`)
+    .catch((problem) => problem.name === "AbortError" || say(`${name}.csv: ${problem.message}`, "error"));
 }
 
 /** Charts by the first part of their names; quantiles and shares of one thing share a chart where one job is shown. */
@@ -90,13 +104,14 @@ function arrangeGroups(grid, place, known) {
     const title = grid.jobs.length > 1 ? name : name.replace(/_(p\d+|\d+)$/, "");
     titles.set(title, [...(titles.get(title) ?? []), name]);
   }
-  const wanted = [...titles].filter(([title]) => title.toLowerCase().includes(grid.look.filter));
+  const isMean = ([title]) => title.endsWith("/mean");
+  const wanted = [...titles].filter(([title]) => title.toLowerCase().includes(look.filter)).sort((one, other) => isMean(other) - isMean(one));
   const groups = Map.groupBy ? Map.groupBy(wanted, groupOf) : wanted.reduce((map, entry) =>
     map.set(groupOf(entry), [...(map.get(groupOf(entry)) ?? []), entry]), new Map());
   const rank = (name) => (FIRST.includes(name) ? FIRST.indexOf(name) : FIRST.length);
   const order = [...groups].sort(([one], [other]) => rank(one) - rank(other) || one.localeCompare(other));
   if (!order.length) return patch(place, make("p", { class: "hint" }, known.length ? "No metric has such a name." : "Nothing was measured yet."));
-  patch(place, order.map(([name, entries], index) => make("details", { "data-key": name, open: index < 4 || Boolean(grid.look.filter) },
+  patch(place, order.map(([name, entries], index) => make("details", { "data-key": name, open: index < OPEN_GROUPS || Boolean(look.filter) },
     make("summary", {}, make("h2", {}, name), make("span", { class: "soft" }, ` ${number(entries.length)}`)),
     make("div", { class: "grid" }, entries.map(([title, names]) => chartOf(grid, title, names))))));
 }
@@ -112,7 +127,7 @@ function chartOf(grid, title, names) {
     const { element } = old.chart;
     return element.isConnected ? make("figure", { "data-key": element.dataset.key }) : element;
   }
-  const chart = new Chart(title, "", grid.look);
+  const chart = new Chart(title, noteOf(title), look);
   chart.element.dataset.title = title;
   grid.charts.set(title, { chart, names });
   grid.observer.observe(chart.element);
@@ -122,8 +137,8 @@ function chartOf(grid, title, names) {
 function draw(grid, title) {
   const { chart, names } = grid.charts.get(title);
   const series = grid.jobs.flatMap(({ id, name: job }) => names.map((name) => {
-    const { steps = [], values } = grid.columns.get(id)?.get(name) ?? {};
-    return { label: grid.jobs.length > 1 ? job : name, steps, values };
+    const { steps = [], minutes, values } = grid.columns.get(id)?.get(name) ?? {};
+    return { label: grid.jobs.length > 1 ? job : name, steps: look.byTime && minutes ? minutes : steps, values };
   }));
   if (!chart.draw(series)) chart.element.hidden = false; // its place is what tells that it is in sight
 }

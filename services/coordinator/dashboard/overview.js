@@ -8,15 +8,17 @@ import { TERMINAL } from "./jobs.js";
 const EVERY_MS = 2000;
 const POINTS = 400;
 const LAG_UPDATES = 50;
+const MOST_POINTS = 10_000;
+const LENGTHS_EVERY_MS = 20_000;
 
 export function showOverview({ content, signal, loop, path }) {
   const charts = OVERVIEW.map(({ title, note, names }) => [new Chart(title, note), names]);
-  const [health, now, waits, lag, dropped, conditions] = Array.from({ length: 6 }, () => make("div"));
+  const [health, now, waits, lag, dropped, lengths, conditions] = Array.from({ length: 7 }, () => make("div"));
   const none = make("p", { class: "hint" }, "No update was measured yet: curves appear with the first ones.");
   content.replaceChildren(health,
     make("div", { class: "grid pair" }, panel("Now", now), panel("Waits for", waits)),
     make("section", {}, make("h2", {}, "Curves"), none, make("div", { class: "grid" }, charts.map(([chart]) => chart.element))),
-    make("div", { class: "grid" }, panel("Lag of trained groups", lag), panel("Dropped draws", dropped), panel("Conditions", conditions)));
+    make("div", { class: "grid" }, panel("Lag of trained groups", lag), panel("Dropped draws", [dropped, lengths]), panel("Conditions", conditions)));
   loop(EVERY_MS, async () => {
     const [job, why] = await Promise.all([get(path, signal), get(`${path}/why`, signal)]);
     patch(health, warningsOf(job));
@@ -32,6 +34,7 @@ export function showOverview({ content, signal, loop, path }) {
     none.hidden = drawn.some(Boolean);
   });
   loop(3 * EVERY_MS, async () => patch(lag, await lagOf(path, signal)));
+  loop(LENGTHS_EVERY_MS, async () => patch(lengths, await lengthsOf(path, signal)));
 }
 
 /** Warnings of the job's health; nothing where all is well. */
@@ -89,7 +92,26 @@ function droppedOf(job) {
     bars("Dropped draws by reason", rows.map(([reason, count]) => [reason, count, number(count)]), most)];
 }
 
-/** Shares of groups by lag over the newest updates, and how long what was dropped had grown, where that was measured. */
+/** Dropped groups by the mean length of their completions, so that a bias against long ones is seen. */
+async function lengthsOf(path, signal) {
+  const { data } = await get(`${path}/metrics/names`, signal);
+  const names = data.map(({ name }) => name).filter((name) => /^dropped_length\/\d+$/.test(name));
+  if (!names.length) return null;
+  const { series } = await get(`${path}/metrics?max_points=${MOST_POINTS}&names=${encodeURIComponent(names.join())}`, signal);
+  const rows = names.map((name) => [Number(name.split("/")[1]), (series[name] ?? []).reduce((sum, value) => sum + (value ?? 0), 0)])
+    .sort(([one], [other]) => one - other);
+  return [make("p", { class: "hint gap" }, "By the mean length of the completions, in tokens:"),
+    bars("Dropped draws by length", rows.map(([most, count]) => [bucket(most), count, number(count)]),
+      Math.max(...rows.map(([, count]) => count)))];
+}
+
+/** A bucket that ends at a power of two, as a person reads it; 0 holds those whose length nobody knows. */
+function bucket(most) {
+  if (!most) return "unknown";
+  return most <= 2 ? String(most) : `${number(most / 2 + 1)} to ${number(most)}`;
+}
+
+/** Shares of groups by lag over the newest updates. */
 async function lagOf(path, signal) {
   const { data } = await get(`${path}/metrics/names`, signal);
   const names = data.map(({ name }) => name).filter((name) => /^lag\/share_\d+$/.test(name));

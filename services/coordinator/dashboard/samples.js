@@ -1,9 +1,10 @@
 // Completions of a job: a list to search, and one of them token by token beside the others of its group.
 
 import { get } from "./api.js";
-import { choice, field, make, number, panel, patch } from "./dom.js";
+import { choice, field, make, number, panel, patch, table } from "./dom.js";
 
 const PAGE = 50;
+const PAGES_A_SEARCH = 20;
 const SORTS = [["", "newest first"], ["-reward", "highest reward"], ["reward", "lowest reward"], ["-length", "longest"], ["length", "shortest"]];
 const COLOURINGS = [["logprob", "log-prob of the sampler"], ["version", "policy version"], ["advantage", "advantage"], ["none", "nothing"]];
 const SURPRISE_NATS = 5;
@@ -11,9 +12,9 @@ const MOST_WORDS = 600;
 
 export function showSamples({ content, signal, loop, id, path, item }) {
   const asked = { step: "", sort: "", min: "", text: "" };
-  const state = { rows: [], more: false, chosen: item ?? "", colour: "logprob", detail: null, siblings: [], other: "" };
+  const state = { rows: [], more: false, chosen: item ?? "", colour: "logprob", detail: null, siblings: [], other: "", token: 0, searching: false };
   const [list, detail] = [make("div", { class: "sample-list" }), make("div", { class: "sample" })];
-  const draw = () => drawList(list, state, asked, { more: () => load(true), choose });
+  const draw = () => drawList(list, state, asked, { more: () => load(true), search, choose });
   const load = guarded(async (isMore) => {
     const query = new URLSearchParams({ limit: PAGE });
     if (asked.step) query.set("step", asked.step);
@@ -26,6 +27,17 @@ export function showSamples({ content, signal, loop, id, path, item }) {
     draw();
     if (!state.chosen && state.rows.length) choose(state.rows[0].id);
   }, list);
+  /** Load older ones until one holds the text that is searched for. */
+  const search = guarded(async () => {
+    state.searching = true;
+    const before = matching(state, asked).length;
+    try {
+      for (let page = 0; page < PAGES_A_SEARCH && state.more && matching(state, asked).length === before; page += 1) await load(true);
+    } finally {
+      state.searching = false;
+      draw();
+    }
+  }, list);
   const choose = guarded(async (sample) => {
     state.chosen = sample;
     history.replaceState(null, "", `#/jobs/${encodeURIComponent(id)}/samples/${encodeURIComponent(sample)}`);
@@ -33,6 +45,7 @@ export function showSamples({ content, signal, loop, id, path, item }) {
     state.detail = await get(`/v1/samples/${encodeURIComponent(sample)}`, signal);
     state.siblings = await siblingsOf(state, path, signal);
     state.other = "";
+    state.token = 0;
     drawDetail(detail, state, choose);
   }, detail);
   const on = (name, isLocal) => ({ target }) => {
@@ -78,11 +91,17 @@ async function siblingsOf({ detail, rows }, path, signal) {
   return wanted.map((id) => known.get(id)).filter(Boolean);
 }
 
-function drawList(place, state, asked, { more, choose }) {
+function matching({ rows }, asked) {
   const text = asked.text.toLowerCase();
-  const found = state.rows.filter((row) => `${row.prompt}\n${row.completion}\n${row.answer ?? ""}`.toLowerCase().includes(text));
+  return rows.filter((row) => `${row.prompt}\n${row.completion}\n${row.answer ?? ""}`.toLowerCase().includes(text));
+}
+
+function drawList(place, state, asked, { more, search, choose }) {
+  const found = matching(state, asked);
+  const older = asked.text && state.more && make("button", { type: "button", disabled: state.searching, onclick: search },
+    state.searching ? `Searching: ${number(state.rows.length)} looked at` : "Search older ones");
   if (!found.length) {
-    return patch(place, make("p", { class: "hint empty" }, state.rows.length ? "No loaded completion holds this text." : "No completion was trained yet, or none fits."));
+    return patch(place, make("p", { class: "hint empty" }, state.rows.length ? "No loaded completion holds this text." : "No completion was trained yet, or none fits."), older);
   }
   patch(place, make("ul", { class: "samples", "aria-label": "Completions" }, found.map((row) => make("li", { "data-key": row.id },
     make("button", { type: "button", "aria-current": row.id === state.chosen ? "true" : null, onclick: () => choose(row.id) },
@@ -90,7 +109,7 @@ function drawList(place, state, asked, { more, choose }) {
         make("span", { class: "soft" }, `update ${number(row.step)}, ${number(row.tokens)} ${row.steps === undefined ? "tokens" : "decisions"}`)),
       make("span", { class: "clip" }, row.prompt || "(no prompt)"), make("span", { class: "clip answer" }, row.completion || "(empty)"))))),
   make("p", { class: "hint" }, `${number(found.length)} of ${number(state.rows.length)} loaded`,
-    state.more && make("button", { type: "button", onclick: more }, "Load more")));
+    older || (state.more && make("button", { type: "button", onclick: more }, "Load more"))));
 }
 
 function tone(row) {
@@ -109,7 +128,9 @@ function drawDetail(place, state, choose) {
     panel("Reward", parts(detail)),
     detail.token_ids && panel("Token by token", [
       field("Colour by", choice(COLOURINGS, state.colour, { onchange: ({ target }) => { state.colour = target.value; again(); } })),
-      make("p", { class: "hint" }, LEGENDS[state.colour](detail)), tokens(detail, state.colour)]),
+      make("p", { class: "hint" }, LEGENDS[state.colour](detail)),
+      tokens(detail, state, (index) => { state.token = Math.min(Math.max(index, 0), detail.token_ids.length - 1); again(); }),
+      make("p", { class: "reading", role: "status" }, reading(detail, state.token))]),
     detail.actions && panel("Rewards by decision", make("p", { class: "code", tabindex: 0 }, detail.rewards.map((value) => number(value)).join("  "))),
     panel("Its group", group(state, choose, again)));
 }
@@ -140,16 +161,34 @@ const LEGENDS = {
   none: () => "Underlined tokens are observations: the policy did not choose them.",
 };
 
-/** The tokens with what is known of each; as texts where the coordinator knows the tokenizer, else as ids. */
-function tokens(detail, colour) {
+/** The tokens with what is known of each; as texts where the coordinator knows the tokenizer, else as ids. One of them is
+ *  read out below: that which was clicked on, or where the arrow keys went. */
+function tokens(detail, { colour, token }, read) {
   const first = detail.min_version;
-  return make("div", { class: "tokens code", tabindex: 0, role: "region", "aria-label": "Tokens" }, detail.token_ids.map((id, index) => {
-    const [logprob, version, isOwn] = [detail.logprobs[index], detail.versions[index], detail.mask[index] === 1];
-    const text = detail.token_texts?.[index] ?? `${id} `;
-    const tip = isOwn ? `token ${id}, log-prob ${logprob.toFixed(3)}, version ${version}` : `token ${id}, an observation`;
-    return make("span", { class: `token ${isOwn ? "" : "observed"}`, title: tip, style: { backgroundColor: isOwn ? shade(colour, detail, logprob, version - first) : "" } },
-      text.replaceAll("\n", "⏎\n"));
+  const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity };
+  const onkeydown = (event) => {
+    if (!(event.key in steps)) return;
+    event.preventDefault();
+    read(token + steps[event.key]);
+  };
+  return make("div", { class: "tokens code", tabindex: 0, role: "region", "aria-label": "Tokens: the arrow keys read them", onkeydown }, detail.token_ids.map((_, index) => {
+    const isOwn = detail.mask[index] === 1;
+    const colours = isOwn ? shade(colour, detail, detail.logprobs[index], detail.versions[index] - first) : "";
+    return make("span", { class: `token ${isOwn ? "" : "observed"} ${index === token ? "read" : ""}`, title: reading(detail, index), onclick: () => read(index), style: { backgroundColor: colours } },
+      textOf(detail, index));
   }));
+}
+
+function textOf(detail, index) {
+  return (detail.token_texts?.[index] ?? `${detail.token_ids[index]} `).replaceAll("\n", "⏎\n");
+}
+
+/** A token in words. */
+function reading(detail, index) {
+  const name = `Token ${index + 1} of ${detail.token_ids.length}, id ${detail.token_ids[index]}, ${JSON.stringify(textOf(detail, index).trimEnd())}`;
+  if (detail.mask[index] !== 1) return `${name}: an observation`;
+  const logprob = detail.logprobs[index];
+  return `${name}: log-prob ${logprob.toFixed(3)}, probability ${(100 * Math.exp(logprob)).toFixed(1)} %, version ${detail.versions[index]}`;
 }
 
 function shade(colour, detail, logprob, ahead) {
@@ -169,10 +208,19 @@ function group(state, choose, again) {
   return [make("ul", { class: "samples short" }, rows.map((row) => make("li", { "data-key": row.id }, make("div", { class: "sibling" },
     make("span", { class: `reward ${tone(row)}` }, row.failed ? "failed" : number(row.reward)),
     make("span", { class: "clip" }, row.completion || "(empty)"),
+    make("span", { class: "soft of" }, `advantage ${number(row.advantage)}, ${number(row.tokens)} tokens, ${row.finish}`),
     make("button", { type: "button", "aria-pressed": String(row.id === state.other), onclick: () => { state.other = row.id === state.other ? "" : row.id; again(); } }, "compare"),
     make("button", { type: "button", onclick: () => choose(row.id) }, "open"))))),
   other && make("div", { class: "block" }, make("h3", {}, "Difference"), make("p", { class: "hint" },
-    "Struck out: only the opened one. Underlined: only the other one."), make("pre", { class: "code diff", tabindex: 0, role: "region", "aria-label": "Difference" }, difference(detail.completion, other.completion)))];
+    "Struck out: only the opened one. Underlined: only the other one."), make("pre", { class: "code diff", tabindex: 0, role: "region", "aria-label": "Difference" }, difference(detail.completion, other.completion)), versus(detail, other))];
+}
+
+/** Reward and its parts, advantage and length of two completions, side by side. */
+function versus(one, other) {
+  const names = [...new Set([...Object.keys(one.parts ?? {}), ...Object.keys(other.parts ?? {})])];
+  const rows = [...names.map((name) => [name, one.parts?.[name], other.parts?.[name]]), ["reward", one.reward, other.reward],
+    ["advantage", one.advantage, other.advantage], ["tokens", one.tokens, other.tokens], ["log-prob", one.logprob, other.logprob]];
+  return table("The two compared", [["value", ([name]) => name], ["opened", ([, value]) => number(value), "number"], ["other", ([, , value]) => number(value), "number"]], rows, "");
 }
 
 /** Two texts as one, by words: the longest common subsequence stays, the rest is deleted or inserted. */

@@ -8,15 +8,21 @@ const EVERY_MS = 2000;
 const UPDATES = 12;
 const KEPT_S = 300;
 const STAGES = ["generate", "wait", "train", "checkpoint"];
+const PARTS = ["update", "wait", "fetch", "publish", "checkpoint"];
+const MOST_WAITS = 2;
+const histories = new Map(); // by job: a strip goes on growing while other views of the job are looked at
 
 export function showWorkers({ content, signal, loop, path }) {
-  const [services, activity, stages] = [make("div"), make("div"), make("div")];
-  const history = new Map();
-  content.replaceChildren(panel("Services", services), panel("Busy and waiting", activity), panel("Stages of the newest updates", stages));
+  const [services, activity, spent, stages] = Array.from({ length: 4 }, () => make("div"));
+  const history = histories.get(path) ?? new Map();
+  histories.set(path, history);
+  content.replaceChildren(panel("Services", services), panel("Busy and waiting", activity),
+    panel("Time of the trainer", spent), panel("Stages of the newest updates", stages));
   loop(EVERY_MS, async () => {
     const [now, { data }, why] = await Promise.all([path, `${path}/workers`, `${path}/why`].map((url) => get(url, signal)));
     const rows = data.map((row) => ({ ...row, wait: waitOf(row, why.data) }));
     patch(services, table("Services", columns(rows, now.spec.train?.max_lag ?? 0), rows, "No service has been heard of.", (row) => row.worker));
+    patch(spent, spentOf(rows));
     if (TERMINAL.has(now.status.phase)) return patch(activity, make("p", { class: "hint" }, "The job is over: nobody works for it."));
     note(history, rows, Date.now() / 1000);
     patch(activity, activityOf(history, Date.now() / 1000));
@@ -73,11 +79,45 @@ function activityOf(history, now) {
   const place = (time) => `${(100 * (Math.max(time, start) - start)) / (now - start)}%`;
   return [make("p", { class: "hint" }, `The last ${age(now - start)}, as seen every ${EVERY_MS / 1000} s.`, legend(["busy", "waiting", "lost"])),
     [...history].map(([worker, spans]) => {
-      const busy = spans.filter(({ kind }) => kind === "busy").reduce((sum, span) => sum + span.end - span.start, 0);
-      const text = `${worker}: busy ${Math.round((100 * busy) / (now - start))} % of the time`;
-      return make("div", { class: "strip", "data-key": worker }, make("span", { class: "strip-name" }, worker), make("div", { class: "track", role: "img", "aria-label": text },
+      const text = sharesOf(spans, start, now);
+      return make("div", { class: "strip told", "data-key": worker }, make("span", { class: "strip-name" }, worker), make("div", { class: "track", role: "img", "aria-label": `${worker}: ${text}` },
         spans.map((span) => make("div", { class: `span ${span.kind}`, title: `${span.kind}${span.wait ? `, for ${span.wait}` : ""}: ${age(span.end - span.start)}`,
-          style: { left: place(span.start), width: `calc(${place(span.end)} - ${place(span.start)})` } }))));
+          style: { left: place(span.start), width: `calc(${place(span.end)} - ${place(span.start)})` } }))),
+      make("span", { class: "strip-text soft" }, text));
+    })];
+}
+
+/** How much of its time a worker was busy, and what it waited for in most of the rest. */
+function sharesOf(spans, start, now) {
+  const spent = new Map();
+  for (const span of spans) {
+    const name = span.kind === "waiting" && span.wait ? `waiting for ${generalOf(span.wait)}` : span.kind;
+    spent.set(name, (spent.get(name) ?? 0) + span.end - Math.max(span.start, start));
+  }
+  const share = (seconds) => `${Math.round((100 * seconds) / (now - start))} %`;
+  const waits = [...spent].filter(([name]) => name !== "busy").sort(([, one], [, other]) => other - one).slice(0, MOST_WAITS);
+  return [`busy ${share(spent.get("busy") ?? 0)}`, ...waits.map(([name, seconds]) => `${name} ${share(seconds)}`)].join(", ");
+}
+
+/** A wait without what changes from one look to the next: its numbers. */
+function generalOf(wait) {
+  return wait.replace(/(?<=[ (])\d[\d.]*/g, "…");
+}
+
+/** Shares of what each trainer did since it took the job up: here its waits are measured, not looked at. */
+function spentOf(rows) {
+  const trainers = rows.filter((row) => row.seconds && Object.values(row.seconds).some((seconds) => seconds > 0));
+  if (!trainers.length) return make("p", { class: "hint" }, "No trainer has spent time on it.");
+  return [make("p", { class: "hint" }, "Measured since it took the job up. Waiting is for batches: then rollout, rewards or simulators are what holds the job up.", legend(PARTS)),
+    trainers.map(({ worker, seconds }) => {
+      const total = Object.values(seconds).reduce((sum, one) => sum + one, 0);
+      const parts = PARTS.filter((name) => seconds[name] > 0);
+      const share = (name) => `${((100 * seconds[name]) / total).toFixed(seconds[name] < 0.1 * total ? 1 : 0)} %`;
+      const text = parts.map((name) => `${name} ${share(name)}`).join(", ");
+      return make("div", { class: "strip told", "data-key": worker }, make("span", { class: "strip-name" }, worker),
+        make("div", { class: "track parts", role: "img", "aria-label": `${worker}: ${text} of ${age(total)}` },
+          parts.map((name) => make("div", { class: `part ${name}`, title: `${name} ${age(seconds[name])}`, style: { width: `${(100 * seconds[name]) / total}%` } }))),
+        make("span", { class: "strip-text soft" }, `${text} of ${age(total)}`));
     })];
 }
 
