@@ -437,13 +437,15 @@ DRAWN = """async () => {
   chart.draw(series(0.1, 0.2, 0.3, 0.4));
   await Promise.resolve();
   const legend = chart.place.querySelector(".u-legend").textContent;
+  const settled = () => new Promise((resolve) => requestAnimationFrame(resolve));
   chart.plot.setScale("x", { min: 1, max: 2 });
+  await settled();
   chart.draw(series(0.1, 0.2, 0.3, 0.4, 0.5));
-  const { min, max } = chart.plot.scales.x;
   const flat = new Chart("Flat", "", {});
   document.querySelector("main").append(flat.element);
   flat.draw([{ label: "never", steps: [0, 1], values: [0, 0] }]);
-  await new Promise((resolve) => requestAnimationFrame(resolve));
+  await settled();
+  const { min, max } = chart.plot.scales.x;
   const { y } = flat.plot.scales;
   return { legend, zoomed: [min, max], newest: chart.plot.data[1].at(-1), flat: [y.min, y.max] };
 }"""
