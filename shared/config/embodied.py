@@ -37,7 +37,7 @@ RESERVED = ("id", "env_id", "disable_env_checker")
 
 
 class ImageConfig(StrictModel):
-    """What the simulator's camera sees, as the observation `image`."""
+    """Pictures of the simulator's camera, as the observation `image`."""
 
     height: int = Field(64, ge=8, le=512)
     """Rows of pixels. The simulator draws a larger picture; each pixel is the mean of those that it covers."""

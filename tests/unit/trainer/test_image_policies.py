@@ -71,7 +71,7 @@ def tensors(group: EpisodeGroup) -> dict[str, Tensor]:
 
 
 def plain_features(weights: dict[str, Tensor], seen: dict[str, Tensor], prefix: str = "") -> Tensor:
-    """What the layers read: vectors normalised in the order of their names, then the image through the encoder."""
+    """The input of the layers: vectors normalised in the order of their names, then the image through the encoder."""
     numbers = torch.cat([seen["goal"].flatten(1), seen["state"]], dim=1).double()
     variance = weights["normaliser.squares_O"] / weights["normaliser.count"]
     numbers = ((numbers - weights["normaliser.mean_O"]) / (variance + 1e-8).sqrt()).clamp(-10, 10).float()
@@ -91,7 +91,7 @@ def plain_layers(weights: dict[str, Tensor], features: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", ["gaussian", "categorical"])
 async def test_worker_and_trainer_are_plain_pytorch(kind: str) -> None:
-    """What acts in a rollout worker and what the trainer evaluates is one function, written out here."""
+    """The policy that acts in a rollout worker is the one that a trainer evaluates, written out here."""
     policy = stirred(policy_of(kind))
     group = batch_of(policy, lengths=(20, 9))
     seen, weights = tensors(group), policy.state_dict()
