@@ -106,7 +106,7 @@ def decoding(rows: Rows, cache: KVCache, groups: Sequence[Group]) -> Part:
 
 
 def _masks(position_R: Tensor, groups: Sequence[Group], dtype: torch.dtype) -> list[Tensor | None]:
-    """What hides the padding of each group, [R, 1, 1, L]; None where all its rows are equally long."""
+    """Mask that hides the padding of each group, [R, 1, 1, L]; None where all its rows are equally long."""
     longest = max((group.longest for group in groups if group.shortest < group.longest), default=0)
     if not longest:
         return [None] * len(groups)
