@@ -23,7 +23,7 @@ __all__ = ["LedgerlessRunner"]
 
 
 class LedgerlessRunner:
-    """State that one leader keeps for one job: its record, the outbox, and the failure that a rollout worker reports."""
+    """State that a leader keeps for one job: its record, its outbox, the failure that a rollout worker reports."""
 
     def __init__(self, bus: Bus, store: JobStore, members: Members, record: JobRecord, *, epoch: int) -> None:
         self.bus, self.members = bus, members
