@@ -84,6 +84,7 @@ async def test_a_refused_row_keeps_its_place(open_desk: Any, tmp_path: Path) -> 
         rows = [verdict(desk, user=user) for user in ("ann", "ann", "ben")]
         first = await desk.client.post("/v1/feedback/batch", json=rows, headers={"idempotency-key": "k"})
         assert [row["status"] for row in first.json()["data"]] == [202, 429, 202]
+        await other.desk.index.reach((await other.bus.last("FEEDBACK", "feedback.>")).seq, 30)
         again = await other.client.post("/v1/feedback/batch", json=rows, headers={"idempotency-key": "k"})
         data = again.json()["data"]
         assert [(row["status"], row["duplicate"]) for row in data] == [(202, True), (202, False), (202, True)]

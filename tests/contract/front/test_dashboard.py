@@ -20,7 +20,7 @@ async def test_page_needs_no_key_and_its_policy_is_strict(connect: Any) -> None:
         assert reply.status_code == 200
         assert reply.headers["content-type"].startswith("text/html")
         policy = reply.headers["content-security-policy"]
-        assert policy.startswith("default-src 'self'")
+        assert policy.startswith("default-src 'none'")
         assert "unsafe" not in policy
         assert reply.headers["x-content-type-options"] == "nosniff"
         named = set(re.findall(r'(?:src|href)="(/assets/[^"]+)"', reply.text))
