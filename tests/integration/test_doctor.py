@@ -41,7 +41,7 @@ def test_what_is_missing_is_named_with_its_fix(tmp_path: Path, monkeypatch: pyte
     assert states == {
         "python": "ok", "torch": "failed", "nats-server": "ok", "valkey": "ok", "shared memory": "failed",
         "data directory": "ok", "streams": "failed", "streams of a demo": "warning", "simulators": "ok",
-        "engine vllm": "ok", "port": "warning", "coordinator": "warning",
+        "engine vllm": "ok", "engine sglang": "ok", "port": "warning", "coordinator": "warning",
     }  # fmt: skip
     assert found["torch"]["detail"] == "ModuleNotFoundError: No module named 'torch'"
     assert found["torch"]["fix"] == "pip install 'penstock[demo]'"
