@@ -144,7 +144,7 @@ export class Chart {
   describe(found) {
     const text = found.map(({ label, steps, values }) => {
       const at = values.findLastIndex(isKnown);
-      return `${label} ${number(values[at], 4)} at ${this.look.byTime ? `${number(steps[at], 1)} minutes` : `update ${steps[at]}`}`;
+      return `${label} ${number(values[at], 4)} at ${this.look.byTime ? `${(steps[at] ?? 0).toFixed(1)} minutes` : `update ${steps[at]}`}`;
     });
     const canvas = this.plot.root.querySelector("canvas");
     canvas.setAttribute("role", "img");
