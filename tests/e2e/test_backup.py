@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.t
 
 RECORDED = Path(__file__).parents[1] / "contract" / "recorded" / "data-0.1.0.tar.xz"
 DIGITS = "0123456789"
+SOURCE = "def score(prompt, completion, answer, row):\n    return 1.0\n"
 
 
 def test_a_running_job_goes_on_from_a_backup_on_another_path(deploy: Callable[[Path], Any], tmp_path: Path) -> None:
@@ -28,6 +29,7 @@ def test_a_running_job_goes_on_from_a_backup_on_another_path(deploy: Callable[[P
         assert first.finish(done).status.phase == "succeeded"
         job = first.submit("train.max_updates=60", "checkpoint.every=4", data=data)
         first.reach(job, 12)
+        code = first.client.files.upload_code(SOURCE).sha256
         made = first.cli("backup", str(tmp_path / "backup"), "--data-dir", str(first.data_dir), "--json")
         assert made.exit_code == 0, made.output
         first.reach(job, 16)  # it went on meanwhile, and what it did since is not in the backup
@@ -44,6 +46,7 @@ def test_a_running_job_goes_on_from_a_backup_on_another_path(deploy: Callable[[P
     assert again.exit_code == 0, again.output
     with with_new_path as second:
         assert second.status(done).phase == "succeeded"
+        assert (second.data_dir / "code" / f"{code}.py").read_text() == SOURCE, "jobs name it by its content"
         second.check_books(done)
         assert second.finish(job, 120).status.step == 60
         second.check_books(job)

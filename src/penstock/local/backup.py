@@ -43,7 +43,7 @@ __all__ = ["BackupManifest", "load_backup", "read_manifest", "restore_files", "r
 
 SCHEMA = 1
 MANIFEST, STREAMS, FILES, DATA = "manifest.json", "streams", "files", "data"
-FOLDERS = ("checkpoints", "ledgers", "files", "tracking")
+FOLDERS = ("checkpoints", "code", "files", "ledgers", "tracking")
 """Of the data directory: the rest is the bus itself, caches that are built again, and logs."""
 RESTORED = "restored"
 """Folder of a restored data directory for data of jobs that is not where it was."""
