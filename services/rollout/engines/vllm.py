@@ -1,7 +1,7 @@
 """vLLM as a rollout engine: its ``AsyncLLM`` in this process, its model in processes of its own.
 
-Requests wait here until there is a slot, as in the embedded engine, so that pausing, ending and counting them is the
-same; what vLLM has in hand is what decodes. Weights go by reference: ``vllm_plugin`` opens them in vLLM's processes.
+Requests wait in ``dispatch`` until there is a slot. Weights go by reference: ``vllm_plugin`` opens them in vLLM's
+processes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import msgspec
 from torch import Tensor
 
 from penstock.services.rollout.engines.base import Listener, UpdateMode
-from penstock.services.rollout.engines.completion import Completion, Finish, finished
+from penstock.services.rollout.engines.completion import Finish
+from penstock.services.rollout.engines.dispatch import Dispatch
 from penstock.services.rollout.engines.remote import check_layout, label_of
-from penstock.services.rollout.engines.requests import Requests, check_request, check_text
+from penstock.services.rollout.engines.requests import check_request, check_text
 from penstock.services.rollout.engines.updates import ServedWeights
 from penstock.services.rollout.engines.vllm_calls import (
     Stream,
@@ -45,7 +46,7 @@ from penstock.shared.protocol.generation import (
     WeightInfo,
 )
 from penstock.shared.protocol.weights import Layout, WeightManifest, WeightRoutes, short_digest
-from penstock.shared.runtime.tasks import end_tasks
+from penstock.shared.runtime.tasks import wait_for
 from penstock.shared.weights import Way
 
 __all__ = ["KNOWN_VERSIONS", "VllmEngine", "VllmModel"]
@@ -118,30 +119,27 @@ class VllmEngine:
         threads: int = 1,
     ) -> None:
         self.model, self._config, self._settings, self._threads = model, config, settings, threads
-        self._max_running, self._detokenize = max_running, detokenize
+        self._max_running = max_running
         self.max_length, self.stop_ids = model.max_length, tuple(sorted(stop_ids))
         self._llm: Any = None
-        self._requests = Requests()
-        self._streams: dict[Completion, Stream] = {}
-        self._changed = asyncio.Event()
-        self._driver: asyncio.Task[None] | None = None
-        self._failure: str | None = "not started"
-        self._paused: PauseMode | None = None
-        self._updating, self._asleep, self._halted = False, False, False
+        self._dispatch: Dispatch[Stream] = Dispatch(
+            "vLLM", max_running, begin=lambda completion: Stream(completion, detokenize), decode=self._decode,
+            end=self._end,
+        )  # fmt: skip
+        self._halted = False
         self._served: ServedWeights[_Update] = ServedWeights(0)
         self._staged: WeightManifest | None = None
-        self._generated_tokens = 0
         self._num_scored = 0
 
     @property
     def running(self) -> int:
         """Sequences that vLLM has in hand."""
-        return len(self._streams)
+        return self._dispatch.running
 
     @property
     def generated_tokens(self) -> int:
         """Tokens sampled since the start."""
-        return self._generated_tokens
+        return self._dispatch.generated_tokens
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -156,9 +154,7 @@ class VllmEngine:
             return
         self._llm = await asyncio.to_thread(self._open)
         await self._call(self._llm.update_weight_version(label_of(0, "")), "label its weights")
-        self._failure = None
-        self._driver = asyncio.create_task(self._drive(), name="vllm-engine")
-        self._driver.add_done_callback(self._driver_ended)
+        self._dispatch.start()
 
     def _open(self) -> Any:
         """Blocks while the processes start, about 15 s on an idle CPU."""
@@ -195,43 +191,30 @@ class VllmEngine:
 
     async def close(self) -> None:
         """End vLLM's processes; requests in flight fail with ``Unavailable``. Safe to repeat."""
-        self._failure = self._failure or "closed"
-        if self._driver is not None:
-            await end_tasks([self._driver])
+        await self._dispatch.close()
         llm, self._llm = self._llm, None
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
-        self._requests.fail(self._unavailable)
+        self._dispatch.fail()
 
     async def health(self) -> dict[str, Any]:
         """Counts and flags. Raises Unavailable once the engine cannot serve."""
         self._check_alive()
         return {
             "running": self.running,
-            "waiting": self._requests.waiting,
-            "paused": self._paused,
-            "asleep": self._asleep,
+            "waiting": self._dispatch.waiting,
+            "paused": self._dispatch.paused,
+            "asleep": self._dispatch.is_asleep,
             "dirty": self._served.dirty,
             "version": self._served.version,
-            "generated_tokens": self._generated_tokens,
+            "generated_tokens": self.generated_tokens,
         }
 
     def _check_alive(self) -> None:
-        if self._failure is None and (self._llm is None or self._llm.errored):
-            self._failure = "its processes are gone"
-        if self._failure is not None:
-            raise self._unavailable()
-
-    def _driver_ended(self, driver: asyncio.Task[None]) -> None:
-        error = None if driver.cancelled() else driver.exception()
-        if error is not None:
-            self._failure = f"decoding failed: {error!r}"
-            logger.error("vLLM failed", exc_info=error)
-        self._requests.fail(self._unavailable)
-        self._changed.set()
-
-    def _unavailable(self) -> Unavailable:
-        return Unavailable(f"vLLM cannot serve: {self._failure}")
+        if self._dispatch.failure is None and (self._llm is None or self._llm.errored):
+            self._dispatch.failure = "its processes are gone"
+        if self._dispatch.failure is not None:
+            raise self._dispatch.unavailable()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
@@ -245,14 +228,7 @@ class VllmEngine:
         check_request(request, vocab_size=self.model.vocab_size, max_length=self.max_length)
         own = set(request.sampling.stop_token_ids)
         stop_ids = own if request.sampling.ignore_eos else own.union(self.stop_ids)
-        serial, answer = self._requests.open(request, tuple(sorted(stop_ids)), on_token, on_start)
-        self._changed.set()
-        try:
-            return await answer
-        except asyncio.CancelledError:
-            self._requests.forget(serial)
-            await self._end_streams({serial})
-            raise
+        return await self._dispatch.complete(request, tuple(sorted(stop_ids)), on_token, on_start)
 
     async def prepare(self, constraint: Constraint) -> None:
         """vLLM's own constraints change log-probs, so there are none here.
@@ -269,16 +245,19 @@ class VllmEngine:
         assert held is None, "caps.held is False"
         self._check_ready()
         check_text(token_ids, vocab_size=self.model.vocab_size, max_length=self.max_length)
-        await self._until(lambda: self._failure is not None or (self._paused is None and not self._updating))
+        dispatch = self._dispatch
+        await dispatch.until(
+            lambda: dispatch.failure is not None or (dispatch.paused is None and not dispatch.is_updating)
+        )
         self._check_ready()
         self._num_scored += 1
         while True:  # an update while it computes would leave a mixture
             before = self._served.version, self._served.digest
             output = await self._ask_score(f"score-{self._num_scored}", list(token_ids), top_logprobs)
             self._check_ready()
-            if (self._served.version, self._served.digest) == before and not self._updating:
+            if (self._served.version, self._served.digest) == before and not dispatch.is_updating:
                 break
-            await self._until(lambda: self._failure is not None or not self._updating)
+            await dispatch.until(lambda: dispatch.failure is not None or not dispatch.is_updating)
         rows = [row for row in (output.prompt_logprobs or []) if row is not None]
         pairs = list(zip(rows, token_ids[1:], strict=True))
         return Scores(
@@ -298,42 +277,37 @@ class VllmEngine:
 
     def _check_ready(self) -> None:
         self._check_alive()
-        if self._asleep:
-            raise Unavailable("the engine sleeps; wake it first")
-        if self._served.dirty:
-            raise WeightsError("the engine is dirty after a failed update; it serves again after a full update")
+        self._dispatch.check_ready()
 
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
         """End requests with what they have; see ``Engine.abort``."""
-        chosen = self._requests.chosen(request_ids)
-        await self._end(chosen)
-        return len(chosen)
+        return await self._dispatch.abort(request_ids)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop at a token boundary; see ``Engine.pause``. vLLM itself stands still for 'keep' alone."""
-        self._paused = mode
-        self._changed.set()
+        self._dispatch.paused = mode
+        self._dispatch.notice()
         if mode == "drain":
-            await self._until(lambda: self._paused != "drain" or not self._requests.started())
+            await self._dispatch.drained()
         elif mode == "abort":
-            await self._end(self._requests.started())
+            await self._dispatch.end_started()
         else:
             await self._halt(clear_cache=False)
 
     async def resume(self) -> None:
         """Go on. Safe to repeat."""
-        self._paused = None
+        self._dispatch.paused = None
         await self._go_on()
 
     async def sleep(self) -> None:
         """End everything as 'abort' and refuse what comes; on a CPU vLLM gives no memory back."""
-        self._asleep = True
+        self._dispatch.is_asleep = True
         await self.abort()
 
     async def wake(self) -> None:
         """Serve again. Safe to repeat."""
-        self._asleep = False
-        self._changed.set()
+        self._dispatch.is_asleep = False
+        self._dispatch.notice()
 
     # -- weights -----------------------------------------------------------------------------------------------------
 
@@ -395,7 +369,7 @@ class VllmEngine:
     async def commit_update(self) -> float:
         """Load what is staged while nothing decodes, and drop every cache; see ``Engine.commit_update``."""
         update, start = self._served.current(), time.perf_counter()
-        touched, self._updating = False, True
+        touched, self._dispatch.is_updating = False, True
         try:
             await self._halt(clear_cache=True)
             if not all(await self._workers("penstock_intact")):
@@ -403,6 +377,7 @@ class VllmEngine:
             touched = True
             await self._take_in(update)
             self._served.adopt()
+            self._dispatch.is_dirty = False
             pause_s = time.perf_counter() - start
         except BaseException:
             await self._fail_update(dirty=touched)
@@ -441,46 +416,23 @@ class VllmEngine:
 
     async def _fail_update(self, *, dirty: bool) -> None:
         self._served.give_up(dirty=dirty)
+        self._dispatch.is_dirty = self._served.dirty
         with contextlib.suppress(PenstockError):  # where it is dead, the error that is raised says so
             if dirty:
-                await self._end(self._requests.started())
+                await self._dispatch.end_started()
             await self._let_go()
 
     async def _let_go(self) -> None:
         """The version that was staged is needed no more."""
         self._staged = None
         await self._workers("penstock_release")
-        self._updating = False
+        self._dispatch.is_updating = False
         await self._go_on()
 
-    # -- the driver --------------------------------------------------------------------------------------------------
-
-    async def _drive(self) -> None:
-        async with asyncio.TaskGroup() as group:
-            while True:
-                await self._until(self._can_admit)
-                room = self._max_running - self.running
-                for completion in self._requests.take(room, only_started=self._paused == "drain"):
-                    stream = self._streams[completion] = Stream(completion, self._detokenize)
-                    group.create_task(self._follow(stream))
-
-    def _can_admit(self) -> bool:
-        if self._served.dirty or self._asleep or self._updating or self._paused in ("abort", "keep"):
-            return False
-        if self.running >= self._max_running:
-            return False
-        return self._requests.waits_started() if self._paused == "drain" else bool(self._requests.waiting)
-
-    async def _follow(self, stream: Stream) -> None:
-        """Have vLLM decode one completion, and book what comes of it."""
-        try:
-            finish = await self._decode(stream)
-        finally:
-            del self._streams[stream.completion]
-            self._changed.set()
-        self._requests.finish([finished(stream.completion, stream.token_ids, stream.logprobs, finish)])
+    # -- vLLM --------------------------------------------------------------------------------------------------------
 
     async def _decode(self, stream: Stream) -> Finish:
+        """Have vLLM decode one completion; see ``Dispatch``."""
         completion, llm, is_over = stream.completion, self._llm, False
         prompt = {"prompt_token_ids": list(completion.prompt_ids)}
         name = f"{completion.request}.{completion.index}"
@@ -495,9 +447,8 @@ class VllmEngine:
                 output = collector.get_nowait() or await collector.get()
                 is_over = output.finished
                 told, finish = stream.take(output.outputs[0])
-                self._generated_tokens += len(output.outputs[0].token_ids)
-                if completion.streamed:
-                    self._requests.tell((completion.request, token) for token in told)
+                self._dispatch.generated_tokens += len(output.outputs[0].token_ids)
+                self._dispatch.tell(completion, told)
                 if finish is not None:
                     return finish
         finally:
@@ -505,21 +456,13 @@ class VllmEngine:
                 await llm.abort(collector.request_id, internal=True)
             collector.close()
 
-    async def _end(self, requests: Collection[int]) -> None:
-        """End requests as 'abort', waiting and running completions alike."""
-        self._requests.unqueue(requests)
-        await self._end_streams(requests)
-        self._changed.set()
-
-    async def _end_streams(self, requests: Collection[int]) -> None:
-        ending = [stream for stream in self._streams.values() if stream.completion.request in requests]
-        for stream in ending:
-            stream.unwanted = True
-        names = [stream.internal_id for stream in ending if stream.internal_id]
+    async def _end(self, streams: Sequence[Stream]) -> None:
+        """End streams; see ``Dispatch``. One that vLLM does not have yet ends as soon as it has."""
+        names = [stream.internal_id for stream in streams if stream.internal_id]
         if names:
             await self._call(self._llm.abort(names, internal=True), "end requests")
-        async with asyncio.timeout(CALL_S):
-            await self._until(lambda: not any(stream.completion in self._streams for stream in ending))
+        over = self._dispatch.until(lambda: not any(map(self._dispatch.lives, streams)))
+        await wait_for(over, CALL_S, f"vLLM to end {len(streams)} completions")
 
     async def _halt(self, *, clear_cache: bool) -> None:
         """Have vLLM stop at a token boundary; with ``clear_cache`` it computes everything anew when it goes on."""
@@ -528,15 +471,10 @@ class VllmEngine:
 
     async def _go_on(self) -> None:
         """Undo ``_halt`` unless somebody else wants it, and look whether there is work."""
-        if self._halted and not self._updating and self._paused != "keep":
+        if self._halted and not self._dispatch.is_updating and self._dispatch.paused != "keep":
             await self._call(self._llm.resume_generation(), "go on")
             self._halted = False
-        self._changed.set()
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        while not condition():
-            self._changed.clear()
-            await self._changed.wait()
+        self._dispatch.notice()
 
     async def _workers(self, method: str, *args: Any) -> list[Any]:
         """Call a method of ``SlotWorker`` in each worker process."""
