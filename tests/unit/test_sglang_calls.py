@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from itertools import permutations
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.engines.sglang_calls import Stream, generate_body, name_of, read_scores
+from penstock.services.rollout.engines.sglang_server import SglangServer
 from penstock.shared.errors import ConfigError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Sampling
 
@@ -135,3 +137,18 @@ def test_scores_are_of_the_text_that_was_asked_for() -> None:
     assert read_scores({"meta_info": meta}, [5, 6, 7], 0) == ([-1.0, -2.0], [])
     with pytest.raises(Unavailable, match="another text"):
         read_scores({"meta_info": meta}, [5, 6, 8], 0)
+
+
+async def test_a_url_that_leads_elsewhere_is_named() -> None:
+    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\nconnection: close\r\n\r\n<p>x")
+        await writer.drain()
+        writer.close()
+        await writer.wait_closed()
+
+    async with await asyncio.start_server(page, "127.0.0.1", 0) as elsewhere:
+        server = SglangServer(f"http://127.0.0.1:{elsewhere.sockets[0].getsockname()[1]}")
+        with pytest.raises(Unavailable, match=r"/model_info answers with no JSON object: is that a server of SGLang\?"):
+            await server.get("/model_info", "say what it serves")
+        await server.close()

@@ -110,7 +110,10 @@ class SglangServer:
         if older and answer.status_code == httpx.codes.NOT_FOUND:
             answer = await self._send("GET", older, None, what)
         _check(answer, what, Unavailable)
-        return dict(answer.json())
+        found = _json(answer.content)
+        if not isinstance(found, dict):
+            raise Unavailable(f"{self.url}{path} answers with no JSON object: is that a server of SGLang?")
+        return found
 
     async def post(
         self, path: str, body: Mapping[str, Any], what: str, kind: type[PenstockError] = Unavailable
