@@ -33,7 +33,7 @@ SHM, SHM_ROOM_BYTES = Path("/dev/shm"), 2 << 30
 EXPERIENCE_BYTES, STREAM_BYTES = 64 << 20, 16 << 20
 WORKERS, WORKER_BYTES = 3, 2 << 30
 """Processes that share the whole suite, and memory of one with what it starts. Two cores have room for three: many
-tests wait for processes of their own, few need a core all the time."""
+tests wait for processes of their own, few need a core all the time. The long ones do: two of them share two cores."""
 SLOW_UNTIL = 0.8
 
 
@@ -47,7 +47,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """The whole suite is shared out; tests that somebody names run in this process, where `-s` and `--pdb` work."""
     if not _whole_suite(config):
         return 0
-    return max(1, min(WORKERS, psutil.virtual_memory().available // WORKER_BYTES))
+    workers = WORKERS - 1 if config.option.markexpr == "long" else WORKERS
+    return max(1, min(workers, psutil.virtual_memory().available // WORKER_BYTES))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -30,7 +30,7 @@ from penstock.local import Stack, StackOptions, read_state
 from penstock.local.launch import Launch, Process
 from penstock.local.ports import free_ports
 from penstock.shared.config.base import with_overrides
-from penstock.shared.errors import Unavailable
+from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.embodied.episode_group import decode_any_group
 from penstock.shared.protocol.events import Event, Finished, decode_events
@@ -219,11 +219,16 @@ class Deployment:
         return int(self.status(job).step)
 
     def finish(self, job: str, seconds: float = 60.0) -> JobRecord:
-        """Wait for the end of a job."""
-        self.until(
-            lambda: self.status(job).phase in TERMINAL_PHASES,
-            f"the end of {job}", seconds, lambda: (self.status(job), self.client.why(job)),
-        )  # fmt: skip
+        """Wait for the end of a job; one that takes too long is cancelled, so that the next test has its room."""
+        try:
+            self.until(
+                lambda: self.status(job).phase in TERMINAL_PHASES,
+                f"the end of {job}", seconds, lambda: (self.status(job), self.client.why(job)),
+            )  # fmt: skip
+        except pytest.fail.Exception:
+            with suppress(PenstockError):
+                self.client.cancel(job, checkpoint=False)
+            raise
         return self.client.get(job)
 
     def until(

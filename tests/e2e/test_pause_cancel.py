@@ -110,7 +110,7 @@ def test_an_evaluation_is_of_its_version(stack: Any, user_code: Any) -> None:
     every, total = 4, 12
     for seed in range(4):  # where greedy answers stay the same, every version would do
         job = stack.submit(
-            f"train.max_updates={total}", "checkpoint.every=1000", "optimizer.learning_rate=5e-2",
+            f"train.max_updates={total}", "checkpoint.every=1000", "optimizer.learning_rate=5e-2", "train.max_lag=0",
             "data.eval={type: addition, digits: 1}", f"evaluation={{every: {every}, num_prompts: 16}}", f"seed={seed}",
             reward={"scorers": [{"type": "function", "path": "e2e_scorers:fingerprint"}]},
         )  # fmt: skip
