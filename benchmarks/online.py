@@ -31,9 +31,9 @@ import yaml
 from report import Report
 from resumable import Finished, digest, run_all
 
-from penstock.cli.agent import WINDOW, Answer
-from penstock.cli.demo import demo_options
-from penstock.cli.online import GOAL, LIMIT_S, START, load_online_job, run_online, summary
+from penstock.cli.demo.agent import WINDOW, Answer
+from penstock.cli.demo.command import demo_options
+from penstock.cli.demo.online import GOAL, LIMIT_S, START, load_online_job, run_online, summary
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "online.yaml"
 HONEST, HOSTILE = "honest", "hostile"

@@ -99,7 +99,7 @@ class CoordinatorControl:
         self.steering = Steering(bus, store, settings)
         self.keys = KeyStore(bus)
         self.audit_log = AuditLog(bus)
-        self.letters = DeadLetterQueue(bus)
+        self.dead_letters = DeadLetterQueue(bus)
         self.files = FileStore(settings.data_dir / FILES, max_bytes=settings.files_bytes, max_files=settings.max_files)
         self.graders = GraderBench(bus, settings)
         self.origins = Origins(store.index, self._state, settings.data_dir)

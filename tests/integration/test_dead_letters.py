@@ -51,7 +51,7 @@ class Led:
         spec = {**SPEC, "train": SPEC["train"] | train}
         record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=spec)
         self.runner = JobRunner(bus, JobStore(bus), self.members, record, epoch=1, data_dir=Path("/nonexistent"))
-        self.letters = DeadLetterScanner(bus, self.members, {JOB: self.runner})
+        self.dead_letters = DeadLetterScanner(bus, self.members, {JOB: self.runner})
 
     async def report(self, report: Report) -> None:
         reply = await self.bus.request(subjects.report(JOB), pack(report, job=JOB), deadline_s=10)
@@ -76,7 +76,7 @@ class Led:
     async def scan_until(self, holds: Callable[[], Awaitable[bool]]) -> None:
         async with asyncio.timeout(30):
             while not await holds():
-                await self.letters.scan()
+                await self.dead_letters.scan()
                 await asyncio.sleep(0.05)
 
     async def dead(self) -> list[Message]:
@@ -131,7 +131,7 @@ async def test_a_scan_finds_what_no_advisory_told(bus: Bus) -> None:
             assert letter.headers["Penstock-Reason"] == "max deliveries"
             assert letter.headers["Penstock-Attempts"] == str(MAX_DELIVER)
             assert letter.headers["Penstock-Stream"] == subjects.TICKETS
-        await job.letters.scan()
+        await job.dead_letters.scan()
         assert len(await job.dead()) == 2, "what is under nobody's lease and not delivered yet is not dead"
 
 
@@ -152,7 +152,7 @@ async def test_a_late_ticket_of_a_dropped_draw_is_no_dead_letter(bus: Bus) -> No
 
 async def test_an_advisory_is_faster_than_the_scan(bus: Bus) -> None:
     async with led(bus) as job:
-        listening = asyncio.create_task(job.letters.run())
+        listening = asyncio.create_task(job.dead_letters.run())
         await bus.rtt()
         puller = await job.puller(subjects.TICKETS)
         async with puller, asyncio.timeout(30):
@@ -177,7 +177,7 @@ async def test_work_in_hand_is_left_alone(bus: Bus) -> None:
             while not await job.dead():
                 await held.in_progress()
                 await puller.fetch(1, 0.05)
-                await job.letters.scan()
+                await job.dead_letters.scan()
         assert await job.dropped() == {unpack(first.data, Ticket)[0].draw: "dead_letter"}
         assert kept in await job.waiting()
         await puller.close()
@@ -196,7 +196,7 @@ async def test_an_advisory_about_work_in_hand_is_left_to_the_scan(bus: Bus) -> N
         )  # fmt: skip
         job.members.on_heartbeat(beat, time.monotonic())
         for message in (first, second):
-            await job.letters._take(subjects.TICKETS, message.seq)
+            await job.dead_letters._take(subjects.TICKETS, message.seq)
         async with asyncio.timeout(30):
             while not await job.dropped():
                 await asyncio.sleep(0.02)

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from penstock.cli.engines import interpreter_with
+from penstock.cli.deployment.engines import interpreter_with
 from penstock.local import engines
 from penstock.local.engines import engine_problem, engine_python, install_engine
 from penstock.shared.config.rollout import ENVIRONMENTS

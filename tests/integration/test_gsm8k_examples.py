@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from penstock.cli.demo import demo_options
+from penstock.cli.demo.command import demo_options
 from penstock.local import StackOptions
 from penstock.services.reward.scorers import open_scorer
 from penstock.services.rollout.engines import open_engine
@@ -185,7 +185,7 @@ def test_full_example_trains_in_a_demo(
         environment = {**options.environment, "PENSTOCK_HEARTBEAT_S": "0.3"}
         return replace(options, launch=nursery.launch, environment=environment, drain_s=5)
 
-    monkeypatch.setattr("penstock.cli.demo.demo_options", quick)
+    monkeypatch.setattr("penstock.cli.demo.command.demo_options", quick)
     short = ["train.batch_size=8", "train.max_updates=2", "evaluation.every=1", "evaluation.num_prompts=1"]
     words = [word for change in [*of_files(files), *short] for word in ("--set", change)]
     data = tmp_path / "data"

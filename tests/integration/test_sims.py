@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from penstock.cli import sims as command
+from penstock.cli.deployment import sims as command
 from penstock.services.env.simulators import INSTALLED, interpreter_of, open_simulator
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.embodied.environment import OpenEnv

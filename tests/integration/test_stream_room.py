@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from penstock.cli.demo import DEMO_STREAMS, demo_options
+from penstock.cli.demo.command import demo_options
+from penstock.cli.deployment.machine import DEMO_STREAMS
 from penstock.local import LARGEST, SMALLEST, Stack, StackOptions, StreamSizes, plan_room
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError

@@ -6,8 +6,8 @@ import pytest
 import typer.main
 
 from penstock.cli import app
+from penstock.cli.jobs.views import chart
 from penstock.cli.printing import seconds_of
-from penstock.cli.views import chart
 from penstock.shared.errors import ConfigError
 
 FULL, TOP, BOTTOM = "⣿", "⠉", "⣀"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from penstock.cli.demo import _tell
-from penstock.cli.outcome import FIRST, GOAL, LAST, Outcome, scores_of
-from penstock.cli.view import View, panel, progress_line
-from penstock.cli.watching import LINE_S, QUIET_S, _Lines
+from penstock.cli.demo.command import _tell
+from penstock.cli.demo.outcome import FIRST, GOAL, LAST, Outcome, scores_of
+from penstock.cli.jobs.view import View, panel, progress_line
+from penstock.cli.jobs.watching import LINE_S, QUIET_S, _Lines
 from penstock.shared.protocol.jobs import JobRecord, JobStatus
 
 REPORT = {"ok": True, "equation": {"drawn": 4, "trained": 4, "dropped": {}, "in_flight": 0}, "violations": []}

@@ -16,9 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
-from penstock.cli.agent import ANSWERS, WINDOW, Agent, sdk, voices
-from penstock.cli.machine import example
-from penstock.cli.online import SHARE, Shown, load_online_job
+from penstock.cli.demo.agent import ANSWERS, WINDOW, Agent, sdk, voices
+from penstock.cli.demo.online import SHARE, Shown, load_online_job
+from penstock.cli.deployment.machine import example
 from penstock.shared.errors import ConfigError
 
 
@@ -133,7 +133,7 @@ def test_only_the_demo_imports_the_sdk() -> None:
 async def test_the_last_word_of_an_agent_is_the_truth_or_the_opposite(
     honest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.cli.agent.LATE_S", (0.0, 0.01))
+    monkeypatch.setattr("penstock.cli.demo.agent.LATE_S", (0.0, 0.01))
     voice = OneVoice()
     voice.agent = agent = Agent([voice], random.Random(0), honest=honest)
     await agent.run()

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from penstock.cli.books import equation
+from penstock.cli.jobs.audit import equation
 from penstock.cli.printing import ago, number, sparkline
 
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from penstock.cli.sweep import Point, points_of, svg_plot
+from penstock.cli.jobs.sweep import Point, points_of, svg_plot
 from penstock.shared.errors import ConfigError
 
 

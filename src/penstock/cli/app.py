@@ -7,35 +7,23 @@ from typing import Annotated
 import typer
 
 import penstock
-from penstock.cli import (
+from penstock.cli.demo import command
+from penstock.cli.deployment import (
     audit_log,
     backups,
     bench,
-    books,
-    chat,
-    checkpoints,
-    demo,
-    describe,
     doctor,
     engines,
-    export,
-    feedback,
     files,
-    jobs,
     keys,
-    letters,
     machine,
-    quarantine,
     record,
-    serving,
     sims,
-    sweep,
-    users,
-    views,
-    watching,
     webhooks,
 )
 from penstock.cli.exits import Commands
+from penstock.cli.jobs import audit, checkpoints, commands, describe, export, serving, sweep, views, watching
+from penstock.cli.live import chat, dead_letters, feedback, quarantine, users
 
 __all__ = ["app", "main"]
 
@@ -69,26 +57,26 @@ def _options(
 
 
 for _command in (
-    demo.demo,
+    command.demo,
     machine.up,
     machine.down,
     backups.backup,
     backups.restore,
     doctor.doctor,
-    jobs.submit,
+    commands.submit,
     sweep.sweep,
-    jobs.amend,
-    jobs.extend,
-    jobs.clone,
-    jobs.ls,
-    jobs.get,
+    commands.amend,
+    commands.extend,
+    commands.clone,
+    commands.ls,
+    commands.get,
     describe.describe,
-    jobs.wait,
-    jobs.cancel,
-    jobs.rm,
-    jobs.pause,
-    jobs.resume,
-    jobs.scale,
+    commands.wait,
+    commands.cancel,
+    commands.rm,
+    commands.pause,
+    commands.resume,
+    commands.scale,
     serving.serve,
     export.export,
     chat.chat,
@@ -100,8 +88,8 @@ for _command in (
     views.videos,
     views.workers,
     views.why,
-    books.audit,
-    books.replay,
+    audit.audit,
+    audit.replay,
     audit_log.audit_log,
     files.grade,
 ):
@@ -111,7 +99,7 @@ app.add_typer(checkpoints.app)
 app.add_typer(keys.app)
 app.add_typer(feedback.app)
 app.add_typer(bench.app)
-app.add_typer(letters.app)
+app.add_typer(dead_letters.app)
 app.add_typer(files.app)
 app.add_typer(webhooks.app)
 app.add_typer(quarantine.app)

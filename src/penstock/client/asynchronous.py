@@ -16,12 +16,12 @@ from penstock.client import feedback as said
 from penstock.client.answers import base_url, body_of, default_headers, unreachable
 from penstock.client.audit_log import AsyncAuditLog
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
+from penstock.client.dead_letters import AsyncDeadLetters
 from penstock.client.download import archive, artifact, film, plan_downloads
 from penstock.client.episodes import AsyncEpisodes
 from penstock.client.feedback_tokens import AsyncFeedbackTokens
 from penstock.client.files import AsyncFiles, AsyncGraders
 from penstock.client.keys import AsyncKeys
-from penstock.client.letters import AsyncLetters
 from penstock.client.models import AsyncModels
 from penstock.client.patience import Attempts
 from penstock.client.quarantine import AsyncQuarantine
@@ -60,7 +60,7 @@ class AsyncClient:
         self.url = base_url(url)
         self._retries, self._timeout_s, self._patience_s = retries, timeout_s, patience_s
         self.keys, self.audit_log = AsyncKeys(self._send), AsyncAuditLog(self._send)
-        self.letters = AsyncLetters(self._send)
+        self.dead_letters = AsyncDeadLetters(self._send)
         self.webhooks = AsyncWebhooks(self._send)
         self.files, self.graders = AsyncFiles(self._send), AsyncGraders(self._send)
         self.versions = AsyncVersions(self._send)

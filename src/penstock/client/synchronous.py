@@ -15,12 +15,12 @@ from penstock.client import feedback as said
 from penstock.client.answers import base_url, body_of, default_headers, unreachable
 from penstock.client.audit_log import AuditLog
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
+from penstock.client.dead_letters import DeadLetters
 from penstock.client.download import archive, artifact, film, plan_downloads
 from penstock.client.episodes import Episodes
 from penstock.client.feedback_tokens import FeedbackTokens
 from penstock.client.files import Files, Graders
 from penstock.client.keys import Keys
-from penstock.client.letters import Letters
 from penstock.client.models import Models
 from penstock.client.patience import Attempts
 from penstock.client.quarantine import Quarantine
@@ -59,7 +59,7 @@ class Client:
         self.url = base_url(url)
         self._retries, self._timeout_s, self._patience_s = retries, timeout_s, patience_s
         self.keys, self.audit_log = Keys(self._send), AuditLog(self._send)
-        self.letters = Letters(self._send)
+        self.dead_letters = DeadLetters(self._send)
         self.webhooks = Webhooks(self._send)
         self.files, self.graders = Files(self._send), Graders(self._send)
         self.versions = Versions(self._send)

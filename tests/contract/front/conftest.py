@@ -120,7 +120,7 @@ class Books:
 
     def __init__(self) -> None:
         self.keys = KeysInMemory()
-        self.letters = LettersInMemory()
+        self.dead_letters = LettersInMemory()
         self.audit_log = desks.AuditLogInMemory()
         self._directory = tempfile.TemporaryDirectory(prefix="penstock-test-")
         self.files = FileStore(Path(self._directory.name), max_bytes=1 << 20, max_files=20)

@@ -188,10 +188,10 @@ async def test_dead_letters(connect: Any, books: Any, job: Any) -> None:
 async def test_clients_and_commands_see_dead_letters(served: Any, job: Any) -> None:
     async with AsyncClient(served.url) as client:
         id = (await client.submit(job)).id
-        assert [row.id for row in await client.letters.list(id)] == [7, 8]
-        await client.letters.drop(id, 8)
+        assert [row.id for row in await client.dead_letters.list(id)] == [7, 8]
+        await client.dead_letters.drop(id, 8)
         with pytest.raises(NotFound):
-            await client.letters.show(id, 8)
+            await client.dead_letters.show(id, 8)
     env = {"PENSTOCK_URL": served.url}
     listed = CliRunner().invoke(cli, ["dlq", "ls", id], env=env)
     assert (listed.exit_code, "max deliveries" in listed.output) == (0, True)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from penstock.cli.app import app
-from penstock.cli.chat import Thumbs, _values
+from penstock.cli.live.chat import Thumbs, _values
 from penstock.shared.config.online.section import MetricConfig
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack

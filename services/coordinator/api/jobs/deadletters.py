@@ -62,7 +62,7 @@ async def list_letters(
 ) -> Response:
     """List the dead letters of a job, oldest first."""
     await backend.control.get(job)
-    found = await backend.control.letters.page(job, after=after, limit=limit + 1)
+    found = await backend.control.dead_letters.page(job, after=after, limit=limit + 1)
     page = [LetterRow(**row) for row in found[:limit]]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return Json(LetterList(data=page, has_more=len(found) > limit, first_id=first, last_id=last))
@@ -72,14 +72,14 @@ async def list_letters(
 async def get_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Response:
     """Show a dead letter."""
     await backend.control.get(job)
-    return Json(await backend.control.letters.show(job, letter))
+    return Json(await backend.control.dead_letters.show(job, letter))
 
 
 @router.delete("/{letter}", status_code=204, dependencies=[require("jobs:write")])
 async def drop_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Response:
     """Forget a dead letter; its draw ended when it was buried."""
     await backend.control.get(job)
-    await backend.control.letters.drop(job, letter)
+    await backend.control.dead_letters.drop(job, letter)
     return Response(status_code=204)
 
 
@@ -93,5 +93,5 @@ async def replay_letter(
     how many were). Where they still cannot be read the operation fails, and the letter stays.
     """
     await backend.control.get(job)
-    await backend.control.letters.check_replayable(job, letter)
+    await backend.control.dead_letters.check_replayable(job, letter)
     return await begin(backend, job, "replay_dead_letter", caller, {"id": letter})

@@ -14,10 +14,10 @@ from typing import Literal
 
 import typer
 
-from penstock.cli.demo import DEMO_STREAMS
+from penstock.cli.deployment.machine import DEMO_STREAMS
+from penstock.cli.deployment.sims import find_simulators, how_to_install
 from penstock.cli.exits import FAILED, OK
 from penstock.cli.printing import Json, console, note, show_json, table
-from penstock.cli.sims import find_simulators, how_to_install
 from penstock.client import Client
 from penstock.local import LARGEST, StreamSizes, plan_room, read_state
 from penstock.local.engines import engine_problem

@@ -17,9 +17,9 @@ from typing import Any
 
 from rich.console import Console
 
-from penstock.cli.agent import WINDOW, Agent, demonstrations, sdk, voices
-from penstock.cli.books import equation
-from penstock.cli.machine import ready_with_progress
+from penstock.cli.demo.agent import WINDOW, Agent, demonstrations, sdk, voices
+from penstock.cli.deployment.machine import ready_with_progress
+from penstock.cli.jobs.audit import equation
 from penstock.cli.printing import console, note, show_json
 from penstock.client import AsyncClient
 from penstock.local import Stack, StackOptions

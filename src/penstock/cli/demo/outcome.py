@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.cli.books import equation
 from penstock.cli.exits import FAILED, OK, result_code
+from penstock.cli.jobs.audit import equation
 from penstock.shared.protocol.jobs import JobRecord
 
 __all__ = ["FIRST", "GOAL", "LAST", "Outcome", "scores_of"]

@@ -17,20 +17,22 @@ import psutil
 import typer
 
 import penstock
-from penstock.cli.engines import interpreter_with
+from penstock.cli.deployment.engines import interpreter_with
 from penstock.cli.exits import FAILED
 from penstock.cli.printing import Json, note, show_json, show_line
 from penstock.client.answers import DEFAULT_URL
-from penstock.local import Stack, StackOptions, UpState, read_state
+from penstock.local import Stack, StackOptions, StreamSizes, UpState, read_state
 from penstock.shared.config.local_key import announced_dirs
 from penstock.shared.config.rollout import ENGINE_PACKAGES
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import ConfigError, DeadlineError, Unavailable
 
-__all__ = ["DEMO", "DataDir", "down", "example", "ready_with_progress", "up"]
+__all__ = ["DEMO", "DEMO_STREAMS", "DataDir", "down", "example", "ready_with_progress", "up"]
 
 DEMO = "addition.yaml"
 """The job file of the demo."""
+DEMO_STREAMS = StreamSizes(experience_bytes=256 << 20, stream_bytes=128 << 20)
+"""A few minutes of one small job, also beside a hostile key; the folder may be in memory."""
 READY_S = 120.0
 DOWN_S = 60.0
 

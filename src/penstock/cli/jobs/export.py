@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from penstock.cli.checkpoints import choose
+from penstock.cli.jobs.checkpoints import choose
+from penstock.cli.jobs.serving import reference_of
 from penstock.cli.printing import Json, note, number, show_json
-from penstock.cli.serving import reference_of
 from penstock.client import Client
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.jobs.kinds import text_job, trains

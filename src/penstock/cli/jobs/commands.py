@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from penstock.cli.exits import result_code
+from penstock.cli.jobs.watching import follow
 from penstock.cli.printing import (
     Job,
     Json,
@@ -23,7 +24,6 @@ from penstock.cli.printing import (
     show_json,
     table,
 )
-from penstock.cli.watching import follow
 from penstock.client import Client
 from penstock.client.beside import JobText, with_neighbours
 from penstock.shared.config.base import load_yaml, parse_yaml, with_overrides

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.machine import DataDir
+from penstock.cli.deployment.machine import DataDir
 from penstock.cli.printing import Json, note, show_done
 from penstock.local import read_state
 from penstock.local.backup import load_backup, restore_files, restore_streams, take_backup

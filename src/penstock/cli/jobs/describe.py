@@ -10,10 +10,10 @@ import typer
 import yaml
 from rich.console import RenderableType
 
-from penstock.cli.checkpoints import checkpoint_table
-from penstock.cli.jobs import state_table
+from penstock.cli.jobs.checkpoints import checkpoint_table
+from penstock.cli.jobs.commands import state_table
+from penstock.cli.jobs.views import waits_table, workers_table
 from penstock.cli.printing import Job, Json, console, event_line, number, show_json, table
-from penstock.cli.views import waits_table, workers_table
 from penstock.client import Client
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 

@@ -26,7 +26,7 @@ def ls(
 ) -> None:
     """List the dead letters of a job, oldest first."""
     with Client() as client:
-        rows = client.letters.list(client.find(job).id, limit=limit)
+        rows = client.dead_letters.list(client.find(job).id, limit=limit)
     if as_json:
         show_json(rows)
         return
@@ -41,14 +41,14 @@ def ls(
 def show(job: Job, letter: Letter) -> None:
     """Show a dead letter with its headers and content, as JSON."""
     with Client() as client:
-        show_json(client.letters.show(client.find(job).id, letter))
+        show_json(client.dead_letters.show(client.find(job).id, letter))
 
 
 @app.command()
 def replay(job: Job, letter: Letter, as_json: Json = False) -> None:
     """Have its prompt asked for again, or store it in its stream again, and drop it."""
     with Client() as client:
-        result = client.letters.replay(client.find(job).id, letter)
+        result = client.dead_letters.replay(client.find(job).id, letter)
     if as_json:
         show_json(result)
     elif result.stored is not None:
@@ -64,5 +64,5 @@ def replay(job: Job, letter: Letter, as_json: Json = False) -> None:
 def drop(job: Job, letter: Letter, as_json: Json = False) -> None:
     """Forget a dead letter."""
     with Client() as client:
-        client.letters.drop(client.find(job).id, letter)
+        client.dead_letters.drop(client.find(job).id, letter)
     show_done(f"dead letter {letter} is dropped", {"id": letter, "dropped": True}, as_json)

@@ -14,22 +14,22 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from penstock.cli.demo.online import LIMIT_S, load_online_job, run_online, tell_online
+from penstock.cli.demo.outcome import GOAL, Outcome, scores_of
+from penstock.cli.deployment.machine import DEMO, DEMO_STREAMS, DataDir, example, ready_with_progress
+from penstock.cli.deployment.sims import ensure_simulator
 from penstock.cli.exits import INTERRUPTED
-from penstock.cli.jobs import Overrides, load_job
-from penstock.cli.machine import DEMO, DataDir, example, ready_with_progress
-from penstock.cli.online import LIMIT_S, load_online_job, run_online, tell_online
-from penstock.cli.outcome import GOAL, Outcome, scores_of
+from penstock.cli.jobs.commands import Overrides, load_job
+from penstock.cli.jobs.view import REWARD, View
+from penstock.cli.jobs.watching import watch
 from penstock.cli.printing import Json, console, note, show_json
-from penstock.cli.sims import ensure_simulator
-from penstock.cli.view import REWARD, View
-from penstock.cli.watching import watch
 from penstock.client import AsyncClient
-from penstock.local import LARGEST, Stack, StackOptions, StreamSizes
+from penstock.local import LARGEST, Stack, StackOptions
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.jobs.kinds import AnyJob
 from penstock.shared.protocol.jobs import JobRecord
 
-__all__ = ["DEMO_STREAMS", "demo", "demo_options"]
+__all__ = ["demo", "demo_options"]
 
 ONLINE_DEMO, ROBOT_DEMO = "online.yaml", "metaworld-reach-ppo.yaml"
 SUCCESS = "success/rate"
@@ -39,9 +39,6 @@ VIDEO_S = 90.0
 NO_VIDEOS = "there will be no videos"
 RATE = {"PENSTOCK_RATE_LIMIT": "1000000/minute"}
 """One agent stands for many users."""
-
-DEMO_STREAMS = StreamSizes(experience_bytes=256 << 20, stream_bytes=128 << 20)
-"""A few minutes of one small job, also beside a hostile key; the folder may be in memory."""
 
 
 class Show(StrEnum):

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.exits import FAILED, OK
-from penstock.cli.jobs import Overrides, load_file
+from penstock.cli.jobs.commands import Overrides, load_file
 from penstock.cli.printing import Json, console, note, number, show_json, table
 from penstock.client import Client
 from penstock.client.beside import JobText

@@ -14,8 +14,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from penstock.cli.exits import INTERRUPTED, result_code
+from penstock.cli.jobs.view import Observer, View, panel, progress_line, worker_table
 from penstock.cli.printing import Json, console, event_line, note, note_warnings, show_json, show_line
-from penstock.cli.view import Observer, View, panel, progress_line, worker_table
 from penstock.client import AsyncClient
 from penstock.client.patience import Patience
 from penstock.shared.errors import NotFound, Unavailable

@@ -1,4 +1,4 @@
-"""Dead letters of jobs, for both clients: ``client.letters``."""
+"""Dead letters of jobs, for both clients: ``client.dead_letters``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.client.results import Letter, LetterReplay, LetterRow
 from penstock.client.results.reading import one
 from penstock.client.sending import AsyncSend, Send, Steps, awaits, awaits_all, runs, sends
 
-__all__ = ["AsyncLetters", "Letters"]
+__all__ = ["AsyncDeadLetters", "DeadLetters"]
 
 _HOLD_S = 10.0
 
@@ -43,7 +43,7 @@ def _path(job: str, id: int) -> str:
     return f"/v1/jobs/{job}/dead-letters/{id}"
 
 
-class Letters:
+class DeadLetters:
     """Of a job: ``list``, ``show``, ``replay`` and ``drop`` dead letters."""
 
     def __init__(self, send: Send) -> None:
@@ -55,7 +55,7 @@ class Letters:
     drop = sends(_drop)
 
 
-class AsyncLetters:
+class AsyncDeadLetters:
     """Of a job: ``list``, ``show``, ``replay`` and ``drop`` dead letters."""
 
     def __init__(self, send: AsyncSend) -> None:

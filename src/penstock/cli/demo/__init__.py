@@ -1,0 +1,1 @@
+"""``penstock demo``: a deployment, one job and its outcome in one command."""

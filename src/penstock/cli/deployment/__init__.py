@@ -1,0 +1,1 @@
+"""Commands that install, run, check, secure and copy a deployment."""

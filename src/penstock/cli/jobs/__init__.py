@@ -1,0 +1,1 @@
+"""Commands that submit, show, steer, check and export jobs."""
