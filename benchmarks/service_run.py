@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.client import AsyncClient
 from penstock.local import Stack, StackOptions
-from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import AnyTraining
 
 __all__ = ["Finished", "run_job"]
 
@@ -30,7 +30,7 @@ class Finished:
         return [(step, wall, value) for step, wall, value in zip(*columns, strict=False) if value is not None]
 
 
-def run_job(config: JobConfig, data_dir: Path) -> Finished:
+def run_job(config: AnyTraining, data_dir: Path) -> Finished:
     """Start a stack in ``data_dir``, run ``config`` to its end, audit it, stop the stack.
 
     Raises:
@@ -39,7 +39,7 @@ def run_job(config: JobConfig, data_dir: Path) -> Finished:
     return asyncio.run(_run(config, data_dir))
 
 
-async def _run(config: JobConfig, data_dir: Path) -> Finished:
+async def _run(config: AnyTraining, data_dir: Path) -> Finished:
     async with Stack(StackOptions(data_dir=data_dir, environment={"PENSTOCK_API_KEYS": ""})) as stack:
         await stack.ready(deadline_s=READY_S)
         async with AsyncClient(stack.url, api_key=stack.api_key) as client:
