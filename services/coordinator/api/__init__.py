@@ -1,4 +1,4 @@
-"""The HTTP face of the coordinator: conventions and routes here, decisions in the services that they call."""
+"""HTTP API of the coordinator: the routes and their conventions. The services that they call take the decisions."""
 
 from penstock.services.coordinator.api.app import create_app
 

@@ -1,4 +1,4 @@
-"""Dependencies of the routes: the coordinator, the settings, the stop signal, and ids that are safe to look up."""
+"""Dependencies of the routes: the coordinator, the settings, the stop signal, and validated job ids."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
 
 @dataclass(frozen=True)
 class Backend:
-    """Everything behind the routes of one app."""
+    """State that all routes of one app share."""
 
     control: CoordinatorControl
     settings: ServiceSettings
@@ -57,7 +57,7 @@ async def _some_job(
 
 
 def known_job_id(job: str) -> str:
-    """``job`` as it is. Ids are also subject tokens, so nothing else gets through: raises NotFound."""
+    """Return ``job`` if it has the form of a job id, and so is a safe NATS subject token; else raise NotFound."""
     if not _JOB_ID.fullmatch(job):
         raise NotFound(f"'{job[:80]}' is not the id of a job (job_ and 32 hex digits)")
     return job
@@ -66,4 +66,4 @@ def known_job_id(job: str) -> str:
 BackendDep = Annotated[Backend, Depends(_backend)]
 JobId = Annotated[str, Depends(_job_id)]
 SomeJob = Annotated[str, Depends(_some_job)]
-"""Of the query; '': of all jobs."""
+"""Id of a job from the query; '' stands for all jobs."""

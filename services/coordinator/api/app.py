@@ -68,13 +68,13 @@ __all__ = ["ROUTERS", "Traced", "create_app"]
 
 
 class Traced:
-    """ASGI middleware: a request goes on with the trace of its ``traceparent`` header, or begins one."""
+    """ASGI middleware that continues the trace of a request's ``traceparent`` header, or starts a new trace."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve one request within its trace."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -101,13 +101,13 @@ def create_app(
     desk: FeedbackService | None = None,
     serving: Gateway | None = None,
 ) -> FastAPI:
-    """The application over ``control``.
+    """Return the HTTP application over ``control``.
 
     Set ``stopping`` to end event streams and long polls, so that a graceful shutdown does not wait for clients that
-    never leave. Without ``desk`` no feedback is taken, without ``serving`` no model is served.
+    stay connected. Without ``desk`` the application accepts no feedback; without ``serving`` it serves no models.
 
     Raises:
-        ConfigError: a bind address beyond loopback without keys, or a rate limit that cannot be read.
+        ConfigError: the bind address is not loopback and no keys exist, or a rate limit cannot be parsed.
     """
     volatile = Volatile(settings.redis_url)
     ring = KeyRing(settings, control.keys)

@@ -1,4 +1,4 @@
-"""Route that shows who asked for what."""
+"""Route that lists the requests that changed something."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LATEST_S = 1e11
 
 
 class AuditEntry(BaseModel):
-    """One request that was allowed and may have changed something."""
+    """One authorized request that may have changed something."""
 
     id: int = Field(description="Its place in the log")
     request: str = Field(description="`x-request-id` of its reply")
@@ -65,9 +65,9 @@ async def list_audit_log(
     after: Annotated[int, Query(ge=0, le=_SEQ_MAX, description="last_id of the page before")] = 0,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """List the requests that changed something, oldest first: who sent them, when, from where, and what came of them.
+    """List the requests that changed something, oldest first: sender, time, address, and result.
 
-    Nobody can change or remove an entry; the oldest ones go when the log needs the room.
+    No request can change or remove an entry; the oldest entries are dropped when the log reaches its size limit.
     """
     log = backend.control.audit_log
     found = await log.page(key=key, job=job, since=since, after=after, limit=limit + 1)

@@ -1,7 +1,7 @@
-"""Which requests leave a record in the audit log, and the middleware that writes it.
+"""Selection of the requests that the audit log records, and the middleware that records them.
 
-A route that changes something is audited unless it stands in ``DATA_PATHS``. Who lacks its scope leaves no record, for
-else the keys of agents and browsers could fill the log until what matters has made room.
+A route that changes something is audited unless it is in ``DATA_PATHS``. Requests without the scope of the route leave
+no record; otherwise the keys of agents and browsers could fill the log and displace important records.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ DATA_PATHS = frozenset({
     "/feedback", "/v1/feedback", "/v1/feedback/batch", "/v1/feedback/tokens",
     "/v1/episodes", "/v1/episodes/{episode}/end", "/v1/episodes/{episode}/keys",
 })  # fmt: skip
-"""Frequent requests of agents and pages: talk to models, judge them, open episodes and make keys and tokens for them.
-What comes of that lies in INTERACTIONS, FEEDBACK and the bucket ``episodes``."""
+"""Frequent requests of agents and web pages: completions, feedback, episodes, and the keys and tokens for them. Their
+results are stored in INTERACTIONS, FEEDBACK and the bucket ``episodes``."""
 MAX_VALUE = 128
-"""Longest value of a parameter that is stored."""
+"""Longest stored value of a path or query parameter, in characters."""
 _JOB = re.compile(r"(?:^|/jobs/)(job_[0-9a-f]{32})(?:/|$)", re.ASCII)
 
 RECORDS = metrics.counter("audit_records", "Records of the audit log, stored or lost.", ("outcome",))
@@ -51,7 +51,7 @@ RECORDS = metrics.counter("audit_records", "Records of the audit log, stored or 
 
 @dataclass(frozen=True)
 class AuditedRoute:
-    """A route whose requests leave records; ``query``: the parameters that it knows."""
+    """A route whose requests are recorded. ``query`` holds the names of its query parameters."""
 
     method: str
     template: str
@@ -61,7 +61,7 @@ class AuditedRoute:
 
 
 def audited_routes(routers: Iterable[APIRouter]) -> list[AuditedRoute]:
-    """The routes of ``routers`` that change something, without those of DATA_PATHS."""
+    """Return the routes of ``routers`` that change something, except those in DATA_PATHS."""
     found = []
     routes = (route for router in routers for route in router.routes if isinstance(route, APIRoute))
     for route in routes:
@@ -76,7 +76,7 @@ def audited_routes(routers: Iterable[APIRouter]) -> list[AuditedRoute]:
 
 
 def route_of(routes: Iterable[AuditedRoute], method: str, path: str) -> tuple[AuditedRoute, dict[str, str]] | None:
-    """The audited route of a request and what stands in the places of its template, None where there is none."""
+    """Return the audited route of a request and the values of its path parameters, or None for other requests."""
     for route in routes:
         if route.method == method and (found := route.pattern.match(path)) is not None:
             return route, found.groupdict()
@@ -84,10 +84,10 @@ def route_of(routes: Iterable[AuditedRoute], method: str, path: str) -> tuple[Au
 
 
 class Audited:
-    """ASGI middleware behind the guard: the reply to an audited request waits until its record is stored.
+    """ASGI middleware behind ``Guard`` that stores the record of an audited request before its reply starts.
 
-    The request was carried out by then. Where the record cannot be stored the reply goes out all the same: the record
-    is in the log of the process, as an error, and ``penstock_audit_records_total{outcome="lost"}`` counts it.
+    The request has been executed by then. If the record cannot be stored, the reply is sent nevertheless: the process
+    log then holds the record at level error, and ``penstock_audit_records_total{outcome="lost"}`` counts it.
     """
 
     def __init__(self, app: ASGIApp, routes: Iterable[AuditedRoute], backend: Backend) -> None:
@@ -123,7 +123,7 @@ class Audited:
             raise
 
     async def _tell(self, request: _Request, status: int, reply: Headers) -> None:
-        """One line in the log, and a record of who may do such a thing."""
+        """Log the request, and store its record if the caller has the scope of the route."""
         record = request.record(status, reply)
         fields = msgspec.to_builtins(record)
         line = {name: value for name, value in fields.items() if value and name not in ("time", "trace")}
@@ -140,7 +140,7 @@ class Audited:
 
 
 class _Request:
-    """Record of a request; its body is digested while it is read."""
+    """Builder of one audit record; it hashes the body of the request while the route reads it."""
 
     def __init__(self, scope: Scope, route: AuditedRoute, path: dict[str, str], backend: Backend) -> None:
         self.id = f"req_{uuid6.uuid7().hex}"
@@ -151,11 +151,11 @@ class _Request:
 
     @property
     def allowed(self) -> bool:
-        """The caller has the scope of the route."""
+        """True if the caller has the scope of the route."""
         return self._route.check.refusal(self._caller) is None
 
     def reading(self, receive: Receive) -> Receive:
-        """``receive``, and what comes by it is digested."""
+        """Return a ``receive`` that hashes the body while it passes the messages on."""
 
         async def digested() -> Message:
             message = await receive()
@@ -167,7 +167,7 @@ class _Request:
         return digested
 
     def record(self, status: int, reply: Headers) -> AuditRecord:
-        """The stored record, now that the request was answered."""
+        """Return the record to store, after the request was answered."""
         headers, client = Headers(scope=self._scope), self._scope.get("client")
         query = QueryParams(self._scope["query_string"])
         location = reply.get("location", "")
@@ -182,7 +182,7 @@ class _Request:
         )  # fmt: skip
 
     def _shown(self, name: str, value: str) -> str:
-        """A place of the path; a user under the pseudonym, or not at all while there is none."""
+        """Return a path parameter as stored, cut to MAX_VALUE; a user as pseudonym ('' while these are unavailable)."""
         if name != "user":
             return value[:MAX_VALUE]
         try:

@@ -1,4 +1,4 @@
-"""The web page: fixed files beside the API, under a policy that lets it load nothing from elsewhere."""
+"""Dashboard: static files beside the API, with a security policy that lets the page load nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TYPES = {
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; media-src blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    # blob: videos, which the page itself fetched with its key. No text can become markup or code, even by mistake.
+    # blob: is for videos, which the page fetches with its key. Trusted types keep text from becoming markup or code.
     "require-trusted-types-for 'script'; trusted-types 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -36,7 +36,7 @@ router = APIRouter(include_in_schema=False)
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """One file, with the ETag of its bytes."""
+    """One static file, and the ETag of its bytes."""
 
     data: bytes
     media_type: str
@@ -44,19 +44,19 @@ class Asset:
 
 
 def is_asset(path: str) -> bool:
-    """True if ``path`` is a file of the page: served to anybody, for it holds nothing of a job."""
+    """Return True if ``path`` is a static file of the dashboard, which is served without a key."""
     return path == "/" or path.startswith("/assets/")
 
 
 @router.get("/")
 async def page(request: Request) -> Response:
-    """The page itself."""
+    """Serve ``index.html``."""
     return _serve(request, "index.html")
 
 
 @router.get("/assets/{name:path}")
 async def asset(request: Request, name: str) -> Response:
-    """A file that the page loads."""
+    """Serve a static file that the page loads."""
     return _serve(request, name)
 
 
@@ -72,7 +72,7 @@ def _serve(request: Request, name: str) -> Response:
 
 @cache
 def _assets() -> dict[str, Asset]:
-    """Every servable file by its path below the folder: a request can only name one of these."""
+    """Return every static file by its path below the folder. Requests can reach no other file."""
     folder = files("penstock.services.coordinator").joinpath("dashboard")
     return {name: _read(file) for name, file in _walk(folder) if PurePosixPath(name).suffix in TYPES}
 

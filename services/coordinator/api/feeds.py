@@ -1,4 +1,4 @@
-"""One follower of a job's events, and one reader of its record, for all clients that wait for them."""
+"""Shared readers of job events and job records: one per job, however many clients wait."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ Row = dict[str, Any]
 
 T = TypeVar("T")
 Encode = Callable[[str, int, Row], bytes]
-"""Makes the bytes of an event in a stream of the job, the id and the row."""
+"""Encodes an event of a stream as bytes, from the job id, the event id and the row."""
 
 LOOK_S = 0.25
-"""Time between two looks at the record of a job for which somebody waits."""
+"""Poll interval for the record of a job that clients wait for, in seconds."""
 LINGER_S = 10.0
-"""A follower without readers ends after this time: clients that lost their connection come back."""
+"""Seconds that a follower lives without readers, so that clients can reconnect to it."""
 MAX_KEPT = 2048
-"""Events that a follower keeps for readers that are behind; one that is further behind reads them by itself."""
+"""Events that a follower buffers for slow readers. A reader that needs older events reads them from the stream itself.
+"""
 PAGE, CHUNK = 500, 64
-"""Events that are read at once for a reader that is behind, and those that it sends in one turn."""
+"""Events per read for a slow reader, and events per chunk that it sends."""
 PER_TURN = 32
-"""Readers that go on in one turn of the loop."""
+"""Readers that proceed in one iteration of the event loop."""
 
 
 class Feeds:
-    """Followers by job, begun with the first reader of each. ``stopping`` ends all waits."""
+    """Event followers and record watchers by job, started with their first reader. ``stopping`` ends all waits."""
 
     def __init__(self, control: CoordinatorControl, stopping: asyncio.Event) -> None:
         self._control, self._stopping = control, stopping
@@ -49,13 +50,13 @@ class Feeds:
         self._turns = Turns(PER_TURN)
 
     async def close(self) -> None:
-        """End everything."""
+        """Cancel all tasks."""
         tasks = [*self._calls.values(), *(watched.task for watched in self._watched.values() if watched.task)]
         tasks += [followed.task for followed in self._followed.values() if followed.task]
         await end_tasks(tasks)
 
     async def once(self, key: Hashable, keep_s: float, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of ``call()``, made once for all who ask by this ``key`` within ``keep_s``. Raises as it does."""
+        """Share one result of ``call()``, or its error, among callers with this ``key`` within ``keep_s`` seconds."""
         task = self._calls.get(key)
         if task is None:
             loop = asyncio.get_running_loop()
@@ -75,7 +76,7 @@ class Feeds:
     async def until(
         self, record: JobRecord, reached: Callable[[JobRecord], bool], seconds: float
     ) -> JobRecord:  # fmt: skip
-        """The record of the same job once it is as wanted, or as it is after ``seconds``. Raises NotFound."""
+        """Wait up to ``seconds`` until ``reached`` holds for a job's record; return the newest one. Raises NotFound."""
         job = record.id
         if reached(record) or seconds <= 0 or self._stopping.is_set():
             return record
@@ -89,12 +90,12 @@ class Feeds:
                 return await waiter.found
         except TimeoutError:
             found = await self.once(("job", job), LOOK_S / 2, lambda: self._control.get(job))
-            return found if found.revision >= record.revision else record  # that look may have been earlier
+            return found if found.revision >= record.revision else record  # the shared read may be older
         finally:
             watched.waiters.discard(waiter)
 
     async def _watch(self, job: str, watched: _Watched) -> None:
-        """Look at a record while somebody waits for it."""
+        """Poll the record of ``job`` while clients wait for it."""
         stop = asyncio.create_task(self._stopping.wait())
         try:
             while watched.waiters:
@@ -119,11 +120,11 @@ class Feeds:
             await end_tasks([stop])
 
     async def events(self, job: str, *, after: int, encode: Encode) -> AsyncIterator[bytes]:
-        """The event stream of a job past ``after``, also of events to come, to its last one.
+        """Stream the events of a job past ``after``, including future ones, until the job's last event.
 
-        Each event is read and encoded once for all who follow the job. Readers go on in turns, with CHUNK events at
-        most: whether they catch up, hear of news or of a silence. When the service stops, or the events cannot be read,
-        the stream breaks off and the client resumes.
+        Each event is read and encoded once for all followers of the job. Readers take turns on the event loop and send
+        at most CHUNK events per turn, or a ping. When the service stops, or events cannot be read, the stream breaks
+        off and the client resumes.
         """
         yield RETRY
         try:
@@ -142,9 +143,9 @@ class Feeds:
             yield END
 
     async def _past(self, job: str, followed: _Followed, place: int) -> AsyncIterator[Sequence[_Event]]:
-        """Events past ``place``, some at once; none where none came for PING_S."""
+        """Yield chunks of events past ``place``; an empty chunk after PING_S without events."""
         while not followed.covers(place):
-            first = followed.first  # read before the page: what the page does not show came after it
+            first = followed.first  # read before the page: events that the page lacks come after it
             page = await self.once(("events", job, place, first), LOOK_S, partial(self._page, job, place))
             for start in range(0, len(page), CHUNK):
                 yield page[start : start + CHUNK]
@@ -157,7 +158,7 @@ class Feeds:
         return [_Event(seq, row) for seq, row in await self._control.events(job, after=after, limit=PAGE)]
 
     async def _follower(self, job: str) -> _Followed:
-        """The follower of a job, which begins at its newest event."""
+        """Return the follower of a job; start one at the newest event if there is none."""
         followed = self._followed.get(job)
         if followed is None:
             newest = await self.once(("newest", job), LOOK_S, lambda: self._control.newest_event(job))
@@ -190,14 +191,14 @@ class Feeds:
 
 
 class _Waiter:
-    """A client that waits for a record to be as wanted."""
+    """A client that waits until ``reached`` holds for a record."""
 
     def __init__(self, reached: Callable[[JobRecord], bool], found: asyncio.Future[JobRecord]) -> None:
         self.reached, self.found = reached, found
 
 
 class _Watched:
-    """A job for whose record somebody waits."""
+    """A job whose record clients wait for."""
 
     def __init__(self) -> None:
         self.waiters: set[_Waiter] = set()
@@ -205,7 +206,7 @@ class _Watched:
 
 
 class _Event:
-    """An event of a job, and what was encoded of it."""
+    """An event of a job, and its cached encodings."""
 
     __slots__ = ("_encoded", "row", "seq")
 
@@ -214,7 +215,7 @@ class _Event:
         self._encoded: dict[Encode, bytes] = {}
 
     def encoded(self, job: str, encode: Encode) -> bytes:
-        """Bytes for a stream."""
+        """Return the encoded event; each encoding is made once."""
         found = self._encoded.get(encode)
         if found is None:
             found = self._encoded[encode] = encode(job, self.seq, self.row)
@@ -222,7 +223,7 @@ class _Event:
 
 
 class _Followed:
-    """The events of a job past ``first``, of which the newest are kept."""
+    """Buffer of the newest events of a job, complete past ``first``."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -234,27 +235,28 @@ class _Followed:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def add(self, event: _Event) -> None:
-        """The next event."""
+        """Append the next event; drop the oldest beyond MAX_KEPT."""
         self._kept.append(event)
         if len(self._kept) > MAX_KEPT:
             self.first = self._kept.popleft().seq
 
     def covers(self, place: int) -> bool:
-        """All events past ``place`` are kept."""
+        """Return True if the buffer holds all events past ``place``."""
         return place >= self.first
 
     def wake(self) -> None:
-        """Tell the readers that there is more."""
+        """Wake the waiting readers after an event or at the end."""
         waiting, self._waiting = self._waiting, set()
         for reader in waiting:
             if not reader.done():
                 reader.set_result(None)
 
     async def past(self, place: int, within_s: float) -> list[_Event] | None:
-        """Some events past ``place``, [] where none came within that time; None at the end of the job or of the
-        follower. Raises its error.
+        """Wait for events past ``place``; [] after ``within_s`` seconds, None at the end of the job or of the follower.
 
-        A reader that falls behind what is kept breaks off, and its client resumes.
+        Raises:
+            Unavailable: the buffer dropped events that this reader still needs; its client resumes.
+            Exception: the error that ended the follower.
         """
         while True:
             if not self.covers(place):
@@ -276,12 +278,12 @@ class _Followed:
                 self._waiting.discard(more)
 
     def _kept_past(self, place: int) -> list[_Event]:
-        """The first CHUNK of what is kept past ``place``; most readers lack the newest event only."""
+        """Return the first CHUNK buffered events past ``place``; search from the newest: most readers lack only it."""
         newer = list(takewhile(lambda one: one.seq > place, reversed(self._kept)))
         return newer[::-1][:CHUNK]
 
     async def abandoned(self) -> None:
-        """Return once there was no reader for LINGER_S."""
+        """Return once there were no readers for LINGER_S."""
         empty_s = 0.0
         while empty_s < LINGER_S:
             await asyncio.sleep(1.0)

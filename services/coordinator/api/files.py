@@ -1,4 +1,4 @@
-"""Routes that keep data sets: uploads in the shape of OpenAI's files."""
+"""Routes that store data sets, as uploads in the format of OpenAI's files API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ router = APIRouter(prefix="/v1/files", tags=["files"])
 READ, WRITE = [require("jobs:read")], [require("jobs:write")]
 MULTIPART = "multipart/form-data"
 MAX_CODE = 256 << 10
-"""Characters of a file of code."""
+"""Longest file of code, in characters."""
 
 FileId = Annotated[str, Path(max_length=64, description="file- and 32 hex digits")]
 _FORM = {
@@ -61,7 +61,7 @@ class FileList(BaseModel):
 
 
 class CodeToKeep(BaseModel):
-    """A file of Python."""
+    """A Python file to store."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -80,9 +80,9 @@ class FileDeleted(BaseModel):
     "", response_model=FileRecord, openapi_extra=_FORM, responses={507: {"description": "No room for more files."}}
 )
 async def upload(request: Request, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep) -> Response:
-    """Keep a data set: JSON lines, one object per line. Every line is checked, and the file is on disk when it is told.
+    """Store a data set: JSON lines, one object per line. Every line is checked; the file is on disk at the reply.
 
-    `/v1/limits` says how long a file may be.
+    `/v1/limits` states the largest size.
     """
     header = request.headers.get("idempotency-key")
     key = f"{caller.id}\n{token_of(header)}" if header is not None else ""
@@ -107,9 +107,9 @@ async def upload(request: Request, caller: Annotated[Caller, require("jobs:write
     responses={507: {"description": "No room for more files."}},
 )  # fmt: skip
 async def upload_code(request: Request, backend: BackendDep) -> Response:
-    """Keep a file of Python, which job files name by its SHA-256: `NAME@SHA256:FUNCTION`. Needs the scope `jobs:code`.
+    """Store a Python file, which job files name by its SHA-256: `NAME@SHA256:FUNCTION`. Needs the scope `jobs:code`.
 
-    It runs where a job names it: scorers, tools and curricula, in the processes of the workers.
+    Workers run the code where a job names it: as scorer, tool or curriculum.
     """
     wanted = await read_model(request, CodeToKeep)
     return Json(await asyncio.to_thread(backend.control.files.add_code, wanted.source))
@@ -149,7 +149,7 @@ async def get_file(file_id: FileId, backend: BackendDep) -> Response:
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
 async def get_content(file_id: FileId, backend: BackendDep) -> Response:
-    """The bytes of a file."""
+    """Download the content of a file."""
     record = await asyncio.to_thread(backend.control.files.find, file_id)
     try:
         file, size = await open_file(backend.control.files.content(file_id))
@@ -162,7 +162,7 @@ async def get_content(file_id: FileId, backend: BackendDep) -> Response:
     "/{file_id}", response_model=FileDeleted, dependencies=WRITE, responses={409: {"description": "In use."}}
 )
 async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
-    """Delete a file that no job needs any more."""
+    """Delete a file that no unfinished job reads."""
     path = str(await asyncio.to_thread(backend.control.files.content, file_id))
     for job in await backend.control.job_entries():
         if not job.finished and {file_id, path} & set(_paths(job.record().spec.get("data", {}))):
@@ -172,7 +172,7 @@ async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
 
 
 def _paths(data: Any) -> list[str]:
-    """Paths of the sources in the data section of a job file."""
+    """Return the paths of the sources in the data section of a job file."""
     sources = [source for name in ("train", "eval") for source in _as_list(data.get(name))]
     return [str(source.get("path")) for source in sources]
 

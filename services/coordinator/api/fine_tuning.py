@@ -1,4 +1,4 @@
-"""Jobs as OpenAI's clients submit and steer them."""
+"""Routes of OpenAI's fine-tuning API: submit and control jobs with OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Limit = Annotated[int, Query(ge=1, le=100)]
 async def create_fine_tuning_job(request: Request, caller: Writer, backend: BackendDep) -> Response:
     """Submit a job: reinforcement learning on an uploaded file with a grader. Every line of the files is checked first.
 
-    Under the same id the job is one of `/v1/jobs`.
+    `/v1/jobs` shows the job under the same id.
     """
     wanted = await read_model(request, FineTuningRequest)
     header = request.headers.get("idempotency-key")
@@ -61,7 +61,7 @@ async def list_fine_tuning_jobs(
     after: After = None,
     limit: Limit = 20,
 ) -> Response:
-    """List the jobs that were submitted here, newest first. ``metadata[KEY]=VALUE`` keeps those with that label."""
+    """List the jobs that this API submitted, newest first. ``metadata[KEY]=VALUE`` selects jobs with that label."""
     labels = {m[1]: value for key, value in request.query_params.multi_items() if (m := _LABEL.fullmatch(key))}
     return Json(await backend.control.fine_tuning.page(after=after, limit=limit, labels=labels, models=caller.models))
 
@@ -75,19 +75,19 @@ async def get_fine_tuning_job(job: JobId, backend: BackendDep) -> Response:
 
 @router.post("/{job_id}/cancel", response_model=FineTuningJob)
 async def cancel_fine_tuning_job(job: JobId, caller: Writer, backend: BackendDep) -> Response:
-    """Ask a job to end; it drains and writes a checkpoint first. Safe to repeat."""
+    """Request that a job ends; it drains and writes a checkpoint first. Safe to repeat."""
     return await _steer(job, caller, backend, "cancelled")
 
 
 @router.post("/{job_id}/pause", response_model=FineTuningJob)
 async def pause_fine_tuning_job(job: JobId, caller: Writer, backend: BackendDep) -> Response:
-    """Ask a job to stop after its present update. Safe to repeat."""
+    """Request that a job stops after its current update. Safe to repeat."""
     return await _steer(job, caller, backend, "paused")
 
 
 @router.post("/{job_id}/resume", response_model=FineTuningJob)
 async def resume_fine_tuning_job(job: JobId, caller: Writer, backend: BackendDep) -> Response:
-    """Let a paused job go on. Safe to repeat."""
+    """Resume a paused job. Safe to repeat."""
     return await _steer(job, caller, backend, "running")
 
 
@@ -95,7 +95,7 @@ async def resume_fine_tuning_job(job: JobId, caller: Writer, backend: BackendDep
 async def list_fine_tuning_events(
     job: JobId, backend: BackendDep, after: AfterEvent = None, limit: Limit = 20
 ) -> Response:
-    """Events, newest first."""
+    """List the events of a job, newest first."""
     return Json(await backend.control.fine_tuning.events(job, after=after, limit=limit))
 
 
@@ -103,7 +103,7 @@ async def list_fine_tuning_events(
 async def list_fine_tuning_checkpoints(
     job: JobId, backend: BackendDep, after: AfterCheckpoint = None, limit: Limit = 10
 ) -> Response:
-    """The checkpoints, newest first; each can be the `model` of another job."""
+    """List the checkpoints of a job, newest first; each can be the `model` of another job."""
     return Json(await backend.control.fine_tuning.checkpoints(job, after=after, limit=limit))
 
 

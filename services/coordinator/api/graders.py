@@ -1,4 +1,4 @@
-"""Routes that try graders in OpenAI's format before anything is trained with them."""
+"""Routes that try graders in OpenAI's format before a job uses them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ router = APIRouter(tags=["graders"], dependencies=[require("jobs:write")])
 
 
 class GraderToValidate(BaseModel):
-    """A grader."""
+    """A grader to check."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -30,20 +30,20 @@ class GraderToValidate(BaseModel):
 
 
 class GraderToRun(GraderToValidate):
-    """A grader and what it grades."""
+    """A grader and the answer that it grades."""
 
     model_sample: str = Field(max_length=1 << 20, description="What a model wrote: `sample.output_text`")
     item: dict[str, Any] = Field({}, description="The data row")
 
 
 class Validated(BaseModel):
-    """The grader, which can be opened."""
+    """The grader, which a reward worker could open."""
 
     grader: dict[str, Any]
 
 
 class RunErrors(BaseModel):
-    """Failures, by kind; all false where there is none."""
+    """Failures by kind; all false without a failure."""
 
     formula_parse_error: bool = False
     invalid_variable_error: bool = False
@@ -63,7 +63,7 @@ class RunErrors(BaseModel):
 
 
 class RunMetadata(BaseModel):
-    """How the run went; ``execution_time`` in seconds."""
+    """Metadata of the run; ``execution_time`` in seconds."""
 
     name: str
     type: str
@@ -75,7 +75,7 @@ class RunMetadata(BaseModel):
 
 
 class GraderRun(BaseModel):
-    """The reward, 0 where there is an error; ``sub_rewards`` of the parts of a multi grader."""
+    """The reward (0 after an error); ``sub_rewards`` holds the parts of a multi grader."""
 
     reward: float
     sub_rewards: dict[str, float]
@@ -90,7 +90,7 @@ _RUN: dict[str, Any] = {"response_model": GraderRun, "openapi_extra": body_schem
 @router.post("/v1/graders/validate", **_VALIDATE)
 @router.post("/v1/fine_tuning/alpha/graders/validate", operation_id="validate_grader_as_openai", **_VALIDATE)
 async def validate_grader(request: Request, backend: BackendDep) -> Response:
-    """Check a grader: slots, formula, and whether a reward worker can open it (Python compiles, sandbox, keys)."""
+    """Check a grader: slots, formula, and that a reward worker can open it (Python compiles, sandbox and keys)."""
     wanted = await read_model(request, GraderToValidate)
     reply = await backend.control.graders.grade(wanted.grader, None, {})
     if reply.error:
@@ -102,7 +102,7 @@ async def validate_grader(request: Request, backend: BackendDep) -> Response:
 @router.post("/v1/graders/run", **_RUN)
 @router.post("/v1/fine_tuning/alpha/graders/run", operation_id="run_grader_as_openai", **_RUN)
 async def run_grader(request: Request, backend: BackendDep) -> Response:
-    """Grade one answer, in a process of a reward worker that is killed after 30 s. Errors of the grader are flags."""
+    """Grade one answer in a process of a reward worker, killed after 30 s. The reply flags errors of the grader."""
     wanted = await read_model(request, GraderToRun)
     return Json(
         _run(wanted.grader, await backend.control.graders.grade(wanted.grader, wanted.model_sample, wanted.item))

@@ -1,4 +1,4 @@
-"""Checks that every request passes before its route: identity, rate, size; and its count and time after."""
+"""Middleware around every route: authentication, rate and size limits before it, request metrics after it."""
 
 from __future__ import annotations
 
@@ -31,30 +31,29 @@ __all__ = [
 ]
 
 MAX_BODY_BYTES = 1 << 20
-"""Longest request body; enforced while it is read, whatever Content-Length says."""
+"""Largest request body in bytes, enforced while it is read, whatever Content-Length says."""
 MAX_LARGE_BYTES = 8 << 20
-"""Longest body where whole conversations or batches of feedback are posted."""
+"""Largest body in bytes on routes that accept whole conversations or batches of feedback."""
 MAX_OPEN_BYTES = 16 << 10
-"""Longest body of a request without a key, which no such route reads."""
+"""Largest body in bytes of a request without a key; no such route reads a body."""
 MAX_FILE_BYTES = 64 << 20
-"""Longest body of an uploaded data set. Larger ones are put where the services see them and named in a job file."""
+"""Largest body in bytes of an uploaded data set. Larger ones belong on a shared path that the job file names."""
 MAX_HEADERS = 256
 BODY_BYTES_PER_S = 16 << 10
-"""A body may take this much longer than its deadline: its bytes so far by this rate."""
+"""Minimum upload rate: the deadline of a body grows by the time that its received bytes take at this rate."""
 LIVE_PATHS = frozenset({"/feedback", "/v1/feedback", "/v1/feedback/batch"})
 LIVE_ENDS = ("/chat/completions", "/v1/completions")
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/v1/version", "/openapi.json"})
-"""Served without a key and without counting."""
+"""Paths served without a key and outside the rate limits."""
 PER_TURN = 16
-"""Requests that begin in one turn of the loop; each takes about a millisecond of it."""
+"""Requests that start in one iteration of the event loop; each takes about a millisecond of it."""
 
 REQUESTS = metrics.counter("http_requests", "Requests of the API.", ("route", "method", "code"))
 SECONDS = metrics.histogram("http_request_duration_seconds", "Time to the start of the reply.", ("route",))
 
 
 class Guard:
-    """ASGI middleware: at most so many requests of an address, a key where keys exist, at most so many requests of that
-    key, by rate and at once, at most so many bytes."""
+    """ASGI middleware that authenticates requests, and limits rate (per address and key), concurrency and size."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, limiter: RateLimiter, occupancy: Occupancy) -> None:
         self.app = app
@@ -91,10 +90,10 @@ class Guard:
             await large.leave()
 
     async def _admit(self, scope: Scope, reply: _Reply) -> str:
-        """Account of the request: the key, or the address where there are no keys. Raises HttpProblem."""
+        """Authenticate and count the request; return its owner: key id, or address without keys. Raises HttpProblem."""
         client = scope.get("client")
         address = await self.limiter.hit_address(client[0] if client else "")
-        if address is not None:  # before the key is looked at: who guesses keys is counted, too
+        if address is not None:  # before the key is checked, so that guesses count
             reply.extra = address.headers()
             if not address.allowed:
                 raise address.refusal("address_rate_limited", "from this address")
@@ -104,7 +103,7 @@ class Guard:
         peer = owner if caller is ANONYMOUS else caller.sender
         live = is_live(scope["path"])
         allowance = await self.limiter.hit(peer, caller.rate_limit, live=live)
-        if allowance.allowed and caller.sender != caller.id:  # what it made counts with a key, too
+        if allowance.allowed and caller.sender != caller.id:  # a derived key also counts for its maker
             of_maker = await self.limiter.hit(caller.id, caller.rate_limit, live=live)
             allowance = allowance if of_maker.allowed else of_maker
         reply.extra = allowance.headers()
@@ -114,7 +113,7 @@ class Guard:
 
 
 class _Reply:
-    """Passes a reply on with extra headers, and knows whether it has begun."""
+    """ASGI ``send`` that adds headers to the reply and records that it started."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -126,19 +125,19 @@ class _Reply:
             self.started = True
             headers = MutableHeaders(scope=message)
             for name, value in self.extra.items():
-                headers.setdefault(name, value)  # a refusal speaks of the limit that it is about
+                headers.setdefault(name, value)  # a refusal keeps the headers of its own limit
         await self._send(message)
 
 
 def body_limit(path: str) -> int:
-    """Longest body of a request to ``path``, in bytes."""
+    """Return the largest body of a request to ``path``, in bytes."""
     if path == "/v1/files":
         return MAX_FILE_BYTES
     return MAX_LARGE_BYTES if is_live(path) else MAX_BODY_BYTES
 
 
 def is_live(path: str) -> bool:
-    """True if ``path`` is where agents talk to models and post feedback: often, and whole conversations."""
+    """Return True if agents use ``path`` for completions or feedback: frequent requests with whole conversations."""
     return path in LIVE_PATHS or path.endswith(LIVE_ENDS)
 
 
@@ -167,13 +166,13 @@ def _too_large(limit: int) -> HttpProblem:
 
 
 class Measured:
-    """ASGI middleware: counts and times requests by route template (never by id)."""
+    """ASGI middleware that counts and times requests by route template, never by id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request and record it."""
+        """Serve one request and record its status and time."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

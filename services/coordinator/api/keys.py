@@ -1,4 +1,4 @@
-"""Routes that make, list and revoke API keys."""
+"""Routes that create, list and revoke API keys."""
 
 from __future__ import annotations
 
@@ -70,21 +70,21 @@ class KeyRequest(BaseModel):
 
     @property
     def end(self) -> datetime | None:
-        """When the key expires."""
+        """Time at which the key expires; None for never."""
         if self.expires_in_s is None:
             return self.expires_at
         return bus_datetime() + timedelta(seconds=self.expires_in_s)
 
 
 class NewKey(KeyRecord):
-    """A key that was just made; ``key`` is shown this once."""
+    """A new key; ``key`` is shown this once."""
 
     key: str
     warnings: list[str] = Field([], description="What it reaches only once there is such a job")
 
 
 class KeyList(BaseModel):
-    """Every key that was not revoked, oldest first."""
+    """All keys that are not revoked, oldest first."""
 
     object: Literal["list"] = "list"
     data: list[KeyRecord]
@@ -93,7 +93,7 @@ class KeyList(BaseModel):
 
 @router.post("", status_code=201, response_model=NewKey, openapi_extra=body_schema(KeyRequest))
 async def create_key(request: Request, backend: BackendDep) -> Response:
-    """Make a key. Its text is in this reply and nowhere else; a repeated request makes another key."""
+    """Create a key. Only this reply contains its text; a repeated request creates another key."""
     wanted = await read_model(request, KeyRequest)
     warnings = await _unreached(backend, wanted.models or [])
     scopes = sorted(set(wanted.scopes))
@@ -106,10 +106,10 @@ async def create_key(request: Request, backend: BackendDep) -> Response:
 
 
 async def _unreached(backend: Backend, models: list[str]) -> list[str]:
-    """Warnings about models that no job has; a name may come with a job, an id will not.
+    """Return warnings about names that no job has yet; an unknown job id is an error, since no future job gets it.
 
     Raises:
-        HttpProblem: 422, the id of a job that does not exist.
+        HttpProblem: 422 no job has this id.
     """
     if not models:
         return []
@@ -128,7 +128,7 @@ async def _unreached(backend: Backend, models: list[str]) -> list[str]:
 
 @router.get("", response_model=KeyList)
 async def list_keys(backend: BackendDep) -> Response:
-    """List the keys: what each may do and when it expires, never its text."""
+    """List the keys: their scopes and expiry, never their texts."""
     return Json(KeyList(data=[key.shown() for key in await backend.control.keys.list_all()]))
 
 
@@ -143,7 +143,7 @@ async def get_key(key_id: KeyId, backend: BackendDep) -> Response:
 
 @router.delete("/{key_id}", status_code=204)
 async def revoke_key(key_id: KeyId, backend: BackendDep) -> Response:
-    """Revoke a key, at once; other replicas of the API may take it for one more second."""
+    """Revoke a key at once; other replicas of the API may accept it for one more second."""
     known = {key.id for key in await backend.control.keys.list_all()}
     if key_id not in known:
         raise NotFound(f"no key '{key_id}'")

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI knows, plus problem documents, request bodies of both kinds, and the key."""
+"""The OpenAPI document: FastAPI's own, plus problem documents, request bodies of both media types, and security."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _IDEMPOTENCY = {
 
 
 def describe(app: FastAPI, routers: Sequence[APIRouter]) -> dict[str, Any]:
-    """The document; built once per app."""
+    """Return the document, which is built once per app."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, summary=app.summary, description=app.description, routes=app.routes
@@ -70,7 +70,7 @@ def describe(app: FastAPI, routers: Sequence[APIRouter]) -> dict[str, Any]:
 
 
 def _scopes(routers: Sequence[APIRouter]) -> dict[tuple[str, str], str]:
-    """Scope of each operation that requires one."""
+    """Return the scope of each operation that requires one."""
     return {
         (route.path_format, method.lower()): scope
         for router in routers
@@ -81,7 +81,7 @@ def _scopes(routers: Sequence[APIRouter]) -> dict[tuple[str, str], str]:
 
 
 def methods_of(routers: Sequence[APIRouter], path: str) -> list[str]:
-    """Methods that exist for the path of a request; the router itself knows only those of the first match."""
+    """Return the methods of all routes that match a path; the router itself reports only those of the first match."""
     found: dict[str, None] = {}
     for router in routers:
         for route in router.routes:
@@ -91,7 +91,7 @@ def methods_of(routers: Sequence[APIRouter], path: str) -> list[str]:
 
 
 class Document:
-    """``/openapi.json``: written once, and again only for who does not have it."""
+    """Handler of ``/openapi.json``: encodes the document once, and answers 304 to clients that have it."""
 
     def __init__(self, build: Callable[[], dict[str, Any]]) -> None:
         self._build = build
@@ -99,7 +99,7 @@ class Document:
         self._building = asyncio.Lock()
 
     async def __call__(self, request: Request) -> Response:
-        """The document, or 304."""
+        """Return the document, or 304."""
         async with self._building:
             if self._written is None:
                 self._written = await asyncio.to_thread(self._write)
@@ -140,7 +140,7 @@ def _add_model(schemas: dict[str, Any], model: type[Any]) -> None:
 
 
 def _require_tags(part: Any, schemas: dict[str, Any]) -> None:
-    """The tag that tells the members of a union apart has a default in Python, but must be sent."""
+    """Mark the tag of a union's members as required: it has a default in Python, but clients must send it."""
     if isinstance(part, list):
         for item in part:
             _require_tags(item, schemas)

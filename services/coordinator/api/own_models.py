@@ -1,4 +1,4 @@
-"""Reach of keys for some models: the jobs of these, and ids that lead to one of them."""
+"""Reach of keys that are restricted to some models: their jobs, and ids that belong to one of these jobs."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ __all__ = ["check_job", "check_name", "jobs_of", "no_model", "reaches_all"]
 
 
 def check_name(caller: Caller, name: str) -> None:
-    """Raises HttpProblem: 403 the key is for other models than ``name``, which is that of a job to be."""
+    """Raise HttpProblem (403) if the key does not allow ``name``, the name of a new job."""
     if not caller.may_use(name, ""):
         raise HttpProblem(403, "other_model", f"this key is for other models than '{name}': {_models(caller)}")
 
 
 def no_model(name: str) -> HttpProblem:
-    """The answer to a name that no running job has, or one that the key does not reach: the same, to the letter."""
+    """Return the error for a model that is unknown or out of the key's reach: equal, so that it reveals nothing."""
     detail = f"no running job serves a model '{name[:80]}'; GET /v1/models lists those that this key reaches"
     return HttpProblem(404, "model_not_found", detail)
 
 
 async def check_job(backend: Backend, caller: Caller, job: str, missing: str = "") -> None:
-    """Look whether a job is of the caller's models; ``missing`` is said where it is not, as if there were none.
+    """Check that a job is within the caller's reach; otherwise raise NotFound with the text ``missing``.
 
     Raises:
-        NotFound: it is not, or does not exist.
-        Unavailable: it cannot be read.
+        NotFound: the key does not reach the job, or it does not exist.
+        Unavailable: the job cannot be read.
     """
     if caller.models is not None and not caller.may_use((await backend.control.get(job)).name, job):
         raise NotFound(missing or f"no job '{job}'")
 
 
 async def jobs_of(backend: Backend, caller: Caller) -> list[str] | None:
-    """Ids of all jobs of the caller's models; None: of all models. Raises Unavailable."""
+    """Return the ids of all jobs within the caller's reach; None for all models. Raises Unavailable."""
     if caller.models is None:
         return None
     return [entry.id for entry in await backend.control.job_entries(caller.models)]
 
 
 def reaches_all(caller: Caller) -> HttpProblem:
-    """The refusal of what is not of one model."""
+    """Return the refusal of a restricted key at a route that belongs to no single model."""
     detail = f"this key is for some models alone ({_models(caller)}), and what was asked for is not of one model"
     return HttpProblem(403, "other_model", detail)
 

@@ -1,4 +1,4 @@
-"""Shapes of the replies, for the OpenAPI document and for clients."""
+"""Models of the replies, for the OpenAPI document and for clients."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ class RowList(BaseModel):
 
 
 class SampleList(RowList):
-    """Samples; ``videos`` are the addresses of films of held-out episodes, if there are any."""
+    """Samples; ``videos`` contains the addresses of videos of held-out episodes."""
 
     videos: list[str] = []
 
 
 class EventList(RowList):
-    """Events; each row has ``id``, its place in the order."""
+    """Events; ``id`` of a row is its sequence number."""
 
     first_id: int | None = None
     last_id: int | None = None
 
 
 class Columns(BaseModel):
-    """Metrics by column: all lists are equally long."""
+    """Metrics by column; all lists have the same length."""
 
     steps: list[int]
     wall: list[float]
@@ -78,7 +78,7 @@ class CheckpointFile(BaseModel):
 
 
 class CheckpointRow(BaseModel):
-    """A checkpoint. ``available``: its files can be downloaded here; ``reason``: why it was taken."""
+    """A checkpoint. ``available``: its files can be downloaded here; ``reason``: the cause of the checkpoint."""
 
     number: int = Field(description="Batches trained before it")
     version: int
@@ -107,7 +107,7 @@ class CheckpointList(BaseModel):
 
 
 class Audit(BaseModel):
-    """The ledger equation and every check on it."""
+    """The ledger equation and all checks of the ledger."""
 
     ok: bool
     equation: dict[str, Any] = {}
@@ -116,21 +116,21 @@ class Audit(BaseModel):
 
 
 class DryRun(BaseModel):
-    """Effects of a submission."""
+    """Effects that a submission would have."""
 
     valid: Literal[True] = True
     plan: dict[str, Any]
 
 
 class LogLines(BaseModel):
-    """Lines of logs; pass ``next`` as ``after`` to get what follows."""
+    """Log lines; pass ``next`` as ``after`` to get later ones."""
 
     lines: list[dict[str, Any]]
     next: str | None = None
 
 
 class ReplayRequest(BaseModel):
-    """Which sealed batches to repeat; default: all that can be."""
+    """Range of sealed batches to replay; default: all that can be replayed."""
 
     model_config = {"extra": "forbid"}
 
@@ -140,14 +140,14 @@ class ReplayRequest(BaseModel):
 
 
 class Health(BaseModel):
-    """Readiness and what it depends on."""
+    """Readiness and its checks."""
 
     ok: bool
     checks: dict[str, Any] = {}
 
 
 class Version(BaseModel):
-    """Versions of the build, the API and the wire."""
+    """Versions of the build, the API and the message schema."""
 
     version: str
     api: Literal["v1"] = "v1"
@@ -174,7 +174,7 @@ class FeedbackLimits(BaseModel):
 
 
 class ConnectionLimits(BaseModel):
-    """Limits of connections, before anybody asks for a key."""
+    """Limits of connections, which apply before authentication."""
 
     max_connections: int = Field(
         description="Of all clients, fewer where files lack; 503 `too_many_connections` beyond"
@@ -188,7 +188,7 @@ class ConnectionLimits(BaseModel):
 
 
 class KeyLimits(BaseModel):
-    """Limits of one key, of the episodes and tokens that it made together with it."""
+    """Limits of one key, shared by the episode keys and tokens that it made."""
 
     max_requests_at_once: int = Field(
         description="Event streams and long polls included; 429 `too_many_at_once` beyond"
@@ -207,7 +207,7 @@ class KeyLimits(BaseModel):
 
 
 class DocumentLimits(BaseModel):
-    """Limits of what a body holds; 422 `too_complex` beyond."""
+    """Limits of the content of a body; 422 `too_complex` beyond."""
 
     max_values: int = Field(description="Of JSON; a posted interaction may have as many as its tokens need")
     max_yaml_values: int

@@ -1,4 +1,4 @@
-"""Scope that a route requires of a key: one dependency, named on every route."""
+"""Scope that a route requires of a key, declared as one dependency on every route."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from penstock.shared.protocol.keys import Scope
 __all__ = ["Reach", "ScopeCheck", "caller_of", "check_of", "require", "scope_of"]
 
 Reach = Literal["job", "checked", "deployment"]
-"""Reach of a route: the job in its path, its own check, or things that belong to no model."""
+"""How a route restricts keys for some models: by the job in its path, by its own check, or by refusing them."""
 
 
 class ScopeCheck:
-    """The dependency behind ``require``; gives the route its ``Caller``."""
+    """The dependency behind ``require``, which gives the route its ``Caller``."""
 
     def __init__(self, scope: Scope, *, in_episode: bool, by_token: bool, reach: Reach) -> None:
         self.scope, self.reach = scope, reach
         self.in_episode, self.by_token = in_episode, by_token
 
     async def __call__(self, request: Request) -> Caller:
-        """The caller.
+        """Return the caller.
 
         Raises:
             HttpProblem: 403 names the scope that the key lacks, or the models that it is for.
-            NotFound: a key for some models asks for a job that does not exist.
+            NotFound: the job does not exist or belongs to a model that the key does not reach.
         """
         caller = caller_of(request)
         refusal = self.refusal(caller)
@@ -41,7 +41,7 @@ class ScopeCheck:
         return caller
 
     def refusal(self, caller: Caller) -> HttpProblem | None:
-        """Why a caller may not, None where it may."""
+        """Return the refusal of a caller, or None."""
         if caller.episode and not self.in_episode:
             detail = f"this key is for requests and feedback in episode '{caller.episode}' and for nothing else"
             return HttpProblem(403, "episode_key", detail)
@@ -61,29 +61,30 @@ class ScopeCheck:
 
 
 def require(scope: Scope, *, in_episode: bool = False, by_token: bool = False, reach: Reach = "job") -> Any:
-    """A dependency that refuses keys without ``scope``: ``dependencies=[require("jobs:read")]`` of a route or router,
+    """Return a dependency that refuses keys without ``scope``.
 
-    or ``caller: Annotated[Caller, require("feedback:write")]`` where the route needs to know who calls. Keys of an
-    episode pass only where ``in_episode``, tokens for one verdict only where ``by_token``: the route must see to it
-    that they stay in theirs. Keys of some models pass where the path names a job of these (``job_id``), and where
-    ``reach`` is ``checked``: the route must see to it then; anywhere else they are refused.
+    Use it as ``dependencies=[require("jobs:read")]`` of a route or router, or as ``caller: Annotated[Caller,
+    require("feedback:write")]`` where the route needs the caller. Episode keys pass only with ``in_episode``, feedback
+    tokens only with ``by_token``; the route must then restrict them to their episode or verdict. Keys for some models
+    pass if the path names one of their jobs (``job_id``), or if ``reach`` is ``checked`` and the route checks it; other
+    routes refuse them.
     """
     return Depends(ScopeCheck(scope, in_episode=in_episode, by_token=by_token, reach=reach))
 
 
 def caller_of(request: Request) -> Caller:
-    """Sender of the request; set before any route runs."""
+    """Return the sender of the request, which the guard sets before any route runs."""
     caller: Caller = request.state.caller
     return caller
 
 
 def check_of(route: Any) -> ScopeCheck | None:
-    """Requirement of a route."""
+    """Return the scope check of a route, or None."""
     found = [d.call for d in route.dependant.dependencies if isinstance(d.call, ScopeCheck)]
     return found[0] if found else None
 
 
 def scope_of(route: Any) -> Scope | None:
-    """The scope that a route requires."""
+    """Return the scope that a route requires, or None."""
     check = check_of(route)
     return check.scope if check is not None else None

@@ -53,7 +53,7 @@ __all__ = ["router"]
 
 router = APIRouter(tags=["system"])
 HEALTH_S = 0.5
-"""Those who ask for the health within this time, without a key, share one look at it."""
+"""Seconds for which health requests, which need no key, share one check."""
 
 FEEDBACK = FeedbackLimits(
     max_item_bytes=MAX_BODY_BYTES,
@@ -84,7 +84,7 @@ DOCUMENTS = DocumentLimits(
 
 @router.get("/v1/limits", response_model=Limits)
 async def limits(backend: BackendDep) -> Response:
-    """Limits of the API and guarantees of the deployment (``durability`` says what an accepted job survives)."""
+    """Show limits of the API and guarantees of the deployment (``durability``: failures that accepted jobs survive)."""
     settings = backend.settings
     own = Limits(
         max_body_bytes=MAX_BODY_BYTES,
@@ -137,19 +137,19 @@ def _of_key(settings: ServiceSettings) -> KeyLimits:
 
 @router.get("/v1/version", response_model=Version)
 async def version() -> Response:
-    """Versions that run here."""
+    """Show the versions of the running build."""
     return Json(Version(version=__version__, schema_number=SCHEMA))
 
 
 @router.get("/healthz", response_model=Health)
 async def healthz() -> Response:
-    """The process is alive."""
+    """Report that the process is alive."""
     return Json({"ok": True, "checks": {}})
 
 
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
 async def readyz(backend: BackendDep) -> Response:
-    """The process can do its work: 503 with the failed checks where it cannot. Redis being away is no failure."""
+    """Report readiness: 503 with the failed checks if the process cannot work. A loss of Redis is not a failure."""
     ok, checks = await backend.feeds.once("health", HEALTH_S, backend.control.health)
     if backend.volatile.configured:
         detail = "in use" if await backend.volatile.answers() else "away, using memory"
@@ -164,5 +164,5 @@ async def readyz(backend: BackendDep) -> Response:
     responses={200: {"content": {"text/plain": {}}}},
 )
 async def prometheus() -> Response:
-    """Metrics of this process for Prometheus; the health port of the process serves the same without a key."""
+    """Export metrics of this process for Prometheus; the process's health port serves the same without a key."""
     return Response(metrics.render(), headers={"Content-Type": metrics.CONTENT_TYPE})

@@ -1,4 +1,4 @@
-"""Routes of webhooks: where events of jobs are posted, signed."""
+"""Routes of webhooks: addresses that receive signed job events."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WebhookId = Annotated[str, Path(pattern="^wh_[0-9a-f]{32}$", description="wh_ an
 
 
 def _exists(kind: str) -> str:
-    """A type that an event has, or the beginning of one."""
+    """Check that a type is that of an event, or a prefix of one with `*`."""
     start = kind.removesuffix("*")
     if kind in EVENT_TYPES or (kind != start and any(one.startswith(start) for one in EVENT_TYPES)):
         return kind
@@ -57,7 +57,7 @@ class WebhookRequest(BaseModel):
 
 
 class WebhookChange(BaseModel):
-    """Changes; `enabled: true` goes on where deliveries stopped."""
+    """Changes of a webhook; `enabled: true` resumes deliveries where they stopped."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -68,19 +68,19 @@ class WebhookChange(BaseModel):
 
 
 class NewWebhook(WebhookRecord):
-    """A webhook that was just made; ``secret`` is shown this once."""
+    """A new webhook; ``secret`` is shown this once."""
 
     secret: str
 
 
 class Webhook(WebhookRecord):
-    """A webhook and how far its deliveries are."""
+    """A webhook and the progress of its deliveries."""
 
     deliveries: DeliveryState
 
 
 class WebhookList(BaseModel):
-    """Every webhook, oldest first."""
+    """All webhooks, oldest first."""
 
     object: Literal["list"] = "list"
     data: list[WebhookRecord]
@@ -88,7 +88,7 @@ class WebhookList(BaseModel):
 
 
 class Trial(BaseModel):
-    """True if the receiver took a test event."""
+    """Result of a test: True if the receiver accepted the event."""
 
     delivered: bool
     error: str = ""
@@ -98,9 +98,9 @@ class Trial(BaseModel):
 async def create_webhook(
     request: Request, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
 ) -> Response:
-    """Have events of jobs posted to an address, from now on: CloudEvents 1.0, signed as Standard Webhooks says.
+    """Create a webhook: its address gets job events from now on, as CloudEvents 1.0 signed by Standard Webhooks.
 
-    Repeated with its `Idempotency-Key`, it answers with the webhook that it made, secret included.
+    A repetition with the same `Idempotency-Key` returns the webhook that it created, secret included.
     """
     wanted = await read_model(request, WebhookRequest)
     if wanted.job is not None:
@@ -124,7 +124,7 @@ async def list_webhooks(backend: BackendDep) -> Response:
 
 @router.get("/{webhook_id}", response_model=Webhook, dependencies=READ)
 async def get_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
-    """Show a webhook: the last event that was taken, and what is wrong where the next one is not."""
+    """Show a webhook: the last accepted event, and the error if the next one fails."""
     hook = await backend.control.webhooks.find(webhook_id)
     state = await backend.control.webhooks.state(webhook_id)
     return Json(Webhook(**hook.shown().model_dump(), deliveries=state))
@@ -134,7 +134,7 @@ async def get_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
     "/{webhook_id}", response_model=WebhookRecord, dependencies=WRITE, openapi_extra=body_schema(WebhookChange)
 )
 async def change_webhook(request: Request, webhook_id: WebhookId, backend: BackendDep) -> Response:
-    """Change a webhook, or switch it off and on. What happened in between is delivered once it is on again."""
+    """Change a webhook, or disable and enable it. Events of a disabled period are delivered once it is enabled."""
     wanted = await read_model(request, WebhookChange)
     changes = wanted.model_dump(exclude_none=True)
     hooks = backend.control.webhooks
@@ -144,20 +144,20 @@ async def change_webhook(request: Request, webhook_id: WebhookId, backend: Backe
 
 @router.delete("/{webhook_id}", status_code=204, dependencies=WRITE)
 async def delete_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
-    """Forget a webhook."""
+    """Delete a webhook."""
     await backend.control.webhooks.delete(webhook_id)
     return Response(status_code=204)
 
 
 @router.post("/{webhook_id}/test", response_model=Trial, dependencies=WRITE)
 async def try_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
-    """Post an event of type `rl.webhook.test.v1` once, now, and tell whether it was taken."""
+    """Post an event of type `rl.webhook.test.v1` once, now, and report whether the receiver accepted it."""
     error = await backend.control.webhooks.test(webhook_id)
     return Json(Trial(delivered=not error, error=error))
 
 
 async def _with_url(work: Awaitable[StoredWebhook]) -> StoredWebhook:
-    """A refused address is a flaw of the body."""
+    """Report a refused address as a flaw of the body."""
     try:
         return await work
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Tools of every route: bodies, replies, pages, event streams, files, rate limits and idempotency.
+"""HTTP tools that all routes share: bodies, replies, pages, event streams, files, rate limits and idempotency.
 
-It imports nothing else of the API.
+The package imports nothing from the rest of the API.
 """

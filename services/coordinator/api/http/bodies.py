@@ -1,4 +1,4 @@
-"""A job file in a request body: JSON or YAML in, its model out, every problem with a pointer."""
+"""Request bodies: parsing of JSON and YAML, and validation with a JSON pointer to every flaw."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["BODIES", "YAML_TYPES", "body_schema", "job_pointer", "read_job", "re
 T = TypeVar("T")
 
 MAX_SHOWN = 20
-"""Flaws of a body that are listed."""
+"""Most flaws that a problem document lists."""
 YAML_TYPES = ("application/yaml", "application/x-yaml", "text/yaml", "text/x-yaml")
 
 
 async def read_job(request: Request) -> tuple[AnyJob, dict[str, Any]]:
-    """The validated job and the document as it was sent.
+    """Return the validated job and the document as it was sent.
 
     Raises:
-        HttpProblem: 400 not parseable, 415 another media type, 422 not a valid job.
+        HttpProblem: 400 not parseable, 415 unsupported media type, 422 not a valid job.
     """
     return await read_parsed(request, partial(_job_of, _media_type(request)))
 
@@ -47,12 +47,12 @@ def _job_of(kind: str, body: bytes) -> tuple[AnyJob, dict[str, Any]]:
 
 
 async def read_object(request: Request, *, patch_too: bool = False) -> dict[str, Any]:
-    """The JSON body as an object; an empty body is an empty object."""
+    """Return the JSON body as an object; an empty body counts as an empty object."""
     return await read_parsed(request, partial(_object_of, _media_type(request), patch_too=patch_too))
 
 
 async def read_parsed(request: Request, parse: Callable[[bytes], T]) -> T:
-    """``parse(body)``, beside the event loop where the body is long. Raises HttpProblem: 429 it was not its turn."""
+    """Return ``parse(body)``; long bodies run in a thread. Raises HttpProblem: 429 no thread was free within WAIT_S."""
     body = await request.body()
     state = request.scope.get("state", {})
     try:
@@ -86,14 +86,14 @@ def _object_of(kind: str, body: bytes, *, yaml_too: bool = False, patch_too: boo
 M = TypeVar("M", bound=BaseModel)
 
 BODIES: dict[str, type[BaseModel]] = {}
-"""Models of request bodies that routes read by themselves, for the OpenAPI document."""
+"""Models of request bodies that routes parse themselves, for the OpenAPI document."""
 
 
 async def read_model(request: Request, model: type[M]) -> M:
-    """The JSON body as ``model``, without coercion: a number in quotes is no number.
+    """Return the JSON body as ``model``, without coercion: a number in quotes is not a number.
 
     Raises:
-        HttpProblem: 400 not parseable, 415 another media type, 422 not valid, with a pointer to each flaw.
+        HttpProblem: 400 not parseable, 415 unsupported media type, 422 not valid, with a pointer to each flaw.
     """
     return await read_parsed(request, partial(_model_of, _media_type(request), model))
 
@@ -111,7 +111,7 @@ def _model_of(kind: str, model: type[M], body: bytes) -> M:
 
 
 def _with_integers(data: Any) -> Any:
-    """Numbers without a fraction as integers, which is what JSON Schema takes them for."""
+    """Convert floats without a fraction to integers, as JSON Schema defines integers."""
     if isinstance(data, dict):
         return {key: _with_integers(value) for key, value in data.items()}
     if isinstance(data, list):
@@ -120,14 +120,14 @@ def _with_integers(data: Any) -> Any:
 
 
 def body_schema(model: type[BaseModel], *, required: bool = True) -> dict[str, Any]:
-    """``openapi_extra`` of a route that reads its body by ``read_model``; its schema is among the components."""
+    """Return ``openapi_extra`` for a route that reads its body by ``read_model``, and register the model's schema."""
     BODIES[model.__name__] = model
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": required, "content": {"application/json": {"schema": schema}}}}
 
 
 def job_pointer(raw: Any, key: str) -> str:
-    """JSON pointer (RFC 6901) of a dotted key; the tags of unions that pydantic puts into it are left out."""
+    """Return the JSON pointer (RFC 6901) of a dotted key, without the union tags that pydantic inserts."""
     if key == "(top level)":
         return ""
     pointer, node = "", raw

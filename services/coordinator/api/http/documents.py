@@ -1,4 +1,4 @@
-"""JSON and YAML from strangers: bounded in depth and size, and nothing in it that JSON could not say."""
+"""JSON and YAML from untrusted clients: bounded in depth and size, and limited to values that JSON can express."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_VALUES, MAX_DEPTH = 100_000, 64
-"""Bounds of a document; YAML aliases can make a short text enormous."""
+"""Bounds of a document. YAML aliases can expand a short text to an enormous document."""
 
 MAX_YAML_VALUES = 20_000
-"""YAML is composed in one piece, during which the process does nothing else; who needs more sends JSON."""
+"""Most values of a YAML document. Composing YAML blocks the process, so larger documents must be JSON."""
 CHUNK_BYTES = 1 << 20
-"""Bytes that are looked at in one piece."""
+"""Bytes that are scanned at a time."""
 
 MAX_FLAWS = 1000
-"""A body with more flaws is refused without a list of them: making it takes longer than reading the body."""
+"""A body with more flaws is refused without a list, because building the list takes longer than reading the body."""
 
 
 def from_json(body: bytes) -> Any:
@@ -58,15 +58,16 @@ def from_yaml(body: bytes) -> Any:
 
 
 def bound_values(body: bytes, most: int) -> None:
-    """Refuse a JSON text with more than ``most`` values, before anything is made of it. Raises HttpProblem: 422."""
+    """Refuse a JSON text with more than ``most`` values before it is parsed. Raises HttpProblem: 422."""
     if count_values(body) > most:
         raise HttpProblem(422, "too_complex", f"the document has more than {most} values")
 
 
 def count_values(body: bytes) -> int:
-    """How many values a JSON text has, at most one more for each list or object; of others some number.
+    """Return an upper bound of the number of values in a JSON text: exact, plus at most one per list or object.
 
-    A parser makes millions of objects of a few megabytes, in one piece, during which the process does nothing else.
+    Parsing a few megabytes can create millions of objects in one blocking call, so this count comes first. For a text
+    that is not JSON the result is arbitrary.
     """
     at_most = 1 + body.count(b",") + body.count(b"[") + body.count(b"{")
     if at_most <= MAX_VALUES:
@@ -80,10 +81,10 @@ def count_values(body: bytes) -> int:
 
 
 def items_of(body: bytes, most: int) -> list[bytes]:
-    """The texts of the items of a JSON array, at most ``most``; for what is no JSON, texts of which one is none either.
+    """Split a JSON array into the texts of its items, at most ``most``. Invalid JSON yields at least one invalid text.
 
     Raises:
-        HttpProblem: 400 not JSON, 413 more than ``most`` items, 422 no array.
+        HttpProblem: 400 not JSON, 413 more than ``most`` items, 422 not an array.
     """
     text = body.strip(b" \t\r\n")
     if not text.startswith(b"["):
@@ -112,19 +113,19 @@ _COMMA, _LIST, _OBJECT, _LIST_END, _OBJECT_END, _QUOTE = b',[{]}"'
 
 
 def _without_escapes(text: bytes) -> bytes:
-    """A JSON text with blanks for the characters of strings that are written with a backslash."""
+    """Return a JSON text with its escaped backslashes and quotes replaced by blanks."""
     return text.replace(b"\\\\", b"  ").replace(b'\\"', b"  ") if b"\\" in text else text
 
 
 def _outside(piece: bytes, is_inside: int) -> tuple[Any, Any, int]:
-    """``(which bytes stand in no string, the bytes, whether the next piece begins in one)``."""
+    """Return ``(mask of the bytes outside strings, the bytes, 1 if the next piece begins inside a string)``."""
     codes = np.frombuffer(piece, np.uint8)
     inside = (np.cumsum(codes == _QUOTE, dtype=np.uint8) + is_inside) & 1
     return inside == 0, codes, int(inside[-1]) if len(piece) else is_inside
 
 
 def too_many_flaws(error: ValidationError) -> HttpProblem | None:
-    """Message for a body that has more flaws than can be listed."""
+    """Return the problem for a body with too many flaws to list, or None."""
     count = error.error_count()
     if count <= MAX_FLAWS:
         return None
@@ -133,12 +134,12 @@ def too_many_flaws(error: ValidationError) -> HttpProblem | None:
 
 
 def step(part: str) -> str:
-    """One step of a JSON pointer (RFC 6901)."""
+    """Return one step of a JSON pointer (RFC 6901)."""
     return "/" + part.replace("~", "~0").replace("/", "~1")
 
 
 def _check_depth(body: bytes) -> None:
-    """The composer of libyaml recurses on the C stack and would take the process down; its event parser does not."""
+    """Refuse deep or long YAML by its events: libyaml's composer recurses on the C stack and could crash here."""
     depth = 0
     for count, event in enumerate(yaml.parse(body, Loader=YAMLLoader)):
         if count > MAX_YAML_VALUES:

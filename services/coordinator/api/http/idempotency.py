@@ -1,6 +1,7 @@
-"""Idempotency-Key: the same POST twice has one effect and one answer (IETF draft-ietf-httpapi-idempotency-key-header).
+"""Idempotency-Key: a repeated POST has one effect and one reply (IETF draft-ietf-httpapi-idempotency-key-header).
 
-Claims and replies live in this process, and in Redis for restarts and replicas. Without Redis only that reach is lost.
+Claims and replies are stored in this process, and in Redis for restarts and replicas. Without Redis they are not shared
+and do not survive a restart.
 """
 
 from __future__ import annotations
@@ -24,20 +25,19 @@ from penstock.shared.errors import Unavailable
 __all__ = ["Idempotency", "ReplyStore", "StoredReply", "token_of"]
 
 KEEP_S = 24 * 3600
-"""How long a reply is repeated."""
+"""Seconds for which a reply is repeated."""
 CLAIM_S = 60
-"""A claim without a reply is void after this time: its process is gone."""
+"""Seconds after which a claim without a reply is void, because its process has died."""
 MAX_ENTRIES, MAX_BYTES = 4096, 64 << 20
-"""Replies that this process keeps. Beyond that the oldest one goes of the API key that has the most."""
+"""Bounds of the replies in this process. Beyond them the API key with the most entries loses its oldest one."""
 MAX_REPLY_BYTES = 256 << 10
-"""Longer replies are not kept; the retry runs again."""
+"""Longer replies are not stored; a retry runs the request again."""
 LARGE_PATHS = frozenset({"/v1/files"})
-"""Bodies that are too long to be held in memory before it is known who may send them. These routes see to repetitions
-themselves."""
+"""Paths whose bodies are too long to buffer before the caller is authorized. Their routes handle repetitions."""
 
 
 class StoredReply(msgspec.Struct, frozen=True, array_like=True):
-    """Stored answer; ``status`` 0 means that the first request is still running."""
+    """A stored reply; ``status`` 0 means that the first request is still running."""
 
     fingerprint: bytes
     status: int = 0
@@ -46,17 +46,17 @@ class StoredReply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReplyStore:
-    """Claims and replies by key. Memory first, so that losing Redis never loses what this process knows."""
+    """Claims and replies by key. Memory comes first, so that a loss of Redis loses nothing that this process knows."""
 
     def __init__(self, volatile: Volatile) -> None:
         self._volatile = volatile
         self._entries: dict[str, OrderedDict[str, tuple[float, StoredReply]]] = {}
-        """By owner (the id of an API key): whoever has the most gives way first."""
+        """Entries by owner (id of an API key); the owner with the most entries is evicted from first."""
         self._nbytes: Counter[str] = Counter()
         self._count = 0
 
     async def claim(self, key: str, fingerprint: bytes, *, owner: str) -> StoredReply | None:
-        """Take ``key`` for a new request; None means taken, anything else is what another request left there."""
+        """Claim ``key`` for a new request. Return None on success, or the entry of an earlier request."""
         known = self._recall(key, owner)
         if known is not None:
             return known
@@ -68,18 +68,18 @@ class ReplyStore:
         reply = msgspec.msgpack.decode(found, type=StoredReply)
         if reply.status:
             self._remember(key, reply, KEEP_S, owner)
-        else:  # another process runs it and will answer there, not here
+        else:  # another process runs the request and will store its reply in Redis, not here
             self._drop(key, owner)
         return reply
 
     async def finish(self, key: str, reply: StoredReply, *, owner: str) -> None:
-        """Keep the answer of a claimed request."""
+        """Store the reply of a claimed request."""
         self._remember(key, reply, KEEP_S, owner)
         data = msgspec.msgpack.encode(reply)
         await self._quietly(lambda r: r.set(_name(key), data, ex=KEEP_S))
 
     async def release(self, key: str, *, owner: str) -> None:
-        """Give a claim back: the request failed and may be tried again."""
+        """Release a claim after a failed request, so that it can be retried."""
         self._drop(key, owner)
         await self._quietly(lambda r: r.delete(_name(key)))
 
@@ -134,7 +134,7 @@ class ReplyStore:
 
 
 class Idempotency:
-    """ASGI middleware: answers a repeated POST from the store instead of running it again."""
+    """ASGI middleware that answers a repeated POST from the store instead of running it again."""
 
     def __init__(self, app: ASGIApp, store: ReplyStore) -> None:
         self.app = app
@@ -176,7 +176,7 @@ class Idempotency:
 
 
 class _Recorder:
-    """Passes a reply on and keeps a copy while it is short."""
+    """ASGI ``send`` that passes a reply on and keeps a copy of a short one."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -203,7 +203,7 @@ class _Recorder:
         await self._send(message)
 
     def reply(self, fingerprint: bytes) -> StoredReply | None:
-        """Answer to keep; None for answers that may differ the next time, for streams, secrets and long replies."""
+        """Return the reply to store; None for 429 and 5xx, streams, secrets (``no-store``) and long replies."""
         if not self._complete or self._streamed or self._secret:
             return None
         if self._status == 429 or self._status >= 500 or len(self._body) > MAX_REPLY_BYTES:
@@ -232,7 +232,7 @@ def _answer_again(earlier: StoredReply, digest: bytes) -> Response:
 
 
 def token_of(header: str) -> str:
-    """The key in the header: the draft wants a quoted string; bare keys are in wide use. Raises HttpProblem: 400."""
+    """Return the key in the header: quoted as the draft requires, or bare as is common. Raises HttpProblem: 400."""
     token = header[1:-1] if len(header) >= 2 and header[0] == header[-1] == '"' else header
     if not token or len(token) > 255 or not token.isascii() or not token.isprintable():
         raise HttpProblem(400, "bad_idempotency_key", "Idempotency-Key must be 1 to 255 printable ASCII characters")
@@ -240,7 +240,7 @@ def token_of(header: str) -> str:
 
 
 def _size(reply: StoredReply) -> int:
-    return len(reply.body) + 256  # headers and what holds them
+    return len(reply.body) + 256  # headers and overhead
 
 
 def _name(key: str) -> str:

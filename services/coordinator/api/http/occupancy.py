@@ -1,7 +1,7 @@
-"""Resources of this process that callers occupy: requests in hand, large bodies being read, and threads that parse.
+"""Per-caller limits on resources of this process: concurrent requests, large bodies being read, and parser threads.
 
-A caller that reaches its own bound is refused or waits; the others are served meanwhile. Keys of episodes and tokens
-count with the key that made them.
+A caller at its own limit is refused or waits, while other callers are served. Keys of episodes and tokens count for the
+key that made them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ __all__ = ["LargeBody", "Occupancy"]
 T = TypeVar("T")
 
 IN_THREAD_BYTES = 16 << 10
-"""Longer bodies are parsed beside the event loop."""
+"""Bodies longer than this (bytes) are parsed in a thread."""
 NUM_PARSERS = 2
 WAIT_S = 10.0
-"""Longest wait for a turn."""
+"""Longest wait for a slot, in seconds."""
 
 
 class Occupancy:
-    """Bounds per owner (the id of a key, or an address where there are no keys) and for all of them together."""
+    """Limits per owner (id of a key, or an address where there are no keys) and over all owners."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._most = settings.key_concurrency
@@ -39,7 +39,7 @@ class Occupancy:
 
     @contextlib.contextmanager
     def request(self, owner: str) -> Iterator[None]:
-        """Count a request while it is in hand. Raises HttpProblem: 429 the owner has too many."""
+        """Count a request while it is served. Raises HttpProblem: 429 the owner has too many."""
         if self._requests[owner] >= self._most:
             detail = f"more than {self._most} requests of this key are in hand; wait for some of them"
             raise _refusal("too_many_at_once", detail)
@@ -52,14 +52,14 @@ class Occupancy:
                 del self._requests[owner]
 
     def large_body(self, owner: str) -> LargeBody:
-        """A body that may turn out to be large."""
+        """Return the slot of a body that may turn out to be large."""
         return LargeBody(self._large, owner)
 
     async def parse(self, owner: str, body: bytes, work: Callable[[], T]) -> T:
-        """``work()``, which parses ``body``; of long ones beside the loop, one at a time for each owner.
+        """Return ``work()``, which parses ``body``; long bodies are parsed in a thread, one at a time for each owner.
 
         Raises:
-            HttpProblem: 429 it was not the owner's turn for WAIT_S.
+            HttpProblem: 429 no thread was free for the owner within WAIT_S.
         """
         if len(body) <= IN_THREAD_BYTES:
             return work()
@@ -67,12 +67,12 @@ class Occupancy:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def close(self) -> None:
-        """End the threads."""
+        """Shut the parser threads down."""
         self._threads.shutdown(wait=False)
 
 
 class LargeBody:
-    """The place of one request among those whose bodies are large."""
+    """Slot of one request among the large bodies."""
 
     def __init__(self, turns: _Turns, owner: str) -> None:
         self._turns, self._owner = turns, owner
@@ -80,18 +80,18 @@ class LargeBody:
         self._is_held = False
 
     async def enter(self) -> None:
-        """Wait for a place, once. Raises HttpProblem: 429."""
+        """Wait for a slot; later calls do nothing. Raises HttpProblem: 429."""
         if not self._is_held:
             self._is_held = True
             await self._held.enter_async_context(self._turns.turn(self._owner, "read"))
 
     async def leave(self) -> None:
-        """The body is parsed, or was given up."""
+        """Release the slot, once the body is parsed or abandoned."""
         await self._held.aclose()
 
 
 class _Turns:
-    """At most ``most`` at once, of each owner at most ``each``; who waits does so behind others of the same owner."""
+    """Semaphores for at most ``most`` holders, and ``each`` per owner. Waiters queue behind their own owner only."""
 
     def __init__(self, most: int, each: int) -> None:
         self._all, self._each = asyncio.Semaphore(most), each
@@ -99,7 +99,7 @@ class _Turns:
 
     @contextlib.asynccontextmanager
     async def turn(self, owner: str, what: str) -> AsyncIterator[None]:
-        """Wait for a turn and hold it. Raises HttpProblem: 429 there was none for WAIT_S."""
+        """Wait for a slot and hold it. Raises HttpProblem: 429 none was free within WAIT_S."""
         own, users = self._owners.get(owner) or (asyncio.Semaphore(self._each), 0)
         self._owners[owner] = own, users + 1
         try:

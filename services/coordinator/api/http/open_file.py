@@ -1,4 +1,4 @@
-"""A reply with the bytes of a file that is open already: who deletes the file meanwhile does not break it."""
+"""Replies with the bytes of a file that is already open, so that a deletion meanwhile does not break them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
 
 
 async def open_file(path: Path) -> tuple[BinaryIO, int]:
-    """The file and its size in bytes. Raises FileNotFoundError."""
+    """Open a file; return it and its size in bytes. Raises FileNotFoundError."""
 
     def work() -> tuple[BinaryIO, int]:
         file = path.open("rb")
@@ -30,10 +30,10 @@ async def open_file(path: Path) -> tuple[BinaryIO, int]:
 
 
 def byte_range(wanted: str, size: int) -> tuple[int, int] | None:
-    """The place [start, stop) that one range of a ``Range`` header asks for; None: send all, as for several ranges.
+    """Return the range [start, stop) of a ``Range`` header; None for the whole file, also if it names several ranges.
 
     Raises:
-        HttpProblem: 416, it starts past the end.
+        HttpProblem: 416 the range starts past the end.
     """
     found = _RANGE.fullmatch(wanted.replace(" ", ""))
     if found is None or not (found[1] or found[2]):
@@ -51,7 +51,7 @@ def byte_range(wanted: str, size: int) -> tuple[int, int] | None:
 
 
 def reply_of(file: BinaryIO, size: int, part: tuple[int, int] | None, *, etag: str) -> StreamingResponse:
-    """All of ``file`` or [start, stop) of it; closes it at the end."""
+    """Stream ``file``, or its part [start, stop), and close it at the end."""
     start, stop = part or (0, size)
     headers = {"ETag": etag, "Accept-Ranges": "bytes", "Content-Length": str(stop - start)}
     if part is not None:
@@ -69,6 +69,6 @@ async def _chunks(file: BinaryIO, start: int, stop: int) -> AsyncIterator[bytes]
         while start < stop:
             chunk = await asyncio.to_thread(os.pread, file.fileno(), min(CHUNK_BYTES, stop - start), start)
             if not chunk:
-                return  # cut short meanwhile: the reply is shorter than it says, and the client sees that
+                return  # the file was truncated: the reply is shorter than its Content-Length, which the client notices
             start += len(chunk)
             yield chunk

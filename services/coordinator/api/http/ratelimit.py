@@ -1,4 +1,4 @@
-"""Requests per key, end user and client address, shared between replicas through Redis; kept in memory without it."""
+"""Rate limits per key, end user and client address, shared between replicas through Redis, else kept in memory."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from penstock.shared.errors import ConfigError, Unavailable
 __all__ = ["Allowance", "RateLimiter", "parse_rate", "subscriber"]
 
 NUM_STORES = 256
-"""Counters in memory are spread over so many stores, for each looks through all it has whenever it counts."""
+"""Number of in-memory stores. A store scans all its counters at every hit, so the counters are spread over many."""
 PREFIX_V6 = 64
-"""The least that a subscriber has of IPv6 (RFC 6177): within it addresses are made up at will."""
+"""Smallest IPv6 prefix that a subscriber gets (RFC 6177); clients choose addresses within it freely."""
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """The verdict on ``wanted`` requests by the limit ``policy``: the first ``granted`` of them may pass."""
+    """Result of counting ``wanted`` requests against the limit ``policy``: the first ``granted`` of them may pass."""
 
     policy: str
     wanted: int
@@ -40,11 +40,11 @@ class Allowance:
 
     @property
     def allowed(self) -> bool:
-        """All of them may pass."""
+        """True if all of them may pass."""
         return self.granted == self.wanted
 
     def headers(self) -> dict[str, str]:
-        """``RateLimit`` and its policy (IETF draft-ietf-httpapi-ratelimit-headers), when to come back if refused."""
+        """Return ``RateLimit`` headers (IETF draft-ietf-httpapi-ratelimit-headers), with ``Retry-After`` if refused."""
         found = {
             "RateLimit-Policy": f'"{self.policy}";q={self.limit};w={self.window_s}',
             "RateLimit": f'"{self.policy}";r={self.remaining};t={self.reset_s}',
@@ -55,16 +55,16 @@ class Allowance:
         return found
 
     def refusal(self, code: str, whose: str) -> HttpProblem:
-        """The problem of who goes beyond the limit."""
+        """Return the problem document of a request beyond the limit."""
         detail = f"more than {self.limit} requests {whose} in {self.window_s} s; wait {max(1, self.reset_s)} s"
         return HttpProblem(429, code, detail, headers=self.headers())
 
 
 class RateLimiter:
-    """Sliding-window counters: of callers, of their live requests (models and feedback), of end users, of addresses.
+    """Sliding-window counters of callers, their live requests (models and feedback), end users and addresses.
 
     Raises:
-        ConfigError: a limit is not like ``600/minute``.
+        ConfigError: a limit does not look like ``600/minute``.
     """
 
     def __init__(self, settings: ServiceSettings, volatile: Volatile) -> None:
@@ -79,11 +79,11 @@ class RateLimiter:
 
     @property
     def limits_users(self) -> bool:
-        """End users have a limit."""
+        """True if end users have a limit."""
         return self._user is not None
 
     async def hit(self, caller: str, notation: str | None = None, *, live: bool = False) -> Allowance:
-        """Count one request of ``caller`` against its own limit, or else the deployment's."""
+        """Count one request of ``caller`` against its own limit ``notation``, or against the deployment's."""
         item = parse_rate(notation) if notation is not None else self._live if live else self._item
         caller = f"{caller}:live" if live and notation is None else caller
         return await self._count("requests", item, (caller,))
@@ -95,13 +95,13 @@ class RateLimiter:
         return await self._count("address", self._address, ("address", subscriber(host)))
 
     async def take_user(self, caller: str, pseudonym: str, num_requests: int) -> Allowance | None:
-        """Count as many of the requests for one end user as may pass; None where users have no limit."""
+        """Count as many of the requests of one end user as may pass; None where users have no limit."""
         if self._user is None:
             return None
         return await self._count("user", self._user, ("user", caller, pseudonym), num_requests)
 
     async def check_tokens(self, owner: str) -> None:
-        """Raises HttpProblem: 429 the key ``owner`` has used up its tokens. The first one of the answer is counted."""
+        """Raise HttpProblem (429) if the key ``owner`` has used up its tokens; count the first token of the answer."""
         found = await self.take_tokens(owner, 1)
         if found is not None and not found.allowed:
             wait_s = max(1, found.reset_s)
@@ -125,14 +125,14 @@ class RateLimiter:
             try:
                 return await self._volatile.call(lambda _: count_in(shared))
             except Unavailable:
-                pass  # the same limit, counted by this process alone
+                pass  # fall back to this process's own count
         return await count_in(self._local[hash(who) % NUM_STORES])
 
 
 async def _take(
     counters: SlidingWindowCounterRateLimiter, item: RateLimitItem, who: tuple[str, ...], wanted: int
 ) -> tuple[int, int, float]:
-    """``(how many of the requests may pass, how many more could, Unix time at which more may)``."""
+    """Return ``(requests that may pass, how many more could, Unix time at which more may)``."""
     granted = wanted if await counters.hit(item, *who, cost=wanted) else 0
     stats = await counters.get_window_stats(item, *who)
     if granted:
@@ -144,7 +144,7 @@ async def _take(
 
 
 def subscriber(host: str) -> str:
-    """Address under which a client is counted; names of a proxy that are no addresses are one client."""
+    """Return the address under which a client is counted; proxy names that are not addresses count as one client."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -169,10 +169,10 @@ def _limit_or_none(variable: str, notation: str) -> RateLimitItem | None:
 
 @lru_cache(maxsize=256)
 def parse_rate(notation: str) -> RateLimitItem:
-    """A limit like ``600/minute``.
+    """Parse a limit like ``600/minute``.
 
     Raises:
-        ConfigError: it does not look like that.
+        ConfigError: the notation is not valid.
     """
     try:
         return parse(notation)

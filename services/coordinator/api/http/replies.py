@@ -1,4 +1,4 @@
-"""JSON replies and problem documents (RFC 9457 and the shape of OpenAI's errors in one body)."""
+"""JSON replies and problem documents (RFC 9457, which also contain an error object in OpenAI's format)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["Json", "Problem", "from_error", "problem_body", "problem_response"]
 
 
 class ErrorObject(BaseModel):
-    """The same problem as OpenAI's clients read it."""
+    """The same problem in the format of OpenAI's errors."""
 
     message: str
     type: str
@@ -47,7 +47,7 @@ class Problem(BaseModel):
     error: ErrorObject
 
     def document(self) -> dict[str, Any]:
-        """As JSON, without ``max_bytes`` where nothing is too long."""
+        """Return the document as JSON, without ``max_bytes`` unless something was too long."""
         return self.model_dump(mode="json", exclude={"max_bytes"} if self.max_bytes is None else None)
 
 
@@ -57,7 +57,7 @@ class Json(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Bytes of ``content``."""
+        """Return ``content`` as JSON bytes."""
         if isinstance(content, BaseModel):
             content = content.model_dump(mode="json")
         return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
@@ -76,7 +76,7 @@ _KINDS: tuple[tuple[type[PenstockError], int, str], ...] = (
 
 
 def from_error(error: PenstockError) -> HttpProblem:
-    """The HTTP form of an error of the system; what the user cannot act on is a 500 without internals."""
+    """Return the HTTP form of an error; errors that the user cannot act on become a 500 without internals."""
     if isinstance(error, HttpProblem):
         return error
     for kind, status, code in _KINDS:
@@ -87,7 +87,7 @@ def from_error(error: PenstockError) -> HttpProblem:
 
 
 def problem_body(problem: HttpProblem, instance: str) -> Problem:
-    """The document that describes ``problem``."""
+    """Return the problem document of ``problem``; ``instance`` is the path of the request."""
     return Problem(
         type=f"urn:penstock:problem:{problem.code}",
         title=HTTPStatus(problem.status).phrase,
@@ -106,10 +106,10 @@ def problem_body(problem: HttpProblem, instance: str) -> Problem:
 
 
 def problem_response(problem: HttpProblem, instance: str) -> Response:
-    """The reply for ``problem``; ``instance`` is the path of the request."""
+    """Return the reply for ``problem``; ``instance`` is the path of the request."""
     status, body = problem.status, problem_body(problem, instance)
     headers = dict(problem.headers)
-    if status == 409:  # stock SDKs retry a 409 unless told otherwise
+    if status == 409:  # OpenAI's SDKs retry a 409 by default
         headers.setdefault("x-should-retry", "false")
     return Response(orjson.dumps(body.document()), status, headers, "application/problem+json")
 

@@ -1,4 +1,4 @@
-"""Server-sent events (WHATWG HTML §9.2): ids to resume from, pings in silence, an end that clients can tell."""
+"""Server-sent events (WHATWG HTML §9.2) with resumable ids, pings during silence, and an explicit end event."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from penstock.shared.errors import PenstockError
 __all__ = ["CONTENT", "END", "HEADERS", "PING", "PING_S", "RETRY", "event_stream", "failure", "frame"]
 
 PING_S = 15.0
-"""Silence after which a comment keeps proxies and half-open connections honest."""
+"""Seconds of silence before a ping, which keeps proxies from closing the connection and detects dead clients."""
 RETRY = b"retry: 1000\n\n"
-"""How long a client waits before it connects again, in ms: the first bytes of a stream."""
+"""First bytes of a stream: the client's delay before it reconnects, in ms."""
 PING, END = b": ping\n\n", b"event: end\ndata: {}\n\n"
 EventId = int | str
-"""Value that ``Last-Event-ID`` sends back: a sequence, or a cursor on one line."""
+"""Value that ``Last-Event-ID`` sends back: a sequence number, or a one-line cursor."""
 CONTENT: dict[str, Any] = {
     "text/event-stream": {
         "schema": {
@@ -36,18 +36,18 @@ CONTENT: dict[str, Any] = {
         }
     }
 }
-"""A stream in the OpenAPI document: before version 3.2 the schema of a stream is that of one event."""
+"""Streams in the OpenAPI document: before version 3.2 the schema of a stream is that of one event."""
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
 async def event_stream(
     rows: AsyncIterator[tuple[EventId | None, dict[str, Any]]], *, stopping: asyncio.Event, ping_s: float = PING_S
 ) -> AsyncIterator[bytes]:
-    """Bytes of an event stream over ``rows``.
+    """Yield the bytes of an event stream over ``rows``.
 
-    Each row is ``id: ID / event: TYPE / data: JSON``; one without an id is no place to resume from. After the last one
-    comes ``event: end``. When ``stopping`` is set, or the source fails, the stream breaks off and the client resumes
-    with ``Last-Event-ID``.
+    Each row becomes ``id: ID / event: TYPE / data: JSON``; clients cannot resume after a row without an id. ``event:
+    end`` follows the last row. When ``stopping`` is set, or the source fails, the stream breaks off and the client
+    resumes with ``Last-Event-ID``.
     """
     yield RETRY
     stop = asyncio.create_task(stopping.wait())
@@ -82,13 +82,13 @@ async def event_stream(
 
 
 def frame(id: EventId | None, row: dict[str, Any]) -> bytes:
-    """One event."""
+    """Encode one event."""
     place = f"id: {id}\n".encode() if id is not None else b""
     return place + _event(str(row.get("type", "message")), {"id": id, **row})
 
 
 def failure(error: PenstockError) -> bytes:
-    """The event before a stream that breaks off."""
+    """Encode the error event that precedes the end of a broken stream."""
     problem = from_error(error)
     return _event("error", {"code": problem.code, "detail": problem.detail})
 

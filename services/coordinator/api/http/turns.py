@@ -1,4 +1,4 @@
-"""Turns of the event loop: work that many clients cause at once is spread over several of them."""
+"""Fair scheduling on the event loop: a burst of tasks is spread over several iterations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """Lets at most ``most`` tasks go on in one turn of the loop, so that a burst of them never holds up the others."""
+    """Limiter that lets at most ``most`` tasks proceed per loop iteration, so that bursts do not delay other tasks."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -17,7 +17,7 @@ class Turns:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def mine(self) -> None:
-        """Return when the task may go on."""
+        """Wait for the caller's turn."""
         loop = asyncio.get_running_loop()
         if not self._begun:
             loop.call_soon(self._next)

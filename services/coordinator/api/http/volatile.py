@@ -1,4 +1,4 @@
-"""Redis or Valkey as a helper that may vanish at any time: short timeouts, and a breaker so nobody queues."""
+"""Redis or Valkey as an optional helper: short timeouts, and a circuit breaker so that no caller queues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.shared.errors import Unavailable
 __all__ = ["CALL_TIMEOUT_S", "Volatile"]
 
 CALL_TIMEOUT_S = 0.25
-"""Most time that a request spends on Redis before it goes on without it."""
+"""Longest time that a request spends on Redis before it continues without, in seconds."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 
 T = TypeVar("T")
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Volatile:
-    """A Redis that callers can do without: ``call`` answers quickly, or raises Unavailable at once while it is away."""
+    """Optional Redis connection: ``call`` is quick, or raises Unavailable at once while Redis is down."""
 
     def __init__(self, url: str | None) -> None:
         self.client = _client(url) if url else None
@@ -37,11 +37,11 @@ class Volatile:
 
     @property
     def configured(self) -> bool:
-        """A URL was given."""
+        """True if a URL was given."""
         return self.client is not None
 
     async def answers(self) -> bool:
-        """Ask it, where calls are allowed at the moment: nobody else may need it for a long time."""
+        """Ping Redis, unless the circuit breaker is open; return True if it answered the latest call."""
         with contextlib.suppress(Unavailable):
             await self.call(lambda client: client.ping())
         return not self._away
@@ -50,13 +50,13 @@ class Volatile:
         """Run ``work`` on the client within CALL_TIMEOUT_S.
 
         Raises:
-            Unavailable: not configured, away, too slow, or it failed a moment ago and is not tried yet.
+            Unavailable: Redis is not configured, failed or timed out, or the breaker is open after a recent failure.
         """
         client, probing = self.client, self._away
         now = time.monotonic()
         if client is None or now < self._closed_until:
             raise Unavailable("redis is not in use at the moment")
-        if probing:  # one caller finds out; the others go on without waiting for its verdict
+        if probing:  # one caller probes; the others continue without waiting for the result
             self._closed_until = now + 2 * CALL_TIMEOUT_S
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
@@ -68,7 +68,7 @@ class Volatile:
         return result
 
     async def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         if self.client is not None:
             await self.client.aclose()
 
@@ -88,7 +88,7 @@ class Volatile:
 
 
 def _client(url: str) -> redis.asyncio.Redis:
-    """Fails fast; reconnects once when a pooled connection turns out dead."""
+    """Return a client that fails fast, and reconnects once if a pooled connection is dead."""
     return redis.asyncio.Redis.from_url(
         url,
         socket_timeout=CALL_TIMEOUT_S,

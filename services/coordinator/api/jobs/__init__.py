@@ -1,1 +1,1 @@
-"""Routes about jobs: submit, amend, operate, watch, read samples and checkpoints."""
+"""Routes about jobs: submit, amend, control, observe, and read samples and checkpoints."""

@@ -1,4 +1,4 @@
-"""Routes that change a job: its file while it runs, its length when it has ended, and operations on it."""
+"""Routes that change a job: its file while it runs, its length after it ended, and operations on it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Amended(JobRecord):
 
 
 class Patch(BaseModel):
-    """Part of a job file, as a JSON merge patch (RFC 7396); null takes a key back to its default."""
+    """Part of a job file, as a JSON merge patch (RFC 7396); null resets a key to its default."""
 
     model_config = {"extra": "forbid", "json_schema_extra": {"minProperties": 1}}
 
@@ -88,12 +88,12 @@ async def amend(
 ) -> Response:
     """Change a job file while the job runs.
 
-    What may change: `train.max_updates`, `checkpoint.every`, `checkpoint.keep`, `limits.*`, `optimizer.learning_rate`,
-    `algorithm.kl.coef`, `sampling.temperature` and `metadata`. It holds from the next batch on that is sealed; batches
-    keep what they were sealed with, so that replays stay exact. A temperature holds for what is drawn from then on:
-    each completion is trained at the one that it was sampled at. `backend` holds from the end of the update that is
-    under way: the trainer takes a checkpoint and opens it with the other backend, optimizer included.
-    `If-Match` fails where somebody changed the job since.
+    Amendable keys: `train.max_updates`, `checkpoint.every`, `checkpoint.keep`, `limits.*`, `optimizer.learning_rate`,
+    `algorithm.kl.coef`, `sampling.temperature` and `metadata`. A change applies from the next sealed batch; sealed
+    batches keep their settings, so that replays stay exact. A new temperature applies to completions sampled from then
+    on: each completion is trained at the temperature that it was sampled at. `backend` applies after the current
+    update: the trainer writes a checkpoint and opens it with the other backend, optimizer state included. `If-Match`
+    fails if the job was changed since.
     """
     patch = await read_object(request, patch_too=True)
 
@@ -113,7 +113,7 @@ async def amend(
 
 
 def amended(record: JobRecord, patch: dict[str, Any]) -> AnyJob:
-    """The job file of ``record`` with ``patch`` applied.
+    """Return the job file of ``record`` with ``patch`` applied.
 
     Raises:
         HttpProblem: 422 `immutable_field` or `invalid_job`, with a pointer to each flaw.
@@ -143,7 +143,7 @@ def amended(record: JobRecord, patch: dict[str, Any]) -> AnyJob:
 
 
 def _without_old_backend(raw: dict[str, Any], patch: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """The keys of one type of backend mean nothing to another one."""
+    """Drop the old backend's keys if the patch selects another type, for which they have no meaning."""
     section = patch.get(BACKEND)
     if not isinstance(section, dict) or section.get("type") in (None, value_at(known, f"{BACKEND}.type")):
         return raw
@@ -170,7 +170,7 @@ def _immutable(keys: list[str]) -> HttpProblem:
 
 
 def _check_match(if_match: str, record: JobRecord) -> None:
-    """A tag is good while nobody changed what is wanted since, whatever was observed of the run."""
+    """Check ``If-Match``: a tag stays valid while the job file is unchanged, even if the status of the run changes."""
     if not if_match or if_match.strip() == "*":
         return
     tags = [tag.strip().strip('"') for tag in if_match.split(",")]
@@ -185,7 +185,7 @@ def _check_match(if_match: str, record: JobRecord) -> None:
 
 
 class Extension(BaseModel):
-    """How long a job that has ended is to be."""
+    """New length of a job that has ended."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -193,10 +193,10 @@ class Extension(BaseModel):
 
 
 class ExtendedJob(JobRecord):
-    """The job as it is now."""
+    """The extended job."""
 
     notes: list[str]
-    """Changes that its settings bring with the greater length: of the learning rate, for example."""
+    """Side effects of the new length on the job's settings, such as on the learning rate."""
 
 
 @router.post(
@@ -207,7 +207,7 @@ class ExtendedJob(JobRecord):
     responses={409: {"description": "It has not ended, or cannot go on."}},
 )
 async def extend(request: Request, job: JobId, caller: Writer, backend: BackendDep) -> Response:
-    """Let a job that has ended go on: optimizer, place in the schedule, data order, numbering and ledger continue."""
+    """Continue a job that has ended, with its optimizer state, schedule position, data order, numbering and ledger."""
     wanted = await read_model(request, Extension)
     record, notes = await backend.control.extend(job, wanted.max_updates, by=caller.id)
     return Json(ExtendedJob(**record.model_dump(), notes=notes), 202, {"ETag": f'"{record.revision}"'})
@@ -218,7 +218,7 @@ async def extend(request: Request, job: JobId, caller: Writer, backend: BackendD
 
 @router.post("/checkpoints", status_code=202, response_model=Operation)
 async def checkpoint_now(job: JobId, caller: Writer, backend: BackendDep) -> Response:
-    """Ask for a checkpoint of what is trained by now; the operation tells when it is there, and its number."""
+    """Request a checkpoint of the current weights; the operation reports when it exists, and its number."""
     return await begin(backend, job, "checkpoint", caller)
 
 
@@ -229,7 +229,7 @@ async def get_operation(
     backend: BackendDep,
     wait: Annotated[float, Query(ge=0, le=60, description="Hold the reply until it is over")] = 0,
 ) -> Response:
-    """Show an operation; a job remembers its newest ones."""
+    """Show an operation; a job keeps only its newest ones."""
 
     def find(record: JobRecord) -> Operation | None:
         return next((one for one in record.operations if one.id == operation), None)

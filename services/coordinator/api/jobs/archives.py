@@ -1,4 +1,4 @@
-"""Files as one tar archive (POSIX.1-2001), sent while they are read."""
+"""Tar archives (POSIX.1-2001) that are streamed while their files are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True)
 class Member:
-    """A file of the archive, under ``name`` in it."""
+    """A file of the archive; ``name`` is its path in it."""
 
     name: str
     path: Path
@@ -26,15 +26,15 @@ class Member:
 
 
 def tar_bytes(members: Sequence[Member]) -> int:
-    """Length of the archive."""
+    """Return the length of the archive in bytes."""
     return sum(len(_header(one, 0)) + _padded(one.nbytes) for one in members) + 2 * BLOCK
 
 
 async def tar_stream(members: Sequence[Member], *, mtime: int) -> AsyncIterator[bytes]:
-    """Bytes of the archive; ``mtime`` (Unix seconds) is that of every file in it.
+    """Yield the bytes of the archive; ``mtime`` (Unix seconds) applies to every file in it.
 
     Raises:
-        Unavailable: a file is gone or has another size; the archive breaks off short.
+        Unavailable: a file is gone or has another size; the archive is truncated there.
     """
     for one in members:
         yield _header(one, mtime)

@@ -37,13 +37,13 @@ FileName = Annotated[str, Path(description="As the checkpoint's `files` name it"
 
 @router.get("", response_model=CheckpointList, dependencies=READ)
 async def list_checkpoints(job: JobId, backend: BackendDep) -> Response:
-    """The checkpoints that the ledger records, oldest first, with the sha256 of every file."""
+    """List the checkpoints that the ledger records, oldest first, with the sha256 of every file."""
     return Json({"object": "list", "data": await backend.control.checkpoints(job), "has_more": False})
 
 
 @router.get("/{number}", response_model=CheckpointRow, dependencies=READ)
 async def get_checkpoint(job: JobId, number: Number, backend: BackendDep) -> Response:
-    """One checkpoint and its files."""
+    """Show one checkpoint and its files."""
     return Json(await backend.control.checkpoint(job, number))
 
 
@@ -54,7 +54,7 @@ async def get_checkpoint(job: JobId, number: Number, backend: BackendDep) -> Res
     responses={409: {"description": "The run needs it, or its files are not here."}},
 )
 async def delete(job: JobId, number: Number, backend: BackendDep) -> Response:
-    """Delete the files of a checkpoint; while the job runs not those of the initial, the best and the newest one."""
+    """Delete the files of a checkpoint. While the job runs, its initial, best and newest checkpoints are refused."""
     await backend.control.delete_checkpoint(job, number)
     return Response(status_code=204)
 
@@ -69,7 +69,7 @@ async def delete(job: JobId, number: Number, backend: BackendDep) -> Response:
     },
 )
 async def archive(job: JobId, number: Number, backend: BackendDep) -> Response:
-    """All files of a checkpoint as one tar, in the directory `checkpoint-NUMBER`; the same bytes each time."""
+    """Download all files of a checkpoint as one tar, in the directory `checkpoint-NUMBER`; its bytes never vary."""
     row = await backend.control.checkpoint(job, number)
     if not row["available"]:
         raise Conflict(f"the files of checkpoint {number} are not on the coordinator's host")
@@ -98,7 +98,7 @@ async def download(
     if_range: Annotated[str, Header()] = "",
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
-    """Download a file. ``ETag`` is its sha256; ``Range`` with ``If-Range`` goes on where a download broke off."""
+    """Download a file. Its ``ETag`` is its sha256; ``Range`` with ``If-Range`` resumes an interrupted download."""
     path, sha256 = await backend.control.checkpoint_file(job, number, name)
     what = f"file '{name}' of checkpoint {number}"
     return await send_file(path, sha256, what, wanted=wanted, if_range=if_range, if_none_match=if_none_match)
@@ -118,7 +118,7 @@ async def artifact(
     if_range: Annotated[str, Header()] = "",
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
-    """A file of any committed checkpoint by the sha256 of its content, which is its ``ETag``, too; with ``Range``."""
+    """Download a file of any committed checkpoint by its sha256, which is also its ``ETag``; supports ``Range``."""
     path = await backend.control.artifact(sha256)
     return await send_file(path, sha256, "this file", wanted=wanted, if_range=if_range, if_none_match=if_none_match)
 
@@ -126,10 +126,10 @@ async def artifact(
 async def send_file(
     path: pathlib.Path, sha256: str, what: str, *, wanted: str, if_range: str, if_none_match: str
 ) -> Response:
-    """A file, or the part of it that the headers ask for.
+    """Return a file, or the part of it that the headers request.
 
     Raises:
-        Conflict: retention took it meanwhile.
+        Conflict: retention deleted the file meanwhile.
         HttpProblem: 416 the range starts past its end.
     """
     etag = f'"{sha256}"'

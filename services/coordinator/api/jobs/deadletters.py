@@ -1,4 +1,4 @@
-"""Routes about dead letters: messages that nobody could use, kept with the reason."""
+"""Routes about dead letters: messages that could not be processed, stored with the reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LetterId = Annotated[int, Path(ge=1, le=_SEQ_MAX, description="As the list shows
 
 
 class LetterRow(BaseModel):
-    """A dead letter: where it came from, how often it was tried, why it is here, the draw that it stood for."""
+    """A dead letter: its source stream, number of delivery attempts, reason, and the draw that it belongs to."""
 
     id: int
     time: float
@@ -36,7 +36,7 @@ class LetterRow(BaseModel):
 
 
 class Letter(LetterRow):
-    """With its headers and its content: a ticket as it reads, of anything else the first bytes."""
+    """A dead letter with its headers and content: a decoded ticket, or the first bytes of any other message."""
 
     nbytes: int
     headers: dict[str, str]
@@ -77,7 +77,7 @@ async def get_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Respo
 
 @router.delete("/{letter}", status_code=204, dependencies=[require("jobs:write")])
 async def drop_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Response:
-    """Forget a dead letter; its draw ended when it was buried."""
+    """Delete a dead letter. Its draw had ended when the dead letter was stored."""
     await backend.control.get(job)
     await backend.control.dead_letters.drop(job, letter)
     return Response(status_code=204)
@@ -87,10 +87,11 @@ async def drop_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Resp
 async def replay_letter(
     job: JobId, letter: LetterId, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
 ) -> Response:
-    """Ask for its prompt again: a new draw in the ledger, after which the letter is dropped. For jobs that run.
+    """Retry a dead letter of a running job: its prompt becomes a new draw in the ledger; the dead letter is dropped.
 
-    Interactions and feedback are stored in their stream again, but for what is over or known by now (``result.stored``:
-    how many were). Where they still cannot be read the operation fails, and the letter stays.
+    Interactions and feedback are stored in their stream again, except those that are decided or known by now
+    (``result.stored`` counts the stored ones). If they still cannot be decoded, the operation fails and the dead letter
+    stays.
     """
     await backend.control.get(job)
     await backend.control.dead_letters.check_replayable(job, letter)

@@ -1,4 +1,4 @@
-"""Routes that submit, show and steer jobs."""
+"""Routes that submit, show and control jobs."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ __all__ = ["MAX_PAGE", "MAX_WAIT_S", "check_code", "check_files", "router"]
 MAX_PAGE = 100
 MAX_WAIT_S = 300.0
 CHARACTERS = "char"
-"""A tokenizer without a file."""
+"""Name of the character tokenizer, which has no file."""
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-"""Name of a model on a hub, unless there is such a file."""
+"""Name of a model on a hub, unless a file with that path exists."""
 _LABEL = re.compile(r"metadata\[(.{1,64})\]")
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -89,9 +89,9 @@ async def list_jobs(
         str | None, Query(max_length=32, description="rl, online_rl, embodied, evaluation or serving")
     ] = None,
 ) -> Response:
-    """List jobs by time of submission, newest first unless ``order=asc``; with a key for some models, those of these.
+    """List jobs by time of submission, newest first unless ``order=asc``. A key for some models sees only their jobs.
 
-    ``metadata[KEY]=VALUE`` in the query, once or several times, keeps those that carry these labels.
+    ``metadata[KEY]=VALUE`` in the query, which may be repeated, selects jobs with these labels.
     """
     labels = {m[1]: value for key, value in request.query_params.multi_items() if (m := _LABEL.fullmatch(key))}
     found = await backend.control.list_jobs(
@@ -117,7 +117,7 @@ async def get_job(
     goal: Annotated[Goal, Query(alias="for", description="terminal, change, or a phase")] = "terminal",
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
-    """Show a job; ``?wait=60&for=terminal`` waits for its end (or for a phase), and then shows it as it is."""
+    """Show a job. ``?wait=60&for=terminal`` waits up to 60 s for its end (or for a phase) before it replies."""
     record = await backend.control.get(job)
     if wait and not if_none_match and goal == "change":
         if_none_match = _etag(record)
@@ -134,9 +134,9 @@ async def get_job(
     responses={409: {"description": "It has not ended, or a job that runs began with one of its checkpoints."}},
 )
 async def delete(job: JobId, backend: BackendDep, checkpoints: bool = False) -> Response:
-    """Delete a job that has ended: its record, ledger, groups, metrics, events and feedback. There is no way back.
+    """Delete a job that has ended: its record, ledger, groups, metrics, events and feedback. This cannot be undone.
 
-    Its checkpoints stay on disk, and no reply names them any more; with ``checkpoints=true`` they are deleted, too.
+    Its checkpoints stay on disk, but no reply names them any more; ``checkpoints=true`` deletes them, too.
     """
     await backend.control.delete(job, checkpoints=checkpoints)
     return Response(status_code=204)
@@ -146,9 +146,9 @@ async def delete(job: JobId, backend: BackendDep, checkpoints: bool = False) -> 
 async def cancel(
     job: JobId, caller: Writer, backend: BackendDep, force: bool = False, checkpoint: bool = True
 ) -> Response:
-    """Ask a job to end. It drains and writes a checkpoint first. Safe to repeat.
+    """Request that a job ends. It drains and writes a checkpoint first. Safe to repeat.
 
-    With ``checkpoint=false`` it only drains, with ``force=true`` it does neither.
+    With ``checkpoint=false`` it only drains; with ``force=true`` it does neither.
     """
     record = await backend.control.steering.set_desired(
         job, "cancelled", by=caller.id, force=force, checkpoint=checkpoint
@@ -158,18 +158,18 @@ async def cancel(
 
 @router.post("/{job_id}/pause", status_code=202, response_model=JobRecord)
 async def pause(job: JobId, caller: Writer, backend: BackendDep) -> Response:
-    """Ask a job to stop after its present update. Safe to repeat."""
+    """Request that a job stops after its current update. Safe to repeat."""
     return _record(await backend.control.steering.set_desired(job, "paused", by=caller.id), 202)
 
 
 @router.post("/{job_id}/resume", status_code=202, response_model=JobRecord)
 async def resume(job: JobId, caller: Writer, backend: BackendDep) -> Response:
-    """Let a paused job go on. Safe to repeat."""
+    """Resume a paused job. Safe to repeat."""
     return _record(await backend.control.steering.set_desired(job, "running", by=caller.id), 202)
 
 
 async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
-    """A key for some models submits jobs with their names, and from checkpoints of their jobs."""
+    """Check that a key for some models submits a job under their names, and from checkpoints of their jobs."""
     if caller.models is None:
         return
     check_name(caller, spec.name)
@@ -179,14 +179,14 @@ async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
 
 
 async def check_origin(backend: Backend, caller: Caller, path: str) -> None:
-    """Look whether a caller may begin with the checkpoint that ``path`` names, if it names one.
+    """Check that a caller may start from the checkpoint that ``path`` names, if it names one.
 
     Raises:
         HttpProblem: 403 the key is for other models than that of the checkpoint's job.
     """
     if caller.models is None or not path.startswith(REFERENCE):
         return
-    with contextlib.suppress(ConfigError):  # said in the terms of the job file where it is looked up
+    with contextlib.suppress(ConfigError):  # a later check reports a bad reference in terms of the job file
         job, _ = parse_reference(path)
         for made_by in await backend.control.job_entries(frozenset({job})):
             if not caller.may_use(made_by.name, made_by.id):
@@ -194,14 +194,14 @@ async def check_origin(backend: Backend, caller: Caller, path: str) -> None:
 
 
 def check_code(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
-    """Look whether a caller may have the code run that a job file names; the built-in kinds of things are none.
+    """Check that a caller may run the code that a job file names; built-in components are not code.
 
     Raises:
-        HttpProblem: 403, the key lacks the scope jobs:code, or is for other modules; names the key of the job file.
+        HttpProblem: 403 the key lacks the scope jobs:code, or is for other modules; names the key of the job file.
     """
     found = [*named(spec, "code")]
     if isinstance(spec, EmbodiedJob):
-        if ":" in spec.environment.task:  # a module that registers it
+        if ":" in spec.environment.task:  # the name of a module that registers the task
             found.append(("environment.task", spec.environment.task))
     elif spec.model.trust_remote_code:
         found.append(("model.trust_remote_code", ""))
@@ -227,7 +227,7 @@ def _is_below(module: str, allowed: frozenset[str]) -> bool:
 
 
 def _files_in_options(spec: AnyJob) -> Iterator[tuple[str, str]]:
-    """Texts among the keyword arguments of a simulator that name a file, for it may read whatever it is given."""
+    """Yield simulator arguments that name a file, because the simulator may read any file it is given."""
     if not isinstance(spec, EmbodiedJob):
         return
     for key, text in _texts_in(spec.environment.options, "environment.options"):
@@ -247,10 +247,10 @@ def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:
 
 
 def check_files(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
-    """Look whether a caller may have the files read that a job file names. Follows symbolic links; blocks.
+    """Check that a caller may read the files that a job file names. Follows symbolic links; blocks.
 
     Raises:
-        HttpProblem: 403, a path leads out of the directories of the deployment; names the key of the job file.
+        HttpProblem: 403 a path leads outside the deployment's directories; names the key of the job file.
     """
     roots = [Path(root.strip()).expanduser().resolve() for root in settings.job_roots.split(",") if root.strip()]
     if not roots and caller.may("admin"):
@@ -266,10 +266,10 @@ def check_files(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None
 
 
 def _resolved(name: str) -> Path:
-    """The file itself. Raises HttpProblem: 403, there is no telling where a path leads."""
+    """Return the path with symbolic links resolved. Raises HttpProblem: 403 it cannot be resolved."""
     try:
         return Path(name).expanduser().resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # loops of links, no such user, bytes that no path has
+    except (OSError, ValueError, RuntimeError) as error:  # link loops, unknown users, bytes that are not valid in paths
         raise HttpProblem(403, "other_path", f"'{name}' cannot be followed: {error}") from None
 
 

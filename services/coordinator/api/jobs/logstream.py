@@ -1,4 +1,4 @@
-"""Following the services' logs: the lines as they come, to the end of the job."""
+"""Live log lines of the services, until the end of the job."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["LOOK_S", "follow_logs"]
 Row = dict[str, Any]
 
 LOOK_S = 0.5
-"""Pause between two looks at the files."""
+"""Poll interval of the log files, in seconds."""
 
 
 async def follow_logs(
     backend: Backend, job: str, *, service: str | None, tail: int, after: str | None, unnamed: bool
 ) -> AsyncIterator[tuple[str, Row]]:
-    """``(cursor, {"type": "log", "lines": [...]})`` whenever there are new lines; first the last ``tail``.
+    """Yield ``(cursor, {"type": "log", "lines": [...]})`` whenever there are new lines, after the last ``tail`` lines.
 
-    Ends once the job is terminal and a last look was taken. Those who have read equally far share a look.
+    Ends once the job is terminal and a last read is done. Clients at the same cursor share a read.
     """
     cursor, control = after, backend.control
     while True:

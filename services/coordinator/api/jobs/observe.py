@@ -46,7 +46,7 @@ PARQUET = "application/vnd.apache.parquet"
 
 
 def as_csv(found: dict[str, Any]) -> bytes:
-    """A header line and a line per step; an empty cell where a step has no value."""
+    """Return a header line and one line per step; a cell is empty where a step has no value."""
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["step", "wall", *found["series"]])
@@ -55,10 +55,10 @@ def as_csv(found: dict[str, Any]) -> bytes:
 
 
 def as_parquet(found: dict[str, Any]) -> bytes:
-    """A table with the columns ``step`` (int64), ``wall`` and one per series (float64, null where a step has none).
+    """Return a table with the columns ``step`` (int64), ``wall`` and each series (float64, null where a step has none).
 
     Raises:
-        HttpProblem: 406, the coordinator runs without pyarrow.
+        HttpProblem: 406 pyarrow is not installed.
     """
     try:
         import pyarrow
@@ -113,9 +113,9 @@ async def events(
 ) -> Response:
     """List events; with ``Accept: text/event-stream`` follow them (``Last-Event-ID`` resumes without loss).
 
-    Where events after that id may not be kept any more, the stream begins with an event ``reset``. With
-    ``format=cloudevents``, or ``application/cloudevents+json`` in ``Accept``, each event is a CloudEvent, as webhooks
-    are sent it.
+    If events after that id may have been deleted, the stream begins with an event ``reset``. With
+    ``format=cloudevents``, or ``application/cloudevents+json`` in ``Accept``, each event is a CloudEvent in the form
+    that webhooks send.
     """
     control, feeds = backend.control, backend.feeds
     start = _start(after, last_event_id)
@@ -168,7 +168,7 @@ async def metrics(
     ] = None,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
 ) -> Response:
-    """Metrics by column, thinned out to ``max_points``; as JSON, CSV or Parquet."""
+    """Show metrics by column, thinned out to ``max_points``; as JSON, CSV or Parquet."""
     wanted = [name.strip() for name in names.split(",") if name.strip()] if names else None
     found = await backend.control.metrics(
         job, names=wanted, step_from=step_from, step_to=step_to, max_points=max_points
@@ -182,7 +182,7 @@ async def metrics(
 
 @router.get("/metrics/names", response_model=RowList, dependencies=[require("metrics:read")])
 async def metric_names(job: JobId, backend: BackendDep) -> Response:
-    """Every metric of the job: its name, how many values it has, its first and last step, its newest value."""
+    """List every metric of the job: name, number of values, first and last step, newest value."""
     return _rows(await backend.control.metric_names(job))
 
 
@@ -193,13 +193,13 @@ async def timeline(
     step: Annotated[int | None, Query(ge=1, le=_SEQ_MAX, description="Only this batch")] = None,
     limit: Annotated[int, Query(ge=1, le=1000, description="Newest batches")] = 20,
 ) -> Response:
-    """Spans of each update, for a Gantt chart: `generate`, `wait`, `train`, `checkpoint`, in Unix seconds."""
+    """List the spans of each update, for a Gantt chart: `generate`, `wait`, `train`, `checkpoint`, in Unix seconds."""
     return _rows(await backend.control.timeline(job, step=step, limit=limit))
 
 
 @router.get("/workers", response_model=RowList, dependencies=READ)
 async def workers(job: JobId, backend: BackendDep) -> Response:
-    """Workers of the job, their policy versions, and what each waits for."""
+    """List the workers of the job, their policy versions, and what each waits for."""
     return _rows(await backend.control.workers(job))
 
 
@@ -215,9 +215,9 @@ async def samples(
     min_reward: Annotated[float | None, Query(allow_inf_nan=False)] = None,
     env: Env = None,
 ) -> Response:
-    """Completions with their rewards; newest update first. `href` of a row leads to its tokens.
+    """List completions with their rewards, newest update first. `href` of a row leads to its tokens.
 
-    `videos` names films of held-out episodes, which `GET /v1/jobs/{job_id}/videos` describes.
+    `videos` contains addresses of videos of held-out episodes; `GET /v1/jobs/{job_id}/videos` describes them.
     """
     found = await backend.control.samples(
         job, step=step, limit=limit + 1, sort=sort, after=after, min_reward=min_reward, env=env
@@ -228,7 +228,7 @@ async def samples(
 
 @router.get("/videos", response_model=RowList, dependencies=READ)
 async def videos(job: JobId, backend: BackendDep) -> Response:
-    """Films of held-out episodes, by policy version and reset id; the oldest of all jobs are dropped when room ends."""
+    """List videos of held-out episodes, by policy version and reset id. A full store drops the oldest of all jobs."""
     return _rows(await backend.control.videos(job))
 
 
@@ -251,7 +251,7 @@ async def video(
     wanted: Annotated[str, Header(alias="range")] = "",
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
-    """A film as an MP4 file (H.264); with ``Range``, as players ask for it."""
+    """Download a video as an MP4 file (H.264); supports ``Range``, which players use."""
     data = await backend.control.video(job, name)
     etag = f'"{hashlib.sha256(data).hexdigest()}"'
     if etag in (tag.strip() for tag in if_none_match.split(",")):
@@ -266,13 +266,13 @@ async def video(
 
 @router.get("/why", response_model=RowList, dependencies=READ)
 async def why(job: JobId, backend: BackendDep) -> Response:
-    """Waits of the job right now: for what, on what, held by whom, and for how long."""
+    """List the current waits of the job: the waiting party, the resource, its holder, and the time waited."""
     return _rows(await backend.control.why(job))
 
 
 @router.get("/audit", response_model=Audit, dependencies=READ)
 async def audit(job: JobId, backend: BackendDep) -> Response:
-    """Check that drawn = trained + dropped + in flight, and all else that the ledger promises."""
+    """Check that drawn = trained + dropped + in flight, and all other invariants of the ledger."""
     return Json(await backend.control.audit(job))
 
 
@@ -292,9 +292,9 @@ async def logs(
     follow: bool = False,
     last_event_id: Annotated[str, Header(max_length=4096)] = "",
 ) -> Response:
-    """The last lines of the services' logs; with `follow=true` as an event stream to the end of the job.
+    """Show the last lines of the services' logs; with `follow=true` stream them until the end of the job.
 
-    Lines that name no job are shown to keys with the scope `admin`: they may be about any of them.
+    Only keys with the scope `admin` see lines without a job id, because these may concern any job.
     """
     unnamed = caller.may("admin")
     if follow:
@@ -314,11 +314,11 @@ async def logs(
     openapi_extra=body_schema(ReplayRequest, required=False),
 )
 async def replay(request: Request, job: JobId, backend: BackendDep) -> Response:
-    """Train sealed batches again from a checkpoint and compare; one JSON row of progress per line."""
+    """Train sealed batches again from a checkpoint and compare; each line of the reply is one JSON row of progress."""
     body = await read_model(request, ReplayRequest)
     await backend.control.get(job)
     rows = backend.control.replay(job, **body.model_dump())
-    first = await anext(rows, None)  # a refusal is still a proper status
+    first = await anext(rows, None)  # before the response starts, so that a refusal gets its own status
     return StreamingResponse(_lines(first, rows), media_type="application/x-ndjson", headers=HEADERS)
 
 
@@ -348,7 +348,7 @@ async def _lines(first: dict[str, Any] | None, rows: AsyncIterator[dict[str, Any
             yield orjson.dumps(first) + b"\n"
         async for row in rows:
             yield orjson.dumps(row) + b"\n"
-            await asyncio.sleep(0)  # sending to a client that left never waits; let the server notice
+            await asyncio.sleep(0)  # sends to a disconnected client never block; let the server notice
     except PenstockError as error:
         yield orjson.dumps({"done": True, "ok": False, "summary": from_error(error).detail}) + b"\n"
     finally:
@@ -356,7 +356,7 @@ async def _lines(first: dict[str, Any] | None, rows: AsyncIterator[dict[str, Any
 
 
 async def _close(rows: AsyncIterator[Any]) -> None:
-    """End a generator that is read through another one: nothing else waits for its end."""
+    """Close an inner generator; otherwise nothing closes it when the outer one ends early."""
     close = getattr(rows, "aclose", None)
     if close is not None:
         await close()

@@ -1,4 +1,4 @@
-"""One completion, wherever it was trained, with every token: for a trajectory viewer."""
+"""Route that shows one completion with every token, for a trajectory viewer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ router = APIRouter(prefix="/v1/samples", tags=["observe"])
 
 
 class Sample(BaseModel):
-    """A completion as it was stored, beside what the list of samples shows of it."""
+    """A stored completion, with the fields that the list of samples shows."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -49,7 +49,7 @@ async def get_sample(
     caller: Annotated[Caller, require("jobs:read", reach="checked")],
     backend: BackendDep,
 ) -> Response:
-    """A completion token by token: ids, log-probs of the sampler, mask, policy versions, reward by component."""
+    """Show a completion token by token: ids, sampler log-probs, mask, policy versions, reward by component."""
     found = SAMPLE_ID.fullmatch(sample_id)
     if found is None:
         raise NotFound(f"'{sample_id[:80]}' is no sample: JOB-STEP-DRAW-INDEX, as the list of samples shows it")

@@ -25,7 +25,7 @@ MAX_REPLICAS = 64
 
 
 class ScaleWish(BaseModel):
-    """How many workers there shall be; they work for every job of the deployment."""
+    """Wanted number of workers, which serve every job of the deployment."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -40,9 +40,9 @@ async def scale(
     caller: Annotated[Caller, require("jobs:write", reach="deployment")],
     backend: BackendDep,
 ) -> Response:
-    """Start or stop workers while the job runs; those that stop finish what they have in hand.
+    """Start or stop workers while the job runs. Stopping workers finish their current work.
 
-    409 `not_supervised` where `penstock up` does not run the deployment: then whatever runs the containers scales them.
+    409 `not_supervised` if `penstock up` does not run the deployment: scale it with the tool that runs the containers.
     """
     wish = await read_model(request, ScaleWish)
     await backend.control.get(job)

@@ -1,4 +1,4 @@
-"""Routes about which version of a policy is served: show it, override the promotion gate, go back to a checkpoint."""
+"""Routes about served policy versions: show them, override the promotion gate, roll back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Promotion(BaseModel):
 
 
 class RollbackTo(BaseModel):
-    """The checkpoint to go back to."""
+    """The checkpoint to roll back to."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -40,7 +40,7 @@ class RollbackTo(BaseModel):
 
 
 class Trial(BaseModel):
-    """A version on trial: its share of the conversations since when (Unix seconds), and what was said of both arms."""
+    """A canary version: its share of the conversations, its start (Unix seconds), and the feedback of both arms."""
 
     version: int
     served_version: int
@@ -55,7 +55,7 @@ class Trial(BaseModel):
 
 
 class Versions(BaseModel):
-    """Which version is the newest, which one agents are answered with, and which one some of them try."""
+    """The newest version, the version that is served, and the canary version."""
 
     object: Literal["rl.versions"] = "rl.versions"
     newest: int
@@ -65,7 +65,7 @@ class Versions(BaseModel):
 
 @router.get("/versions", response_model=Versions, dependencies=[require("jobs:read")])
 async def show_versions(job: JobId, backend: BackendDep) -> Response:
-    """Show the newest version, the one that is served, and the one on trial."""
+    """Show the newest version, the served version, and the canary version."""
     status = (await backend.control.get(job)).status
     served = status.policy_version if status.served_version is None else status.served_version
     trial = None if status.canary is None else Trial(**status.canary)
@@ -76,7 +76,7 @@ async def show_versions(job: JobId, backend: BackendDep) -> Response:
 async def promote(
     request: Request, job: JobId, caller: Annotated[Caller, require("admin")], backend: BackendDep
 ) -> Response:
-    """Serve the newest version whatever was measured of it; the operation tells when the ledger says so."""
+    """Serve the newest version regardless of its evaluation; the operation completes once the ledger records it."""
     wanted = await read_model(request, Promotion)
     return await begin(backend, job, "promote", caller, {"version": wanted.version})
 
@@ -85,6 +85,6 @@ async def promote(
 async def roll_back(
     request: Request, job: JobId, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
 ) -> Response:
-    """Give up the updates after a checkpoint and train on from it; its weights are served, under a new version."""
+    """Discard the updates after a checkpoint and continue training from it; its weights are served as a new version."""
     wanted = await read_model(request, RollbackTo)
     return await begin(backend, job, "rollback", caller, {"checkpoint": wanted.checkpoint})

@@ -1,4 +1,4 @@
-"""Bodies of chat and text completions as OpenAI's clients send them, and what a rollout worker is asked for."""
+"""Bodies of chat and text completions in OpenAI's format, and their translation to a request for a rollout worker."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["EPISODE", "ChatBody", "CompletionBody", "draft_of", "episode_of"]
 
 EPISODE = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
 MAX_CHOICES = 256
-"""Answers to one request: prompts times ``n``."""
+"""Most choices of one request: prompts times ``n``."""
 MIN_TEMPERATURE = 1e-3
-"""Lower ones overflow what logits are divided in; 0 is greedy."""
+"""Smallest sampling temperature above 0: dividing logits by less overflows. 0 is greedy."""
 
 
 def _no_tiny_temperature(value: float) -> float:
@@ -41,13 +41,13 @@ UserField = Annotated[str | None, Field(max_length=MAX_USER)]
 
 
 class StreamOptions(BaseModel):
-    """Contents of a stream beside the text."""
+    """Contents of a stream besides the text."""
 
     include_usage: bool = False
 
 
 class _Body(BaseModel):
-    """Fields common to both kinds of completion. Unknown fields are ignored, as OpenAI does."""
+    """Fields common to both kinds of completion. Unknown fields are ignored, as in OpenAI's API."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -78,22 +78,22 @@ class _Body(BaseModel):
 
     @property
     def stops(self) -> list[str]:
-        """Stop strings."""
+        """Non-empty stop strings."""
         found = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return [stop for stop in found if stop]
 
     @property
     def about(self) -> RequestMetadata:
-        """The metadata."""
+        """The metadata; empty if the request has none."""
         return self.metadata or RequestMetadata()
 
     @property
     def named_user(self) -> str:
-        """Whose request it is, as its sender says; '' where that is not said."""
+        """User that the sender names; '' for none."""
         return self.user or self.about.user_id or self.safety_identifier or ""
 
     def unsupported(self) -> str | None:
-        """The name of a field that asks for what no engine here can do."""
+        """Return the name of a field whose value no engine supports, or None."""
         asked = {
             "repetition_penalty": self.repetition_penalty not in (None, 1),
             "min_p": self.min_p not in (None, 0),
@@ -101,12 +101,12 @@ class _Body(BaseModel):
         return next((name for name, wanted in asked.items() if wanted), None)
 
     def form(self) -> Constraint | None:
-        """Required form of the answer. Raises HttpProblem: 400."""
+        """Return the required form of the answer. Raises HttpProblem: 400."""
         return constraint_of(self.response_format)
 
 
 class Message(BaseModel):
-    """A message of a chat; the chat template decides what it makes of further fields."""
+    """A message of a chat; the chat template interprets further fields."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -131,7 +131,7 @@ class ChatBody(_Body):
 
     @property
     def wanted_logprobs(self) -> int:
-        """Likeliest tokens to report; -1: no log-probs."""
+        """Number of most likely tokens to report; -1 for no log-probs."""
         return (self.top_logprobs or 0) if self.logprobs else -1
 
     def unsupported(self) -> str | None:
@@ -159,7 +159,7 @@ class CompletionBody(_Body):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """One prompt or more, text or token ids."""
+        """List of prompts, each text or token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
@@ -168,7 +168,7 @@ class CompletionBody(_Body):
 
     @property
     def wanted_logprobs(self) -> int:
-        """Likeliest tokens to report; -1: no log-probs."""
+        """Number of most likely tokens to report; -1 for no log-probs."""
         return -1 if self.logprobs is None else self.logprobs
 
     def unsupported(self) -> str | None:
@@ -189,10 +189,10 @@ class CompletionBody(_Body):
 
 
 def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, str], key_id: str) -> InferenceRequest:
-    """Request to a worker; the gateway completes it.
+    """Return the request for a rollout worker; the gateway completes it.
 
     Raises:
-        HttpProblem: 400 for a field that asks for what cannot be done.
+        HttpProblem: 400 a field has an unsupported value.
     """
     name = body.unsupported()
     if name is not None:
@@ -226,7 +226,7 @@ def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, 
 
 
 def _asked(body: ChatBody | CompletionBody) -> dict[str, Any]:
-    """The prompts."""
+    """Return the fields of the request that hold the prompts."""
     if isinstance(body, CompletionBody):
         return {"kind": "completion", "prompts": body.prompts, "echo": bool(body.echo)}
     return {
@@ -238,10 +238,10 @@ def _asked(body: ChatBody | CompletionBody) -> dict[str, Any]:
 
 
 def episode_of(path: str, headers: Mapping[str, str], body: _Body) -> str:
-    """The episode that a request names: in its path, else a header, else its metadata; '' for none.
+    """Return the episode that a request names in its path, else in a header, else in its metadata; '' for none.
 
     Raises:
-        HttpProblem: 422 for a name that cannot be one.
+        HttpProblem: 422 the name is not a valid episode id.
     """
     named = path or headers.get("x-episode-id", "") or body.about.episode_id or ""
     if named and not EPISODE.fullmatch(named):

@@ -1,4 +1,4 @@
-"""The form that a request wants its answer to have: `response_format`, and a `tool_choice` that forces calls."""
+"""Constrained answers: `response_format`, and a `tool_choice` that forces calls."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.shared.protocol.generation import Constraint
 __all__ = ["MAX_SCHEMA_BYTES", "MAX_TOOLS", "constraint_of"]
 
 MAX_SCHEMA_BYTES = 64 << 10
-"""All schemas of a request that its answer is to keep to, as JSON."""
+"""Largest total size of a request's schemas for constrained answers, as JSON."""
 MAX_TOOLS = 128
-"""Tools of a request whose answer is to have a form."""
+"""Most tools of a request with a constrained answer."""
 TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
@@ -29,12 +29,13 @@ def constraint_of(
     tool_choice: str | dict[str, Any] | None = None,
     parallel: bool = True,
 ) -> Constraint | None:
-    """Required form of the answer; None: any.
+    """Return the required form of the answer; None for unconstrained.
 
-    A forced call goes before a `response_format`; where calls are free, an answer is a call or keeps to that.
+    A forced call takes precedence over `response_format`. If calls are optional, an answer is a call or follows
+    `response_format`.
 
     Raises:
-        HttpProblem: 400, which names the field.
+        HttpProblem: 400 names the field.
     """
     schema = _answer_schema(response_format)
     forced = tool_choice not in (None, "auto", "none")
@@ -70,7 +71,7 @@ def _answer_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | N
 def _tools(
     tools: list[dict[str, Any]], choice: str | dict[str, Any] | None, field: Field
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Name and schema of the arguments of each tool that may be called."""
+    """Return name and argument schema of each tool that may be called."""
     if len(tools) > MAX_TOOLS:
         raise _refused(field, f"an answer of a given form may call one of at most {MAX_TOOLS} tools")
     found = [_tool(tool, field) for tool in tools]

@@ -1,4 +1,4 @@
-"""Chunks of rollout workers as OpenAI's objects: events of a stream, or one reply."""
+"""Conversion of rollout workers' chunks to OpenAI's objects: events of a stream, or one reply."""
 
 from __future__ import annotations
 
@@ -19,44 +19,44 @@ Json = dict[str, Any]
 
 @dataclass
 class Format:
-    """How the chunks of one answer look. ``token_ids``: also tell the ids of tokens."""
+    """Formatter of the chunks of one answer. ``token_ids``: include token ids."""
 
     answer: Answer
     token_ids: bool
     usage: bool
-    """A stream ends with a chunk that has the usage, as every reply does."""
+    """True: a stream ends with a chunk that has the usage. Replies always have it."""
 
     def __post_init__(self) -> None:
         self._begun: set[int] = set()
         self._calls: defaultdict[int, int] = defaultdict(int)
         self._length: defaultdict[int, int] = defaultdict(int)
 
-    # What the two kinds differ in
+    # Methods that differ between chat and text
 
     prefix = ""
     whole_object = ""
     part_object = ""
 
     def delta(self, chunk: Chunk) -> Json:
-        """Part of a choice in a chunk of a stream."""
+        """Return the part of a streamed choice that ``chunk`` adds."""
         raise NotImplementedError
 
     def content(self, chunks: Sequence[Chunk]) -> Json:
-        """A choice in a reply."""
+        """Return the content of a choice in a reply."""
         raise NotImplementedError
 
     def logprobs(self, chunks: Sequence[Chunk]) -> Json | None:
-        """Log-probs of the tokens in ``chunks``."""
+        """Return the log-probs of the tokens in ``chunks``; None if not requested."""
         raise NotImplementedError
 
-    # What they have in common
+    # Shared methods
 
     def events(self, chunks: Sequence[Chunk]) -> bytes:
-        """The part of an event stream that these chunks make."""
+        """Encode chunks as events of a stream."""
         return b"".join(b"data: " + orjson.dumps(part) + b"\n\n" for chunk in chunks for part in self._parts(chunk))
 
     def end(self) -> bytes:
-        """The end of an event stream."""
+        """Encode the end of an event stream."""
         last = b""
         if self.usage:
             part = {**self._head(self.part_object, self.answer.version), "choices": [], "usage": self._usage()}
@@ -64,7 +64,7 @@ class Format:
         return last + b"data: [DONE]\n\n"
 
     def whole(self, chunks: Sequence[Chunk]) -> Json:
-        """The reply."""
+        """Return the whole reply."""
         by_choice: defaultdict[int, list[Chunk]] = defaultdict(list)
         for chunk in chunks:
             by_choice[chunk.choice].append(chunk)
@@ -77,7 +77,7 @@ class Format:
         }
 
     def message(self, chunks: Sequence[Chunk]) -> Json | None:
-        """The assistant's message of the first choice, as a client sends it back; None for a text."""
+        """Return the assistant's message of the first choice, in the form that a client sends back; None for text."""
         return None
 
     def _parts(self, chunk: Chunk) -> Iterator[Json]:
@@ -105,7 +105,7 @@ class Format:
         return choice
 
     def _named(self, choice: int) -> Json:
-        """Which choice, and the interaction that feedback on it names; None where the client wants no record."""
+        """Return index and interaction id of a choice, for feedback; the id is None if the client wants no record."""
         request = self.answer.request
         return {"index": choice, "interaction_id": request.ids[choice] if request.store else None}
 
@@ -127,7 +127,7 @@ class Format:
 
 
 class ChatFormat(Format):
-    """`chat.completion` and `chat.completion.chunk`."""
+    """Formatter of `chat.completion` and `chat.completion.chunk`."""
 
     prefix = "chatcmpl-"
     whole_object = "chat.completion"
@@ -167,7 +167,7 @@ class ChatFormat(Format):
 
 
 class TextFormat(Format):
-    """`text_completion`."""
+    """Formatter of `text_completion`."""
 
     prefix = "cmpl-"
     whole_object = part_object = "text_completion"
@@ -213,7 +213,7 @@ def _row(piece: str, logprob: float | None) -> Json:
 
 
 def _likeliest(chunk: Chunk, place: int) -> dict[str, float] | None:
-    """By text, the likeliest of several tokens with the same text; the sampled one is always among them."""
+    """Return log-probs by text, the largest among tokens with equal text; the sampled token is always included."""
     if chunk.logprobs[place] is None:
         return None
     found: dict[str, float] = {}

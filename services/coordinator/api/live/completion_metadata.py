@@ -1,4 +1,4 @@
-"""`metadata` of a request for a completion: its episode, its user, and its tags."""
+"""`metadata` of a completion request: its episode, its user, and its tags."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from penstock.shared.protocol.live.interaction import USER_TAG
 __all__ = ["MAX_USER", "RequestMetadata"]
 
 MAX_USER = 512
-"""Characters of the name of a user."""
+"""Longest name of a user, in characters."""
 _FLAGS = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-"""OpenAI's clients know texts only, and Python writes its booleans with a capital."""
+"""Boolean texts: OpenAI's clients send metadata as strings, and Python capitalizes its booleans."""
 
 
 def _as_text(value: Any) -> Any:
-    """Numbers and booleans as JSON writes them."""
+    """Convert numbers and booleans to their JSON text."""
     if isinstance(value, int | float):
         return orjson.dumps(value).decode()
     if not isinstance(value, str):
@@ -28,7 +28,7 @@ def _as_text(value: Any) -> Any:
 
 
 def _as_name(value: Any) -> Any:
-    """Databases number what they name."""
+    """Convert integers to text, since databases often use numeric ids as names."""
     if isinstance(value, bool) or not isinstance(value, str | int | None):
         raise ValueError("must be a string or an integer")
     return str(value) if isinstance(value, int) else value
@@ -64,9 +64,9 @@ TagText = Annotated[
 
 
 class RequestMetadata(BaseModel):
-    """Facts that a request gives of itself. Every key that is not named here is a tag, and so is `user_id`.
+    """Metadata that a request carries. Every key that is not a field here is a tag; `user_id` is both.
 
-    Numbers and booleans are kept as their text; anything else that is no text is refused.
+    Numbers and booleans are stored as text; values of other types are refused.
     """
 
     model_config = ConfigDict(
@@ -86,7 +86,7 @@ class RequestMetadata(BaseModel):
 
     @property
     def tags(self) -> dict[str, str]:
-        """The tags, the name of the user among them as it was sent."""
+        """The tags, including the user's name as it was sent."""
         named = {USER_TAG: self.user_id} if self.user_id else {}
         return {**(self.__pydantic_extra__ or {}), **named}
 

@@ -1,4 +1,4 @@
-"""The HTTP response of a completion: one JSON object, or events as the tokens come; ends when its client leaves."""
+"""HTTP response of a completion: one JSON object, or a stream of events; ends when the client disconnects."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ DISCONNECTED = metrics.counter("inference_disconnects", "Live requests whose cli
 
 
 class CompletionReply(Response):
-    """A started answer as a response."""
+    """HTTP response for an answer whose generation has started."""
 
     def __init__(
         self, serving: Gateway, answer: Answer, format: Format, charge: Callable[[int], Awaitable[object]]
     ) -> None:
-        """``charge`` counts the tokens of the answer, whether or not its client stays to the end."""
+        """``charge`` counts the tokens of the answer, even if the client disconnects early."""
         self.background = None
         self.status_code = 200
         self._serving, self._answer, self._format, self._charge = serving, answer, format, charge
@@ -52,7 +52,7 @@ class CompletionReply(Response):
         self._new: Sequence[Chunk] = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the answer, and cancel it if the client disconnects."""
         work = asyncio.create_task(self._stream(send) if self._answer.request.stream else self._whole(scope, send))
         gone = asyncio.create_task(_gone(receive))
         try:
@@ -104,7 +104,7 @@ class CompletionReply(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _read(self) -> bool:
-        """Wait for new chunks; False after the last one."""
+        """Wait for new chunks; return False after the last one."""
         self._new = await self._answer.read(len(self._chunks))
         if self._new and not self._chunks:
             FIRST.observe(max(0.0, bus_time() - self._answer.request.started))
@@ -116,7 +116,7 @@ class CompletionReply(Response):
         return all(chunk.recorded for chunk in self._chunks if chunk.finish)
 
     def _check_recorded(self) -> None:
-        """Raises HttpProblem: 503 the job wants no answer that nobody can judge later."""
+        """Raise HttpProblem (503) if the job requires recorded answers and this one was not recorded."""
         if self._answer.served.strict_recording and self._answer.request.store and not self._is_recorded:
             detail = "the answer could not be recorded, and this job wants none that is not: ask again"
             raise HttpProblem(503, "not_recorded", detail, headers={"Retry-After": "1", "retry-after-ms": "1000"})
@@ -134,7 +134,7 @@ class CompletionReply(Response):
 
 
 def as_problem(error: PenstockError, constraint: Constraint | None = None) -> HttpProblem:
-    """An error of a request as OpenAI's clients know it: 400 for a prompt or a form that cannot be answered."""
+    """Convert an error to the form of OpenAI's API: 400 for a prompt or a form that cannot be answered."""
     if isinstance(error, ConstraintError) and constraint is not None:
         flaw = Flaw(pointer=f"/{constraint.asked_by}", detail=str(error))
         return HttpProblem(400, "invalid_schema", f"{constraint.asked_by}: {error}", errors=[flaw])

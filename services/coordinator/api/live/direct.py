@@ -1,7 +1,7 @@
-"""Routes that are called thousands of times a second, found by their path instead of by trying every route in turn.
+"""Fast dispatch of routes that are called thousands of times a second: by path, without matching every route in turn.
 
-Their declarations stay with the other routes, for the OpenAPI document and for methods that do not exist; what
-is left out here is matching and injection, which take longer than the work itself.
+The routes stay declared with the others, for the OpenAPI document and for unsupported methods. This dispatch skips
+matching and dependency injection, which take longer than the work itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Direct", "posts_of"]
 
 @dataclass(frozen=True)
 class _Post:
-    """A route; ``path`` is its name in metrics."""
+    """A route; ``path`` is its label in metrics."""
 
     path: str
     endpoint: Callable[..., Awaitable[Response]]
@@ -34,7 +34,7 @@ class _Post:
 
 
 def posts_of(router: APIRouter, paths: Iterable[str]) -> dict[str, _Post]:
-    """The POST routes of ``router`` with these paths; each requires a scope and takes (request, caller, backend)."""
+    """Return POST routes of ``router`` with these paths; all require a scope and take (request, caller, backend)."""
     wanted, found = set(paths), dict[str, _Post]()
     for route in router.routes:
         if isinstance(route, APIRoute) and route.path in wanted and "POST" in (route.methods or ()):
@@ -45,7 +45,7 @@ def posts_of(router: APIRouter, paths: Iterable[str]) -> dict[str, _Post]:
 
 
 class Direct:
-    """ASGI middleware, the innermost: answers the requests it knows and passes the others on."""
+    """Innermost ASGI middleware: serves the routes in ``posts`` and passes other requests on."""
 
     def __init__(self, app: ASGIApp, posts: Mapping[str, Any], backend: Backend) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""Routes of episodes: open one, point an agent at its address, end it."""
+"""Routes of episodes: open one, get an address for its agent, end it."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ router = APIRouter(prefix="/v1/episodes", tags=["inference"])
 Opener = Annotated[Caller, require("episodes:write", reach="checked")]
 HOUR_S, DAY_S = 3600.0, 86400.0
 SECRET = {"Cache-Control": "no-store"}
-"""Of a reply with a key, which is kept nowhere."""
+"""Headers of a reply with a key, which must not be stored anywhere."""
 
 OpenedEpisode = Annotated[str, Path(max_length=64, description="Id of an episode that was opened here: ep_ and a UUID")]
 
 
 class KeyBody(BaseModel):
-    """Uses of the key of an episode, and its time to live."""
+    """Scopes of the key of an episode, and its lifetime."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -52,7 +52,7 @@ KEY_BODY = body_schema(KeyBody, required=False)
 
 
 class EpisodeBody(BaseModel):
-    """Purpose of an episode."""
+    """Request to open an episode."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -68,20 +68,20 @@ class EpisodeBody(BaseModel):
 
 
 class Episode(EpisodeRecord):
-    """An episode and the ``base_url`` that a client of OpenAI's API needs to speak in it."""
+    """An episode and the ``base_url`` that a client of OpenAI's API uses for it."""
 
     base_url: str
 
 
 class NewEpisode(Episode):
-    """An episode that was just opened, with its key if one was asked for; ``api_key`` is shown this once."""
+    """A new episode, with its key if requested; ``api_key`` is shown this once."""
 
     api_key: str | None = None
     api_key_expires_at: datetime | None = None
 
 
 class EpisodeKey(BaseModel):
-    """A key of one episode; ``key`` is shown this once. ``base_url`` is where it speaks."""
+    """A key of one episode, for use at ``base_url``; ``key`` is shown this once."""
 
     object: Literal["rl.episode_key"] = "rl.episode_key"
     key: str
@@ -92,7 +92,7 @@ class EpisodeKey(BaseModel):
 
 
 class InteractionList(BaseModel):
-    """A page of interactions, in the order in which they were recorded."""
+    """A page of interactions, in the order of their recording."""
 
     object: Literal["list"] = "list"
     data: list[InteractionRow]
@@ -118,7 +118,8 @@ class EpisodeList(BaseModel):
 async def create(request: Request, caller: Opener, backend: BackendDep) -> Response:
     """Open an episode: requests to its `base_url` are its turns.
 
-    With `key`, `api_key` of the reply is a key for it alone; such a reply is not kept for its `Idempotency-Key`.
+    With `key`, the reply has an `api_key` that is valid for this episode only; such a reply is not stored for its
+    `Idempotency-Key`.
     """
     body = await read_model(request, EpisodeBody)
     served = served_of(backend, body.model, caller)
@@ -159,7 +160,7 @@ async def get_episode(episode: OpenedEpisode, request: Request, caller: Opener, 
 
 @router.post("/{episode}/end", response_model=Episode)
 async def end_episode(episode: OpenedEpisode, request: Request, caller: Opener, backend: BackendDep) -> Response:
-    """End an episode: it takes no more requests, and its turns are credited. Safe to repeat."""
+    """End an episode: it refuses further requests, and its turns are credited. Safe to repeat."""
     served, record = await _own(backend, episode, caller)
     return Json(_shown(await _book(backend).end(served, record.id), request))
 
@@ -173,9 +174,9 @@ async def list_interactions(
     after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """List what is recorded of an episode, in that order; also of one that nobody opened, or whose job is over.
+    """List the recorded interactions of an episode in order; also of an unopened episode, or after its job ended.
 
-    A key sees what was said with it, or with keys and episodes that it made; with the scope `admin` all of it.
+    A key sees interactions of its own requests and of the keys and episodes that it made; the scope `admin` sees all.
     """
     if bare_id(episode) is None:
         raise NotFound(f"'{episode}' is not the id of an episode")
@@ -198,10 +199,10 @@ async def make_key(
     caller: Opener,
     backend: BackendDep,
 ) -> Response:
-    """Make a key for this episode alone, for a browser or an agent that should hold no other.
+    """Create a key that is valid for this episode only, for a browser or an agent that should hold no other key.
 
-    It may send requests in the episode and post feedback on it and its turns, until it expires or the key that made it
-    does. It is stored nowhere.
+    The key may send requests in the episode and post feedback on it and its turns, until it or the key that created it
+    expires. It is not stored.
     """
     body = await read_model(request, KeyBody)
     _, record = await _own(backend, episode, caller)
@@ -217,21 +218,21 @@ async def make_key(
 
 
 def _check_giveable(caller: Caller, wanted: KeyBody) -> None:
-    """Raises HttpProblem: 403 the caller cannot do what the key shall."""
+    """Raise HttpProblem (403) if the caller lacks a scope that the new key should have."""
     missing = [scope for scope in wanted.scopes if not caller.may(scope)]
     if missing:
         raise HttpProblem(403, "missing_scope", f"this key lacks {', '.join(missing)} and cannot give them to another")
 
 
 async def _signed(backend: Backend, caller: Caller, record: EpisodeRecord, wanted: KeyBody) -> tuple[str, datetime]:
-    """The text of a key for an episode, and when it ends."""
+    """Return the text of a key for an episode, and its expiry."""
     expires = int(min(bus_time() + wanted.expires_in_s, _book(backend).remembered_until(record)))
     grant = EpisodeGrant(episode=record.id, maker=caller.id, scopes=sorted(set(wanted.scopes)), expires=expires)
     return episode_key(grant, await backend.control.keys.secret()), datetime.fromtimestamp(expires, UTC)
 
 
 def _about(body: EpisodeBody, pseudonym: Callable[[str], str]) -> dict[str, object]:
-    """Stored form of a body; users as pseudonyms."""
+    """Return the stored form of a body, with users as pseudonyms."""
     user = pseudonym(body.user or body.tags.get(USER_TAG, ""))
     tags = named_tags(body.tags, pseudonym)
     return {"split": body.split, "group_id": body.group_id, "user": user, "tags": tags}
@@ -242,15 +243,15 @@ def _book(backend: Backend) -> Episodes:
 
 
 def _is_own(caller: Caller, key_id: str) -> bool:
-    """True if an episode of the key ``key_id`` is the caller's to read and to end."""
+    """Return True if the caller may read and end episodes of the key ``key_id``."""
     return caller.id == key_id or caller.may("admin")
 
 
 async def _own(backend: Backend, episode: str, caller: Caller) -> tuple[Served, EpisodeRecord]:
-    """The model of an episode, which its id says, and its record.
+    """Return the model of an episode, which its id encodes, and its record.
 
     Raises:
-        NotFound: there is none, or it is that of another key.
+        NotFound: the episode does not exist, or another key opened it.
     """
     missing, marked = NotFound(f"no running job has an episode '{episode}'"), marked_id(episode)
     for served in serving_of(backend).models() if marked is not None else ():

@@ -1,4 +1,4 @@
-"""Routes that take feedback on live interactions, and tell what became of it."""
+"""Routes that accept feedback on live interactions, and report its status."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ __all__ = ["DIRECT", "router"]
 router = APIRouter(tags=["feedback"])
 ADMIN = [require("feedback:admin")]
 LATER = (429, 503)
-"""Refusals of what may be sent again as it is."""
+"""Status codes of refusals after which the same item may be sent again."""
 
 Sender = Annotated[Caller, require("feedback:write", in_episode=True, reach="checked")]
 Judge = Annotated[Caller, require("feedback:write", in_episode=True, by_token=True, reach="checked")]
@@ -67,7 +67,7 @@ _ONE["responses"][410] = _GONE
 async def post_feedback(request: Request, caller: Judge, backend: BackendDep) -> Response:
     """Post feedback: a metric's value, a whole interaction, a preference or a correction. 202: it is on disk.
 
-    What it is about may be unknown yet; feedback waits for it. The same `feedback_id` (or Idempotency-Key) again has no
+    The target may be unknown yet; the feedback waits for it. A repeated `feedback_id` (or Idempotency-Key) has no
     second effect.
     """
     post = bound_post(await read_post(request), caller)
@@ -82,13 +82,13 @@ async def post_feedback(request: Request, caller: Judge, backend: BackendDep) ->
 
 @router.post("/feedback", operation_id="post_feedback_at_root", **_ONE)
 async def post_feedback_at_root(request: Request, caller: Judge, backend: BackendDep) -> Response:
-    """The same as `POST /v1/feedback`, where TensorZero's clients expect it."""
+    """Post feedback as with `POST /v1/feedback`, at the path that TensorZero's clients use."""
     return await post_feedback(request, caller, backend)
 
 
 @router.post("/v1/feedback/batch", status_code=207, response_model=BatchReply, openapi_extra=_MANY)
 async def post_batch(request: Request, caller: Sender, backend: BackendDep) -> Response:
-    """Post up to 256 items as a JSON array or as JSON lines. Each is judged alone; `data[].status` says how."""
+    """Post up to 256 items as a JSON array or as JSON lines. Each item has its own result in `data[].status`."""
     read, service = await read_batch(request), _service(backend)
     posts = [post for post in read if not isinstance(post, HttpProblem)]
     await check_own_episode(caller, posts, service)
@@ -102,13 +102,13 @@ async def post_batch(request: Request, caller: Sender, backend: BackendDep) -> R
     rows = [_row(place, answer, request.url.path) for place, answer in enumerate(found)]
     accepted = sum(row["problem"] is None for row in rows)
     body = {"object": "list", "data": rows, "accepted": accepted, "refused": len(rows) - accepted}
-    # Kept nowhere: sent again, its items are found to be duplicates, and those that were not stored are tried again.
+    # Not stored: in a repeated batch stored items are found to be duplicates, and the others are tried again.
     return Json(body, 207, {"Cache-Control": "no-store"})
 
 
 @router.get("/v1/feedback/{feedback_id}", response_model=FateReply)
 async def get_feedback(feedback_id: FeedbackId, caller: Reader, backend: BackendDep) -> Response:
-    """Status of an item: received, matched, admitted, quarantined, rejected, expired, retracted, or trained."""
+    """Show the status of an item: received, matched, admitted, quarantined, rejected, expired, retracted, trained."""
     found = await _service(backend).fate(feedback_id)
     await check_job(backend, caller, found["job"], _missing(feedback_id))
     return Json(found)
@@ -116,7 +116,7 @@ async def get_feedback(feedback_id: FeedbackId, caller: Reader, backend: Backend
 
 @router.post("/v1/feedback/{feedback_id}/retract", status_code=202, response_model=RetractReply)
 async def retract(feedback_id: FeedbackId, caller: Admin, backend: BackendDep) -> Response:
-    """Take an item back. Before it is trained it has no effect any more; after, only the record says so."""
+    """Retract an item. An untrained item loses its effect; of a trained item only the record changes."""
     service = _service(backend)
     await check_job(backend, caller, (await service.fate(feedback_id))["job"], _missing(feedback_id))
     return Json(await service.retract(feedback_id, caller=caller), 202)
@@ -124,7 +124,7 @@ async def retract(feedback_id: FeedbackId, caller: Admin, backend: BackendDep) -
 
 @router.get("/v1/jobs/{job_id}/feedback", response_model=Funnel, dependencies=[require("jobs:read")])
 async def funnel(job: JobId, backend: BackendDep) -> Response:
-    """The feedback of a job, counted by metric, source and status."""
+    """Count the feedback of a job by metric, source and status."""
     await backend.control.get(job)
     return Json(await _service(backend).funnel(job))
 
@@ -133,25 +133,25 @@ async def funnel(job: JobId, backend: BackendDep) -> Response:
     "/v1/users/{user}/consent", response_model=ConsentReply, dependencies=ADMIN, openapi_extra=body_schema(ConsentBody)
 )
 async def consent(request: Request, user: User, backend: BackendDep) -> Response:
-    """Say whether a user's interactions may be trained on, from now on."""
+    """Set the consent of a user: whether the user's interactions may be trained on, from now on."""
     body = await read_model(request, ConsentBody)
     return Json(await _service(backend).consent(user, train=body.train))
 
 
 @router.delete("/v1/users/{user}/data", status_code=202, response_model=ErasureReply, dependencies=ADMIN)
 async def erase(user: User, backend: BackendDep) -> Response:
-    """Delete the interactions of a user and the feedback about them. Weights that were trained on them stay."""
+    """Delete a user's interactions and the feedback about them. Weights that were trained on them stay."""
     return Json(await _service(backend).erase(user), 202)
 
 
 @router.get("/v1/users/{user}/data", response_model=ErasureReply, dependencies=ADMIN)
 async def erasure(user: User, backend: BackendDep) -> Response:
-    """How far the deletion of a user's data is."""
+    """Show the progress of the deletion of a user's data."""
     return Json(await _service(backend).erasure(user))
 
 
 DIRECT = posts_of(router, ("/feedback", "/v1/feedback", "/v1/feedback/batch"))
-"""Routes that do not wait for their turn among the others."""
+"""Routes that ``Direct`` dispatches by path."""
 
 
 def _service(backend: Backend) -> FeedbackService:
@@ -161,7 +161,7 @@ def _service(backend: Backend) -> FeedbackService:
 
 
 def _missing(feedback: str) -> str:
-    """Message for an item of another model, and for one that does not exist."""
+    """Return the message for an item of another model, and for one that does not exist."""
     return f"no feedback '{bare_id(feedback) or feedback[:80]}' was accepted here"
 
 

@@ -1,4 +1,4 @@
-"""Bodies of feedback: one item, a JSON array, or JSON lines; every flaw with a pointer, and each item judged alone."""
+"""Bodies of feedback: one item, a JSON array, or JSON lines. Each item is validated alone; every flaw has a pointer."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ __all__ = ["NDJSON", "read_batch", "read_post"]
 
 JSON, NDJSON = "application/json", "application/x-ndjson"
 MAX_LINES = 1 << 16
-"""Lines of a body, most of which may be empty."""
+"""Most lines of a body, including empty ones."""
 
 FAST_BYTES = 256 << 10
-"""Arrays up to this size are read in one piece, which is twice as fast."""
+"""Arrays up to this size are parsed as a whole, which is twice as fast."""
 
 MAX_ITEM_VALUES = 3 * MAX_TOKENS + MAX_VALUES
-"""JSON values of one item: an interaction's tokens, their log-probs, and all else."""
+"""Most JSON values of one item: the tokens of an interaction, their log-probs, and the rest."""
 
 Read = Any | HttpProblem
-"""A validated post, or what is wrong with it."""
+"""A validated post, or its flaws."""
 
 
 async def read_post(request: Request) -> Any:
-    """The body as one post (``FeedbackPost``).
+    """Return the body as one post (``FeedbackPost``).
 
     Raises:
-        HttpProblem: 400 not JSON, 413 too large for its kind, 415 another media type, 422 not valid.
+        HttpProblem: 400 not JSON, 413 too large for its kind, 415 unsupported media type, 422 not valid.
     """
     _media_type(request, JSON)
     found = await read_parsed(request, _parse)
@@ -50,10 +50,10 @@ async def read_post(request: Request) -> Any:
 
 
 async def read_batch(request: Request) -> list[Read]:
-    """The items of a JSON array or of JSON lines, in order; an item that is none of FeedbackPost is a problem.
+    """Return the items of a JSON array or of JSON lines, in order; an invalid item becomes a problem.
 
     Raises:
-        HttpProblem: 400 not JSON, 413 too many items, 415 another media type, 422 no array, or an empty one.
+        HttpProblem: 400 not JSON, 413 too many items, 415 unsupported media type, 422 not an array, or an empty one.
     """
     kind = _media_type(request, JSON, NDJSON)
     return await read_parsed(request, _parse_lines if kind == NDJSON else _parse_array)
@@ -69,7 +69,7 @@ def _media_type(request: Request, *known: str) -> str:
 
 
 def _parse(body: bytes) -> Read:
-    """One post, or what is wrong with it."""
+    """Return one post, or its flaws."""
     try:
         bound_values(body, MAX_ITEM_VALUES)
         post = POST.validate_json(body)
@@ -94,10 +94,10 @@ def _parse_lines(body: bytes) -> list[Read]:
 
 def _parse_array(body: bytes) -> list[Read]:
     try:
-        if len(body) <= FAST_BYTES:  # no item is longer than it may be
+        if len(body) <= FAST_BYTES:  # no item can exceed its size limit
             return list(_bounded(POSTS.validate_json(body)))
     except ValidationError:
-        pass  # at least one item has a flaw: each is looked at alone
+        pass  # at least one item has a flaw: parse each alone
     found = [_parse(text) for text in _bounded(items_of(body, MAX_ITEMS))]
     for problem in found:
         if isinstance(problem, HttpProblem) and problem.code == "malformed_json":
@@ -125,6 +125,6 @@ def _problem(error: ValidationError) -> HttpProblem:
 
 
 def _pointer(loc: tuple[int | str, ...]) -> str:
-    """JSON pointer (RFC 6901); the tag of the union's member comes first and stands in no body."""
+    """Return the JSON pointer (RFC 6901), without the leading union tag, which the body does not contain."""
     parts = loc[1:] if loc and loc[0] in KIND_TAGS else loc
     return "".join(step(str(part)) for part in parts)

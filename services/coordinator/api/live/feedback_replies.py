@@ -1,4 +1,4 @@
-"""Replies about feedback: receipt, status, the funnel of a job, consent and erasure."""
+"""Replies about feedback: receipt, status, the counts of a job, consent and erasure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
 
 
 class FeedbackReply(BaseModel):
-    """An accepted item: it is on disk. ``stream_seq`` is null where the item takes several messages."""
+    """Receipt of an item that is on disk. ``stream_seq`` is null if the item spans several messages."""
 
     feedback_id: str
     status: Literal["accepted", "valid"]
@@ -31,7 +31,7 @@ class FeedbackReply(BaseModel):
 
 
 class RetractReply(BaseModel):
-    """An accepted retraction. ``too_late``: the item was trained on already; only the record says so now."""
+    """Receipt of a retraction. ``too_late``: the item was already trained, so that only the record changes."""
 
     feedback_id: str
     retraction_id: str
@@ -41,7 +41,7 @@ class RetractReply(BaseModel):
 
 
 class ItemReply(BaseModel):
-    """One item of a batch: 202 or 200 (dry run), or what a request of its own would have been refused with."""
+    """One item of a batch: 202 or 200 (dry run), or the problem that it would have alone."""
 
     index: int
     id: str | None
@@ -51,7 +51,7 @@ class ItemReply(BaseModel):
 
 
 class BatchReply(BaseModel):
-    """Every item of a batch, in order."""
+    """All items of a batch, in order."""
 
     object: Literal["list"] = "list"
     data: list[ItemReply]
@@ -60,7 +60,7 @@ class BatchReply(BaseModel):
 
 
 class Trained(BaseModel):
-    """The batch that an item trained, and the version that it made."""
+    """The batch that trained an item, and the resulting version."""
 
     step: int
     version: int
@@ -87,7 +87,7 @@ class FateReply(BaseModel):
 
 
 class FunnelRow(BaseModel):
-    """So many items of one metric from one source have one status."""
+    """Number of items with one metric, source and status."""
 
     metric: str
     source: str
@@ -96,7 +96,7 @@ class FunnelRow(BaseModel):
 
 
 class OutcomeRow(BaseModel):
-    """So many interactions were decided like this; those that wait are not among them."""
+    """Number of interactions with one decision; undecided ones are not included."""
 
     status: str
     reason: str
@@ -106,7 +106,7 @@ class OutcomeRow(BaseModel):
 class Funnel(BaseModel):
     """The feedback of a job, counted by metric (or kind), source (the key that posted it) and status.
 
-    ``interactions``: what became of the answers themselves, those without feedback too.
+    ``interactions`` counts the decisions on the interactions themselves, including those without feedback.
     """
 
     object: Literal["feedback.funnel"] = "feedback.funnel"
@@ -125,7 +125,7 @@ class ConsentReply(BaseModel):
 
 
 class ErasureReply(BaseModel):
-    """The deletion of a user's data: how far it is and what is left."""
+    """Deletion of a user's data: its progress, and the versions that stay."""
 
     user: str = Field(description="The pseudonym under which everything was stored")
     status: Literal["running", "done"]

@@ -1,4 +1,4 @@
-"""Tokens for one verdict: a route that makes them, and what is taken from their bearers."""
+"""Feedback tokens, each valid for one verdict: the route that makes them, and the checks of posts that use them."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Row = dict[str, Any]
 
 router = APIRouter(tags=["feedback"])
 SHORTEST_S, DEFAULT_S, LONGEST_S = 1.0, 86400.0, 30 * 86400.0
-"""How long a token can be used."""
+"""Lifetimes of a token, in seconds."""
 
 
 class FeedbackTokenRequest(BaseModel):
-    """The verdict that a token is for."""
+    """The verdict that a token allows."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -48,7 +48,7 @@ class FeedbackTokenRequest(BaseModel):
 
 
 class FeedbackToken(BaseModel):
-    """A token; ``token`` is in this reply and nowhere else. ``feedback_id``: the item that it will become."""
+    """A token; ``token`` is only in this reply. ``feedback_id`` is the id of the item that it will post."""
 
     object: Literal["rl.feedback_token"] = "rl.feedback_token"
     token: str
@@ -67,10 +67,10 @@ class FeedbackToken(BaseModel):
 async def make_token(
     request: Request, caller: Annotated[Caller, require("feedback:write", reach="checked")], backend: BackendDep
 ) -> Response:
-    """Make a token for one verdict, for a page that should hold no key.
+    """Create a token for one verdict, for a page that should hold no key.
 
-    Its bearer may post one value of this metric about this target to `/v1/feedback`, once, until it expires or the key
-    that made it does. It is stored nowhere.
+    Its bearer may post one value of this metric about this target to `/v1/feedback`, once, until the token or the key
+    that created it expires. The token is not stored.
     """
     body = await read_model(request, FeedbackTokenRequest)
     expires = int(bus_time() + body.expires_in_s)
@@ -88,10 +88,10 @@ async def make_token(
 
 
 def bound_post(post: Any, caller: Caller) -> Any:
-    """``post`` as the item that its sender's token is for; unchanged for who has a key.
+    """Return ``post`` as the item that the sender's token allows; unchanged for a sender with a key.
 
     Raises:
-        HttpProblem: 403 the token is not for that.
+        HttpProblem: 403 the token does not allow this post.
     """
     grant = caller.token
     if grant is None:
@@ -109,7 +109,7 @@ def bound_post(post: Any, caller: Caller) -> Any:
 
 
 def once(found: Row | HttpProblem, caller: Caller) -> Row | HttpProblem:
-    """Receipt of a post, or its refusal; 409 where the sender's token was used before."""
+    """Return the receipt or refusal of a post; 409 if the sender's token was used before."""
     if caller.token is None:
         return found
     again = found.code == "feedback_id_reused" if isinstance(found, HttpProblem) else bool(found["duplicate"])

@@ -40,9 +40,9 @@ __all__ = ["DIRECT", "InteractionRow", "router", "served_of", "serving_of"]
 router = APIRouter(tags=["inference"])
 Reader = Annotated[Caller, require("models:read", reach="checked")]
 APPEAR_S, APPEAR_LOOK_S = 10.0, 0.02
-"""A new deployment is known to the gateway of this process within this time."""
+"""Longest wait for this process's gateway to know a new deployment, and the poll interval, in seconds."""
 DECISION_S = 2.0
-"""Longest that the record of an interaction waits for what became of it."""
+"""Longest wait for the decision on an interaction, in seconds; the record is shown without it afterwards."""
 _RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"content": CONTENT},
     410: {"description": "The episode is over."},
@@ -53,11 +53,11 @@ EpisodeId = Annotated[str, Path(max_length=128, pattern="^[A-Za-z0-9._:-]+$", de
 
 
 Span = Annotated[list[int], Field(min_length=3, max_length=3)]
-"""Policy version, and where its tokens begin and end."""
+"""Policy version, and the start and stop of its tokens."""
 
 
 class Model(BaseModel):
-    """A running job or deployment as a model, or a checkpoint that is served once somebody asks for it."""
+    """A running job or deployment as a model, or a checkpoint that is deployed on its first request."""
 
     id: str
     object: str = "model"
@@ -67,9 +67,9 @@ class Model(BaseModel):
     online: bool
     policy_version: int
     promoted_at: int | None = None
-    """Since when that version is served, of a job with a promotion gate."""
+    """Time of the promotion of that version, in Unix seconds, for a job with a promotion gate."""
     served: bool = True
-    """False: a rollout worker loads it when it is asked for."""
+    """False: a rollout worker loads the model on its first request."""
     checkpoint: str | None = None
     """Checkpoint that a deployment serves, as `job:ID@NUMBER`."""
 
@@ -82,7 +82,7 @@ class ModelList(BaseModel):
 
 
 class Choice(BaseModel):
-    """One answer; see OpenAI's reference for the rest of it."""
+    """One choice; see OpenAI's reference for its other fields."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -102,7 +102,7 @@ class Completion(BaseModel):
 
 
 class Trained(BaseModel):
-    """The update (``step``) that an interaction was trained in, and the version that it made."""
+    """The update (``step``) that trained an interaction, and the resulting version."""
 
     step: int
     version: int
@@ -124,8 +124,8 @@ class InteractionDecision(BaseModel):
 class InteractionRow(BaseModel):
     """The record of one choice of a request.
 
-    ``decision`` is null while nothing is decided about it; and where ``decision_known`` is false, because this process
-    still reads what was decided.
+    ``decision`` is null if the interaction is undecided, or if ``decision_known`` is false because this process is
+    still reading the decisions.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -147,8 +147,10 @@ class InteractionRow(BaseModel):
 
 @router.get("/v1/models", response_model=ModelList)
 async def list_models(caller: Reader, backend: BackendDep) -> Response:
-    """List the models: every job that trains and every deployment, under its name, and the final checkpoints of jobs
-    that ended (``served`` is false), which are deployed when somebody asks for one."""
+    """List the models: training jobs, deployments, and final checkpoints of ended jobs (deployed on first request).
+
+    Jobs and deployments appear under their names; ``served`` is false for a checkpoint that is not deployed.
+    """
     found = [served for served in serving_of(backend).models() if _may_use(caller, served)]
     waiting = await backend.control.deployments.servable(caller.models)
     return Json(ModelList(data=[*map(_model, found), *map(_to_be_served, waiting)]))
@@ -172,7 +174,7 @@ async def get_model(
 
 @router.get("/e/{episode_id}/v1/models", response_model=ModelList)
 async def list_models_in_episode(episode_id: EpisodeId, caller: Reader, backend: BackendDep) -> Response:
-    """List the models; for clients whose base URL is the address of an episode."""
+    """List the models, for clients whose base URL is the address of an episode."""
     return await list_models(caller, backend)
 
 
@@ -183,7 +185,7 @@ async def get_model_in_episode(
     caller: Reader,
     backend: BackendDep,
 ) -> Response:
-    """Show a model; for clients whose base URL is the address of an episode."""
+    """Show a model, for clients whose base URL is the address of an episode."""
     return await get_model(model, caller, backend)
 
 
@@ -194,10 +196,10 @@ async def get_model_in_episode(
     responses=_RESPONSES,
 )
 async def chat(request: Request, caller: Writer, backend: BackendDep) -> Response:
-    """Answer a chat with the job's newest policy; recorded as an interaction. ``stream`` sends tokens as they come.
+    """Answer a chat with the job's newest policy, and record the interaction. ``stream`` sends tokens as they come.
 
-    ``model`` may also be a checkpoint of a job, `job:NAME@final`: a rollout worker loads it if none has it yet, and the
-    request waits for that, at most 30 s; then it is answered 503 with `Retry-After`.
+    ``model`` may also be a checkpoint of a job, `job:NAME@final`. If no rollout worker serves it, one loads it while
+    the request waits, at most 30 s; after that the reply is 503 with `Retry-After`.
     """
     return await _chat(request, caller, backend, "")
 
@@ -220,7 +222,7 @@ async def chat_in_episode(episode_id: EpisodeId, request: Request, caller: Write
     responses=_RESPONSES,
 )
 async def complete(request: Request, caller: Writer, backend: BackendDep) -> Response:
-    """Complete prompts, texts or token ids; recorded as interactions. ``echo`` with ``logprobs`` scores the prompts."""
+    """Complete prompts (text or token ids), and record interactions. ``echo`` with ``logprobs`` scores the prompts."""
     return await _complete(request, caller, backend, "")
 
 
@@ -241,7 +243,7 @@ async def get_interaction(
     caller: Annotated[Caller, require("jobs:read", reach="checked")],
     backend: BackendDep,
 ) -> Response:
-    """Show what is recorded of a choice: tokens, log-probs, versions, sampling; and what became of it."""
+    """Show the record of a choice: tokens, log-probs, versions, sampling settings, and the decision on it."""
     marked = marked_id(interaction)
     if marked is not None:
         for job in await backend.control.job_entries():
@@ -255,7 +257,7 @@ async def get_interaction(
 
 
 async def _decision(backend: Backend, interaction: str, record: Interaction) -> dict[str, Any]:
-    """Decision on an interaction, unless its index is being rebuilt: the record itself is there all the same."""
+    """Return the decision on an interaction, or mark it as unknown while the index is being rebuilt."""
     if backend.feedback is None:
         return {"decision": None, "decision_known": False}
     try:
@@ -313,14 +315,14 @@ async def _answer(
 
 
 def serving_of(backend: Backend) -> Gateway:
-    """The gateway of this process. Raises HttpProblem: 503 where there is none."""
+    """Return the gateway of this process. Raises HttpProblem: 503 this process has none."""
     if backend.serving is None:
         raise HttpProblem(503, "no_gateway", "this process serves no models")
     return backend.serving
 
 
 def served_of(backend: Backend, model: str, caller: Caller) -> Served:
-    """A model by name or id of its job. Raises HttpProblem: 404 there is none, or none that the key reaches."""
+    """Return a model by name or id of its job. Raises HttpProblem: 404 no such model, or the key does not reach it."""
     try:
         served = serving_of(backend).find(model)
     except NotFound:
@@ -331,7 +333,7 @@ def served_of(backend: Backend, model: str, caller: Caller) -> Served:
 
 
 def _may_use(caller: Caller, served: Served) -> bool:
-    """True if a key reaches a model, or the job whose checkpoint it is."""
+    """Return True if a key reaches a model, or the job whose checkpoint it is."""
     origin = served.origin
     return caller.may_use(served.name, served.job) or (origin is not None and caller.may_use(origin.name, origin.job))
 
@@ -341,11 +343,11 @@ def _all(backend: Backend) -> list[Served]:
 
 
 async def _checkpoint_of(backend: Backend, model: str, caller: Caller) -> ModelOrigin:
-    """The checkpoint that a reference names. Raises HttpProblem: 404 there is none, or the key does not reach it."""
+    """Return the checkpoint of a reference. Raises HttpProblem: 404 no such checkpoint, or out of the key's reach."""
     try:
         origin = await backend.control.deployments.find(model)
     except (NotFound, ConfigError) as error:
-        if caller.models is not None:  # the reason would tell of jobs that the key does not reach
+        if caller.models is not None:  # the reason could reveal jobs that the key does not reach
             raise no_model(model) from None
         raise HttpProblem(404, "model_not_found", str(error)) from None
     if not caller.may_use(origin.name, origin.job):
@@ -354,10 +356,10 @@ async def _checkpoint_of(backend: Backend, model: str, caller: Caller) -> ModelO
 
 
 async def _deployed(backend: Backend, model: str, caller: Caller) -> Served:
-    """As ``served_of``; a checkpoint that nothing serves is deployed first.
+    """Return a model as ``served_of`` does; deploy a checkpoint first that nothing serves.
 
     Raises:
-        HttpProblem: 503 it is being deployed still, or cannot be.
+        HttpProblem: 503 the deployment is not ready yet, or failed.
     """
     if not model.startswith(REFERENCE):
         return served_of(backend, model, caller)
@@ -375,7 +377,7 @@ async def _deployed(backend: Backend, model: str, caller: Caller) -> Served:
 
 
 async def _check_alive(backend: Backend, job: str) -> None:
-    """Raises HttpProblem: 503 the deployment failed; says why."""
+    """Raise HttpProblem (503) with the reason if the deployment failed."""
     status = (await backend.control.get(job)).status
     if status.phase == "failed":
         headers = {"Retry-After": "60", "x-should-retry": "false"}
@@ -383,8 +385,7 @@ async def _check_alive(backend: Backend, job: str) -> None:
 
 
 async def _opened(backend: Backend, ask: Ask, model: str, caller: Caller) -> Any:
-    """The answer, once a worker writes it. A checkpoint whose deployment just ended for want of requests is deployed
-    again."""
+    """Return the answer once a worker writes it; redeploy a checkpoint whose idle deployment just ended."""
     try:
         return await serving_of(backend).open(ask)
     except NotFound:

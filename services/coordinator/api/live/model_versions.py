@@ -1,4 +1,4 @@
-"""The versions of a model: which ones there are, and promoting and rolling back a job by the name of its model."""
+"""Routes about the versions of a model: list them, and promote and roll back a job by the name of its model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ModelName = Annotated[str, Path(max_length=256, description="Name or id of a job
 
 
 class RollbackToVersion(BaseModel):
-    """The policy version to go back to."""
+    """The policy version to roll back to."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,13 +39,13 @@ class Kept(BaseModel):
 
     number: int
     time: float
-    """When it was taken, in Unix seconds."""
+    """Time of the checkpoint, in Unix seconds."""
     available: bool
     """True if its files are on the coordinator's host."""
 
 
 class ModelVersion(BaseModel):
-    """The newest version, the one that is served, or one that a checkpoint has, so that the model can go back to it."""
+    """A version: the newest, the served one, or one with a checkpoint, to which the model can roll back."""
 
     version: int
     served: bool
@@ -54,7 +54,7 @@ class ModelVersion(BaseModel):
 
 
 class ModelVersions(BaseModel):
-    """Newest first."""
+    """Versions of a model, newest first."""
 
     object: str = "list"
     data: list[ModelVersion]
@@ -64,7 +64,7 @@ class ModelVersions(BaseModel):
 async def list_versions(
     model: ModelName, caller: Annotated[Caller, require("models:read", reach="checked")], backend: BackendDep
 ) -> Response:
-    """List the versions of a model: the newest, the one that is served, and those of its checkpoints."""
+    """List the versions of a model: the newest, the served one, and those of its checkpoints."""
     served = served_of(backend, model, caller)
     trained = (await backend.control.get(served.job)).status.policy_version
     kept = await _checkpoints_of(backend, served.job)
@@ -83,7 +83,7 @@ async def list_versions(
 async def promote_model(
     request: Request, model: ModelName, caller: Annotated[Caller, require("admin")], backend: BackendDep
 ) -> Response:
-    """Serve the model's newest version whatever was measured of it."""
+    """Serve the model's newest version regardless of its evaluation."""
     wanted = await read_model(request, Promotion)
     return await begin(backend, served_of(backend, model, caller).job, "promote", caller, {"version": wanted.version})
 
@@ -95,7 +95,7 @@ async def roll_back_model(
     caller: Annotated[Caller, require("jobs:write", reach="checked")],
     backend: BackendDep,
 ) -> Response:
-    """Give up the updates after a version that a checkpoint has, and train on from it."""
+    """Discard the updates after a version with a checkpoint, and continue training from it."""
     version, served = (await read_model(request, RollbackToVersion)).version, served_of(backend, model, caller)
     kept = await _checkpoints_of(backend, served.job)
     if version not in kept:
@@ -105,5 +105,5 @@ async def roll_back_model(
 
 
 async def _checkpoints_of(backend: Backend, job: str) -> dict[int, Kept]:
-    """The newest checkpoint of each version."""
+    """Return the newest checkpoint of each version."""
     return {row["version"]: Kept.model_validate(row) for row in await backend.control.checkpoints(job)}

@@ -1,4 +1,4 @@
-"""Rights of the key of an episode: speak in it and judge it."""
+"""Checks of an episode key, which allows requests in its episode and feedback on it only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["check_own_episode", "own_episode"]
 
 
 def own_episode(caller: Caller, named: str, job: str) -> str:
-    """The episode of a request that names ``named`` ('' for none): for a key of an episode its own one.
+    """Return the episode of a request that names ``named`` ('' for none); for an episode key always its own episode.
 
     Raises:
         HttpProblem: 403 the key is for another episode, or for an episode with another model.
@@ -37,10 +37,10 @@ def own_episode(caller: Caller, named: str, job: str) -> str:
 
 
 async def check_own_episode(caller: Caller, posts: Sequence[Any], service: FeedbackService) -> None:
-    """Refuse feedback by the key of an episode on anything else.
+    """Check that an episode key posts feedback on its own episode only.
 
     Raises:
-        HttpProblem: 403.
+        HttpProblem: 403 the feedback is about something else.
     """
     if not caller.episode:
         return

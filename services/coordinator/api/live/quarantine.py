@@ -1,4 +1,4 @@
-"""Routes about feedback that is held back because it is unlike what its source said before."""
+"""Routes about quarantined feedback: items that deviate from the earlier feedback of their source."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NOT_HELD: dict[int | str, dict[str, Any]] = {409: {"description": "It is not he
 
 
 class HeldRow(BaseModel):
-    """An item that is held: when it came, since when it is held (``time``, Unix seconds) and why."""
+    """A quarantined item: arrival (``received``) and quarantine time (``time``) in Unix seconds, and the reason."""
 
     feedback_id: str
     job: str
@@ -44,7 +44,7 @@ class HeldRow(BaseModel):
 
 
 class HeldItem(HeldRow):
-    """With what it says of which response or episode."""
+    """A quarantined item with its value and its target, a response or an episode."""
 
     value: bool | float | str | None
     target: str
@@ -64,7 +64,7 @@ class HeldList(BaseModel):
 
 
 class Verdict(BaseModel):
-    """Decision about an item; it is on disk."""
+    """Decision on a quarantined item; it is on disk."""
 
     feedback_id: str
     verdict: Literal["release", "drop"]
@@ -76,7 +76,7 @@ class Verdict(BaseModel):
 async def list_all_held(
     job: SomeJob, caller: AdminOfAll, backend: BackendDep, after: After = "", limit: Limit = 20
 ) -> Response:
-    """List the feedback that is held back, of all jobs that the key reaches."""
+    """List the quarantined feedback of all jobs that the key reaches."""
     if not job:
         return await _page(_quarantine(backend), await jobs_of(backend, caller), after, limit)
     await check_job(backend, caller, job)
@@ -85,45 +85,45 @@ async def list_all_held(
 
 @all_jobs.get("/v1/quarantine/{item}", response_model=HeldItem, responses=_NOT_HELD)
 async def get_held_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
-    """Show an item that is held back, with what it says; its id says of which job it is."""
+    """Show a quarantined item and its content; its id determines the job."""
     return Json(await _quarantine(backend).show(await _job_of(backend, caller, item), item))
 
 
 @all_jobs.post("/v1/quarantine/{item}/release", status_code=202, response_model=Verdict, responses=_NOT_HELD)
 async def release_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
-    """Let it count, as if it had come now; what it is about may have been decided meanwhile."""
+    """Release a quarantined item: it counts as if it arrived now. Its target may have been decided meanwhile."""
     job = await _job_of(backend, caller, item)
     return Json(await _quarantine(backend).decide(job, item, "release", caller=caller), 202)
 
 
 @all_jobs.post("/v1/quarantine/{item}/drop", status_code=202, response_model=Verdict, responses=_NOT_HELD)
 async def drop_of_any(item: Item, caller: AdminOfAll, backend: BackendDep) -> Response:
-    """Reject it for good."""
+    """Reject a quarantined item permanently."""
     job = await _job_of(backend, caller, item)
     return Json(await _quarantine(backend).decide(job, item, "drop", caller=caller), 202)
 
 
 @router.get("", response_model=HeldList)
 async def list_held(job: JobId, caller: Admin, backend: BackendDep, after: After = "", limit: Limit = 20) -> Response:
-    """List the feedback of a job that is held back."""
+    """List the quarantined feedback of a job."""
     return await _page(await _held(backend, job), [job], after, limit)
 
 
 @router.get("/{item}", response_model=HeldItem, responses=_NOT_HELD)
 async def get_held(job: JobId, item: Item, caller: Admin, backend: BackendDep) -> Response:
-    """Show an item that is held back, with what it says."""
+    """Show a quarantined item and its content."""
     return Json(await (await _held(backend, job)).show(job, item))
 
 
 @router.post("/{item}/release", status_code=202, response_model=Verdict, responses=_NOT_HELD)
 async def release(job: JobId, item: Item, caller: Admin, backend: BackendDep) -> Response:
-    """Let it count, as if it had come now; what it is about may have been decided meanwhile."""
+    """Release a quarantined item: it counts as if it arrived now. Its target may have been decided meanwhile."""
     return Json(await (await _held(backend, job)).decide(job, item, "release", caller=caller), 202)
 
 
 @router.post("/{item}/drop", status_code=202, response_model=Verdict, responses=_NOT_HELD)
 async def drop(job: JobId, item: Item, caller: Admin, backend: BackendDep) -> Response:
-    """Reject it for good."""
+    """Reject a quarantined item permanently."""
     return Json(await (await _held(backend, job)).decide(job, item, "drop", caller=caller), 202)
 
 
@@ -135,7 +135,7 @@ async def _page(held: HeldFeedback, jobs: list[str] | None, after: str, limit: i
 
 
 async def _job_of(backend: Backend, caller: Caller, item: str) -> str:
-    """The job of an item. Raises NotFound: there is none, or it is of other models than the key is for."""
+    """Return the job of an item. Raises NotFound: no such item, or the key does not reach its model."""
     job: str = (await _feedback(backend).fate(item))["job"]
     await check_job(backend, caller, job, f"no feedback '{bare_id(item) or item[:80]}' was accepted here")
     return job

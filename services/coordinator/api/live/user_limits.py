@@ -1,4 +1,4 @@
-"""Requests of one key for each of its end users, who are counted under their pseudonyms."""
+"""Rate limits for the end users of one key, who are counted under their pseudonyms."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["check_user", "over_limit"]
 
 
 async def check_user(limiter: RateLimiter, caller: Caller, user: str, pseudonym: Callable[[str], str]) -> None:
-    """Count a request for ``user`` ('' for nobody).
+    """Count a request for ``user`` ('' for none).
 
     Raises:
-        HttpProblem: 429 there were too many.
-        Unavailable: users have no pseudonyms yet.
+        HttpProblem: 429 the user is beyond the limit.
+        Unavailable: pseudonyms are not available yet.
     """
     (refusal,) = await over_limit(limiter, caller, [user], pseudonym)
     if refusal is not None:
@@ -27,13 +27,13 @@ async def check_user(limiter: RateLimiter, caller: Caller, user: str, pseudonym:
 async def over_limit(
     limiter: RateLimiter, caller: Caller, users: Sequence[str], pseudonym: Callable[[str], str]
 ) -> list[HttpProblem | None]:
-    """Count requests or items by the users that they name ('' for nobody): for each its refusal, or None.
+    """Count requests or items by their users ('' for none); return for each its refusal, or None.
 
-    Of each user the first ones pass, as many as may. Who holds the key of an episode or the token for a verdict can
-    name anybody: each of them is counted apart, so that nobody uses up what others may send.
+    The first items of each user pass, up to the limit. The bearer of an episode key or a feedback token can name any
+    user, so each such bearer is counted separately and cannot use up the limits of others.
 
     Raises:
-        Unavailable: users have no pseudonyms yet.
+        Unavailable: pseudonyms are not available yet.
     """
     refusals: list[HttpProblem | None] = [None] * len(users)
     if not limiter.limits_users:
