@@ -1,17 +1,17 @@
-"""The Python client of the API: ``Client`` blocks, ``AsyncClient`` awaits; both have the same methods.
+"""Python client of the API: ``Client`` blocks, ``AsyncClient`` is for asyncio; both have the same methods.
 
 ::
 
     with Client() as client:                       # PENSTOCK_URL, PENSTOCK_API_KEY
         job = client.submit(Path("job.yaml"))
-        for event in client.events(job.id):        # resumes by itself
+        for event in client.events(job.id):        # reconnects and resumes by itself
             ...
         print(client.get(job.id).status.reward)
 
-        said = client.feedback("accepted", True, inference=answer.id)
-        print(client.feedback_status(said.feedback_id).status)
+        receipt = client.feedback("accepted", True, inference=answer.id)
+        print(client.feedback_status(receipt.feedback_id).status)
 
-What comes back has types: ``JobRecord``, and the structs of ``penstock.client.results``.
+Results are typed: ``JobRecord``, and the structs of ``penstock.client.results``.
 """
 
 from penstock.client.asynchronous import AsyncClient

@@ -1,4 +1,4 @@
-"""From HTTP replies to values and errors; and when to ask again."""
+"""Conversion of HTTP replies to values and errors, and the retry policy."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 LONGEST_PAUSE_S = 5.0
 _AGAIN = frozenset({429, 502, 503, 504})
 _LISTED = {"invalid_job": "job", "invalid_file": "file"}
-"""Problems whose flaws are all shown, and what has them."""
+"""Problem codes for which the error lists all flaws, and the object that has them."""
 
 
 def base_url(url: str | None) -> str:
-    """``url``, or PENSTOCK_URL, or the local default. Raises ConfigError for what is no http(s) URL."""
+    """Return ``url``, or PENSTOCK_URL, or the local default. Raises ConfigError if it is not an http(s) URL."""
     found = (url or os.environ.get("PENSTOCK_URL") or DEFAULT_URL).rstrip("/")
     if not found.startswith(("http://", "https://")):
         raise ConfigError(f"'{found}' is not a URL of the API; it should look like {DEFAULT_URL}")
@@ -47,7 +47,11 @@ def base_url(url: str | None) -> str:
 
 
 def default_headers(api_key: str | None, url: str) -> dict[str, str]:
-    """Authorization from ``api_key``, or PENSTOCK_API_KEY, or the key file of this user's deployment at ``url``."""
+    """Return the Authorization header from ``api_key``, PENSTOCK_API_KEY, or this user's key file for ``url``.
+
+    Raises:
+        ConfigError: the key contains characters that no key has.
+    """
     key = api_key or os.environ.get("PENSTOCK_API_KEY") or find_key(url)
     if key and not (key.isascii() and key.isprintable()):
         raise ConfigError("the API key holds characters that no key has: pass the key itself, or leave it out")
@@ -55,12 +59,12 @@ def default_headers(api_key: str | None, url: str) -> dict[str, str]:
 
 
 def is_in_flight(response: httpx.Response) -> bool:
-    """True if the server still works on an earlier attempt of this very request, by its Idempotency-Key."""
+    """Return True if the server is still processing an earlier attempt of this request, by its Idempotency-Key."""
     return response.status_code == 409 and response.headers.get("x-should-retry") == "true"
 
 
 def pause_s(attempt: int, response: httpx.Response | None) -> float | None:
-    """Seconds to wait before the next attempt, or None when another one is pointless."""
+    """Return the seconds to wait before the next attempt, or None if a retry is pointless."""
     if response is None:
         return float(min(0.1 * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.75, 1.25))
     if response.status_code not in _AGAIN and response.headers.get("x-should-retry") != "true":
@@ -72,7 +76,7 @@ def pause_s(attempt: int, response: httpx.Response | None) -> float | None:
 
 
 def unreachable(url: str, error: Exception | None) -> Unavailable:
-    """The error for a server that gives no answer."""
+    """Return the error for a server that does not answer."""
     reason = f" ({error or type(error).__name__})" if error is not None else ""
     return Unavailable(
         f"no answer from {url}{reason}; start one with 'penstock up', or set PENSTOCK_URL to where it runs"
@@ -80,7 +84,7 @@ def unreachable(url: str, error: Exception | None) -> Unavailable:
 
 
 def body_of(response: httpx.Response) -> Any:
-    """The JSON of a good reply. Raises what ``error_of`` makes of a bad one."""
+    """Return the JSON of a successful reply, None for 204. Raises the error of ``error_of`` for others."""
     if response.status_code == 204:
         return None
     if response.is_success:
@@ -92,7 +96,7 @@ def body_of(response: httpx.Response) -> Any:
 
 
 def error_of(response: httpx.Response) -> PenstockError:
-    """The error that a problem document stands for; its body must have been read."""
+    """Return the error for a problem document; the body of the response must have been read."""
     status = response.status_code
     try:
         problem = response.json()

@@ -12,18 +12,18 @@ __all__ = ["AsyncAuditLog", "AuditLog"]
 def _list(
     *, since: float | None = None, key: str | None = None, job: str | None = None, limit: int = 100
 ) -> Steps[list[AuditEntry]]:
-    """Up to ``limit`` requests that changed something, oldest first.
+    """List up to ``limit`` requests that changed something, oldest first.
 
     Args:
-        since: Unix seconds; only what came then or later.
-        key: id of a key; only what was sent with it.
-        job: id of a job; only what is about it, or made it.
+        since: Unix seconds; only requests from then on.
+        key: id of a key; only its requests.
+        job: id of a job; only requests that concern or created it.
     """
     return (yield from rows(AuditEntry, "/v1/audit-log", "id", limit, since=since, key=key, job=job))
 
 
 class AuditLog:
-    """``list`` the requests that changed something."""
+    """Audit log: ``list`` the requests that changed something."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -32,7 +32,7 @@ class AuditLog:
 
 
 class AsyncAuditLog:
-    """``list`` the requests that changed something."""
+    """Audit log: ``list`` the requests that changed something."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send

@@ -1,9 +1,9 @@
-"""Neighbours of a job file: code, data and models that it names by a relative path.
+"""Files that a job file names by relative paths: code, data and models.
 
 ``path: ./reward.py:score`` becomes ``reward@SHA256:score``, and the file is uploaded before the job is submitted: the
-job stands for this content, whatever becomes of the file. So are JSON lines of at most MAX_ROWS_BYTES, whose path
-becomes the id of the uploaded file. Other paths that begin with ``./`` or ``../`` are seen from the folder of the job
-file; nothing is uploaded of them, so the services must see the same files.
+job uses this content, even if the file changes later. JSON lines of at most MAX_ROWS_BYTES are uploaded too, and their
+path becomes the id of the uploaded file. Other paths that begin with ``./`` or ``../`` are resolved against the folder
+of the job file and not uploaded, so the services must see the same files.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from penstock.shared.errors import ConfigError
 __all__ = ["MAX_CODE_BYTES", "MAX_ROWS_BYTES", "JobText", "read_job", "with_neighbours"]
 
 MAX_CODE_BYTES = 256 << 10
-"""Of one file of code."""
+"""Largest file of code."""
 MAX_ROWS_BYTES = 16 << 20
-"""Of one data set that is uploaded with the job; a larger one must lie where the services see it."""
+"""Largest data set that is uploaded with the job; a larger one must be on a path that the services see."""
 _FUNCTION = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
 _STEM = re.compile(r"[A-Za-z_]\w*")
 _ROWS = frozenset({".jsonl", ".ndjson"})
-"""Kinds of files that are uploaded as data sets."""
+"""Suffixes of files that are uploaded as data sets."""
 _PATHS = frozenset({"path", "tokenizer", "exclude_path"})
 """Keys of job files that hold a path."""
 
 
 @dataclass(frozen=True)
 class JobText:
-    """A job file as it is sent, and what is uploaded before: sources of Python by SHA-256, and files of rows.
+    """A job file as it is sent, and its uploads: Python sources by SHA-256, and files of rows.
 
-    ``rows`` are absolute paths in ``data``, to be replaced by the ids of the uploaded files.
+    ``rows`` are absolute paths in ``data``; the ids of the uploaded files replace them.
     """
 
     data: dict[str, Any]
@@ -44,23 +44,23 @@ class JobText:
     rows: frozenset[str] = frozenset()
 
     def with_uploads(self, ids: Mapping[str, str]) -> JobText:
-        """The job file with the id of each uploaded file in place of its path."""
+        """Return the job file with the ids of the uploaded files in place of their paths."""
         data = _each_text(self.data, lambda text: ids.get(text, text))
         assert isinstance(data, dict)
         return JobText(data, self.sources)
 
 
 def read_job(file: Path, overrides: list[str] | None = None) -> JobText:
-    """The job file at ``file``, with what lies beside it.
+    """Read the job file at ``file`` and the files that it names by relative paths.
 
     Raises:
-        ConfigError: it, or a file of code that it names, cannot be read or is too long.
+        ConfigError: the job file, or a file of code, cannot be read or is too long.
     """
     return with_neighbours(with_overrides(load_yaml(file), overrides or []), file.parent)
 
 
 def with_neighbours(data: Mapping[str, Any], folder: Path) -> JobText:
-    """A job file that lies in ``folder``. Raises ConfigError, see ``read_job``."""
+    """Resolve the relative paths of a job file in ``folder``. Raises ConfigError as ``read_job`` does."""
     sources: dict[str, str] = {}
     rows: set[str] = set()
     changed = _changed(data, "", folder, sources, rows)
@@ -86,7 +86,7 @@ def _changed(value: Any, key: str, folder: Path, sources: dict[str, str], rows: 
 
 
 def _is_small_file_of_rows(written: Any, path: Any) -> bool:
-    if not isinstance(written, str) or written == path:  # none, or not relative to the job file
+    if not isinstance(written, str) or written == path:  # no path, or not relative to the job file
         return False
     file = Path(path)
     return file.suffix in _ROWS and file.is_file() and file.stat().st_size <= MAX_ROWS_BYTES

@@ -1,4 +1,4 @@
-"""Every request of the API as a value: what to send and how to read the answer. Shared by both clients."""
+"""Requests of the API as values: what to send, and how to read the reply. Both clients share them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Row = dict[str, Any]
 Rows = list[Row]
 Records = list[JobRecord]
 JobFile = AnyJob | Mapping[str, Any] | JobText | Path | str
-"""A job: validated, as a mapping, or the path of a YAML file, with the code that lies beside it."""
+"""A job: a validated model, a mapping, a job file with its uploads, or the path of a YAML file."""
 Order = Literal["asc", "desc"]
 DRY_RUN_S = 90.0
-"""Longer than the server takes to try code of the user that hangs."""
+"""Longer than the server's own deadline for user code that hangs."""
 Goal = str
 """``terminal`` or a phase."""
 
@@ -50,39 +50,39 @@ class Call(Generic[T]):
     extra_headers: Mapping[str, str] = field(default_factory=dict)
 
     def headers(self) -> dict[str, str]:
-        """A POST carries a key, so that a retry after a lost answer has no second effect."""
+        """Return the headers. A POST carries a key, so that a retry after a lost reply has no second effect."""
         found = {"Idempotency-Key": self.key or new_attempt()} if self.method == "POST" else {}
         if self.body is not None:
             found["Content-Type"] = "application/json"
         return {**found, **self.extra_headers}
 
     def query(self) -> dict[str, str]:
-        """Parameters that are set."""
+        """Return the query parameters that are not None."""
         return {name: _text(value) for name, value in self.params.items() if value is not None}
 
 
 def show(path: str, read: Callable[[Any], T], **params: Any) -> Call[T]:
-    """Read something."""
+    """Return a GET request with query parameters."""
     return Call("GET", path, read, params)
 
 
 def post(path: str, body: Any = None, *, timeout_s: float | None = None) -> Call[Row]:
-    """Have something done that answers with an object."""
+    """Return a POST request that answers with an object."""
     return Call("POST", path, dict, body=None if body is None else orjson.dumps(body), timeout_s=timeout_s)
 
 
 def make(path: str, read: Callable[[Any], T], **body: Any) -> Call[T]:
-    """Have something made; what is None is left to the server."""
+    """Return a POST request that creates something; the server chooses defaults for fields that are None."""
     said = {name: value for name, value in body.items() if value is not None}
     return Call("POST", path, read, body=orjson.dumps(said))
 
 
 def nothing(_: Any) -> None:
-    """The reader of an empty reply."""
+    """Read an empty reply."""
 
 
 def text_of(job: JobFile) -> JobText:
-    """A job with what has to be uploaded first. Raises ConfigError."""
+    """Return a job with its uploads. Raises ConfigError."""
     if isinstance(job, Path | str):
         return read_job(Path(job))
     if isinstance(job, JobText):
@@ -122,7 +122,7 @@ def page(
     kind: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Call[Records]:
-    """One page of jobs."""
+    """List one page of jobs."""
     params = {"after": after, "limit": limit, "order": order, "phase": phase, "name": name, "kind": kind}
     params |= {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
     return Call("GET", "/v1/jobs", lambda data: [read_record(row) for row in data["data"]], params)
@@ -131,7 +131,7 @@ def page(
 def steer(
     job: str, verb: Literal["cancel", "pause", "resume"], *, force: bool = False, checkpoint: bool = True
 ) -> Call[JobRecord]:
-    """Ask a job to change its state."""
+    """Request a change of a job's state."""
     params = {"force": True if force else None, "checkpoint": None if checkpoint else False}
     return Call("POST", f"/v1/jobs/{job}/{verb}", read_record, params)
 
@@ -144,47 +144,47 @@ def amend(job: str, patch: Mapping[str, Any], revision: int | None, wait_s: floa
 
 
 def extend(job: str, max_updates: int) -> Call[Row]:
-    """Let a job that has ended go on."""
+    """Continue a job that has ended."""
     return post(f"/v1/jobs/{job}/extend", {"max_updates": max_updates})
 
 
 def checkpoint_now(job: str) -> Call[Row]:
-    """Ask for a checkpoint."""
+    """Request a checkpoint."""
     return post(f"/v1/jobs/{job}/checkpoints")
 
 
 def operation(job: str, id: str, wait_s: float) -> Call[Row]:
-    """Show an operation once it is over, or after ``wait_s``."""
+    """Show an operation once it is complete, or after ``wait_s``."""
     path = f"/v1/jobs/{job}/operations/{id}"
     return Call("GET", path, dict, {"wait": wait_s}, timeout_s=wait_s + 10)
 
 
 def result_of(operation: Row) -> Row:
-    """Result of an operation that is over. Raises Conflict where it failed."""
+    """Return the result of a completed operation. Raises Conflict if it failed."""
     if operation["state"] == "failed":
         raise Conflict(str(operation["message"]))
     return dict(operation["result"])
 
 
 def replay_of(from_batch: int | None, to_batch: int | None, *, feedback: bool) -> Row:
-    """The body that asks for a replay."""
+    """Return the body of a replay request."""
     body = {"from_batch": from_batch, "to_batch": to_batch}
     return {**body, "feedback": True} if feedback else body
 
 
 def events_page(job: str, after: int, limit: int) -> Call[tuple[Rows, bool]]:
-    """One page of events, and whether there is another."""
+    """List one page of events, and True if there is another."""
     params = {"after": after, "limit": limit}
     return Call("GET", f"/v1/jobs/{job}/events", lambda data: (data["data"], data["has_more"]), params)
 
 
 def view(job: str, name: str, **params: Any) -> Call[Row]:
-    """A view of a job that is an object: metrics, audit, logs."""
+    """Return a view of a job that is an object: metrics, audit, logs."""
     return Call("GET", f"/v1/jobs/{job}/{name}", dict, params, timeout_s=120 if name == "audit" else None)
 
 
 def rows(job: str, name: str, **params: Any) -> Call[Rows]:
-    """A view of a job that is a list: workers, checkpoints, why."""
+    """Return a view of a job that is a list: workers, checkpoints, why."""
     return Call("GET", f"/v1/jobs/{job}/{name}", lambda data: list(data["data"]), params)
 
 
@@ -192,7 +192,7 @@ def samples(
     job: str, *, step: int | None = None, limit: int = 20, sort: str | None = None, after: str | None = None,
     env: str | None = None, min_reward: float | None = None,
 ) -> Call[list[Sample]]:  # fmt: skip
-    """Up to 100 completions with rewards, newest update first; ``env``: only those of the source of that name.
+    """List up to 100 completions with rewards, newest update first; ``env`` selects the source of that name.
 
     ``sort``: `reward`, `-reward`, `length` or `-length`; ``after``: the id of the last one of the page before.
     """
@@ -201,38 +201,38 @@ def samples(
 
 
 def sample(job: str, id: str) -> Call[TokenSample]:
-    """A completion token by token; ``id`` as ``samples`` has it. Raises NotFound: it is not stored (any more)."""
+    """Show a completion token by token, by its id in ``samples``. Raises NotFound: it is not stored (any more)."""
     full = id if id.startswith(f"{job}-") else f"{job}-{id}"
     return Call("GET", f"/v1/samples/{quote(full, safe='')}", one(TokenSample))
 
 
 def timeline(job: str, *, step: int | None = None, limit: int = 20) -> Call[list[StageSpan]]:
-    """When the stages of an update began and ended, or of the newest ``limit`` ones."""
+    """List start and end of the stages of one update, or of the newest ``limit`` ones."""
     return Call("GET", f"/v1/jobs/{job}/timeline", many(StageSpan), {"step": step, "limit": limit})
 
 
 def metric_names(job: str) -> Call[list[MetricName]]:
-    """The metrics that a job has."""
+    """List the metrics of a job."""
     return Call("GET", f"/v1/jobs/{job}/metrics/names", many(MetricName))
 
 
 def funnel(job: str) -> Call[Funnel]:
-    """The feedback of a job, counted by metric, source and status; and what became of its answers."""
+    """Count the feedback of a job by metric, source and status, and the decisions on its interactions."""
     return Call("GET", f"/v1/jobs/{job}/feedback", one(Funnel))
 
 
 def interaction(id: str) -> Call[Interaction]:
-    """Record and outcome of an answer. Raises NotFound."""
+    """Show the record of an interaction and the decision on it. Raises NotFound."""
     return Call("GET", f"/v1/interactions/{quote(id, safe='')}", one(Interaction))
 
 
 def about(name: Literal["limits", "version"]) -> Call[Row]:
-    """Facts about the deployment."""
+    """Return information about the deployment."""
     return Call("GET", f"/v1/{name}", dict)
 
 
 def read_record(data: Any) -> JobRecord:
-    """A job from its JSON. Raises ProtocolError when this client is too old or too new for it."""
+    """Read a job from its JSON. Raises ProtocolError if this client is too old or too new for it."""
     try:
         return JobRecord.model_validate(data)
     except ValidationError as error:
@@ -240,7 +240,7 @@ def read_record(data: Any) -> JobRecord:
 
 
 def reached(record: JobRecord, goal: Goal) -> bool:
-    """The job is where the caller waits for it to be; a terminal job goes nowhere else."""
+    """Return True if the job is terminal or has reached ``goal``."""
     phase = record.status.phase
     return phase in TERMINAL_PHASES or phase == goal
 

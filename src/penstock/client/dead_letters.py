@@ -14,19 +14,19 @@ _HOLD_S = 10.0
 
 
 def _list(job: str, *, limit: int = 100) -> Steps[list[LetterRow]]:
-    """Up to ``limit`` dead letters, oldest first."""
+    """List up to ``limit`` dead letters, oldest first."""
     return (yield from rows(LetterRow, f"/v1/jobs/{job}/dead-letters", "id", limit))
 
 
 def _show(job: str, id: int) -> Call[Letter]:
-    """One of them, with headers and content. Raises NotFound."""
+    """Show a dead letter with headers and content. Raises NotFound."""
     return show(_path(job, id), one(Letter))
 
 
 def _replay(job: str, id: int) -> Steps[LetterReplay]:
-    """Have its prompt asked for again; the new ``draw``. Of interactions and feedback: how many are ``stored`` again.
+    """Retry a dead letter: return the new ``draw`` of its prompt, or the number of messages ``stored`` again.
 
-    Raises NotFound, Conflict: the job draws nothing now, or still cannot read it.
+    Raises NotFound, Conflict: the job does not draw prompts now, or still cannot decode the message.
     """
     asked = yield post(f"{_path(job, id)}/replay")
     while asked["state"] == "pending":
@@ -35,7 +35,7 @@ def _replay(job: str, id: int) -> Steps[LetterReplay]:
 
 
 def _drop(job: str, id: int) -> Call[None]:
-    """Forget it. Raises NotFound."""
+    """Delete a dead letter. Raises NotFound."""
     return Call("DELETE", _path(job, id), nothing)
 
 
@@ -44,7 +44,7 @@ def _path(job: str, id: int) -> str:
 
 
 class DeadLetters:
-    """Of a job: ``list``, ``show``, ``replay`` and ``drop`` dead letters."""
+    """Dead letters of a job: ``list``, ``show``, ``replay`` and ``drop``."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -56,7 +56,7 @@ class DeadLetters:
 
 
 class AsyncDeadLetters:
-    """Of a job: ``list``, ``show``, ``replay`` and ``drop`` dead letters."""
+    """Dead letters of a job: ``list``, ``show``, ``replay`` and ``drop``."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send

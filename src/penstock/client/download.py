@@ -1,4 +1,4 @@
-"""A file on its way from the server to this disk: resumed where it broke off, verified, then named."""
+"""Downloads: resumed after an interruption, verified, then moved to their final path."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ __all__ = ["Download", "archive", "artifact", "film", "plan_downloads"]
 
 
 class Download:
-    """Collects a file under ``NAME.part`` beside its place; leaving the context in between keeps what is there.
+    """A download that collects its bytes in ``NAME.part`` beside ``path``; leaving the context early keeps them.
 
     Args:
-        url: where the server has it.
-        path: where it is to be.
-        name: what messages call it.
-        sha256: of its content, in hex; None: it is whole when the server says so, and begins anew when it broke off.
-        nbytes: its length; None: not known.
+        url: path of the file on the server.
+        path: destination.
+        name: name of the file in messages.
+        sha256: of its content, in hex; None: the server's reply determines its end, and an interrupted download starts
+        over.
+        nbytes: its length; None: unknown.
     """
 
     def __init__(
@@ -37,38 +38,38 @@ class Download:
 
     @property
     def is_done(self) -> bool:
-        """The file is there, complete and unchanged."""
+        """True if the file is complete and unchanged at its destination."""
         if self._finished or self._sha256 is None:
             return self._finished
         return self.path.is_file() and self._fits(self.path)
 
     @property
     def received(self) -> int:
-        """Bytes that are here."""
+        """Bytes received so far."""
         return self._part.stat().st_size if self._part.exists() else 0
 
     def headers(self) -> dict[str, str]:
-        """Ask for the rest, or for all of it where the file on the server is another one by now."""
+        """Return headers that request the rest, or all of the file if the server's version has changed."""
         start = self.received
         if self._sha256 is None or start == 0 or (self._nbytes is not None and start >= self._nbytes):
             return {}
         return {"Range": f"bytes={start}-", "If-Range": f'"{self._sha256}"'}
 
     def begin(self, status: int) -> None:
-        """The server answers with the rest (206) or with all of it (200)."""
+        """Open the part file: append to it if the server sends the rest (206), else overwrite it (200)."""
         self._part.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._part.open("ab" if status == 206 else "wb")
 
     def write(self, data: bytes) -> None:
-        """The next bytes."""
+        """Write the next bytes."""
         assert self._file is not None, "begin comes first"
         self._file.write(data)
 
     def finish(self) -> None:
-        """Verify and name the file.
+        """Verify the file and move it to its destination.
 
         Raises:
-            CheckpointError: its bytes are not those that the checkpoint was committed with; they are thrown away.
+            CheckpointError: its bytes are not those of the committed checkpoint; they are deleted.
         """
         self.close()
         if not self._fits(self._part):
@@ -78,12 +79,12 @@ class Download:
         self._finished = True
 
     def start_over(self) -> None:
-        """Throw away what is here."""
+        """Delete the received bytes."""
         self.close()
         self._part.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Keep what is there."""
+        """Close the part file, and keep its bytes."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -103,12 +104,12 @@ class Download:
 
 
 def plan_downloads(job: str, row: Row, directory: Path, names: Collection[str] | None) -> list[Download]:
-    """The downloads of a checkpoint, or of some of its files, that are not done yet.
+    """Return the unfinished downloads of a checkpoint, or of some of its files.
 
     Raises:
         Conflict: the server does not have the files.
         NotFound: a name is not one of the checkpoint's files.
-        ProtocolError: a name would lead out of ``directory``.
+        ProtocolError: a name would lead outside ``directory``.
     """
     if not row["available"]:
         raise Conflict(f"the files of checkpoint {row['number']} ({row['path']}) are not on the coordinator's host")
@@ -122,17 +123,17 @@ def plan_downloads(job: str, row: Row, directory: Path, names: Collection[str] |
 
 
 def archive(job: str, number: int, path: Path) -> Download:
-    """A checkpoint as one tar."""
+    """Return the download of a checkpoint as one tar."""
     return Download(f"/v1/jobs/{job}/checkpoints/{number}/archive", path, name=path.name)
 
 
 def artifact(sha256: str, path: Path) -> Download:
-    """A file of any checkpoint, by its content."""
+    """Return the download of a file of any checkpoint, by its hash."""
     return Download(f"/v1/artifacts/{quote(sha256, safe='')}", path, name=path.name, sha256=sha256)
 
 
 def film(job: str, name: str, path: Path) -> Download:
-    """A video of a job."""
+    """Return the download of a video of a job."""
     return Download(f"/v1/jobs/{job}/videos/{quote(name, safe='')}", path, name=path.name)
 
 

@@ -29,11 +29,11 @@ def _open(
 
     Args:
         model: name or id of a job.
-        ttl_s: seconds for which requests are taken; default: a day.
+        ttl_s: seconds for which the episode accepts requests; default: a day.
         split: `val` is recorded and never trained on.
         group_id: episodes of one group are compared with each other.
-        user: whose requests these are where they name nobody.
-        key: make a key for it alone, too, with `expires_in_s` and `scopes` as ``key`` has them: `{}` for the defaults.
+        user: user of the requests that name none.
+        key: also create a key for this episode, with `expires_in_s` and `scopes` as in ``key``: `{}` for the defaults.
     """
     named = None if tags is None else dict(tags)
     made = None if key is None else dict(key)
@@ -42,17 +42,17 @@ def _open(
 
 
 def _list(model: str, *, limit: int = 100) -> Steps[list[Episode]]:
-    """Up to ``limit`` episodes of a model that were opened, oldest first."""
+    """List up to ``limit`` opened episodes of a model, oldest first."""
     return (yield from rows(Episode, "/v1/episodes", "id", limit, model=model))
 
 
 def _show(id: str) -> Call[Episode]:
-    """One of them. Raises NotFound."""
+    """Show an episode. Raises NotFound."""
     return Call("GET", _path(id), one(Episode))
 
 
 def _end(id: str) -> Call[Episode]:
-    """End an episode: it takes no more requests, and its turns are credited. Safe to repeat. Raises NotFound."""
+    """End an episode: it refuses further requests, and its turns are credited. Safe to repeat. Raises NotFound."""
     return Call("POST", f"{_path(id)}/end", one(Episode))
 
 
@@ -62,18 +62,18 @@ def _key(
     expires_in_s: float | None = None,
     scopes: Sequence[Literal["inference:write", "feedback:write"]] | None = None,
 ) -> Call[EpisodeKey]:
-    """Make a key for this episode alone (default: for an hour), for a browser or an agent that should hold no other.
+    """Create a key for this episode only (default: for an hour), for a browser or agent that should hold no other key.
 
-    After a reply that was lost another key is made; both end with their time. Raises NotFound.
+    A retry after a lost reply creates another key; both expire. Raises NotFound.
     """
     wanted = None if scopes is None else list(scopes)
     return make(f"{_path(id)}/keys", one(EpisodeKey), expires_in_s=expires_in_s, scopes=wanted)
 
 
 def _interactions(id: str, *, limit: int = 100) -> Steps[list[Interaction]]:
-    """Up to ``limit`` interactions of an episode, as they were recorded; also of one that nobody opened.
+    """List up to ``limit`` interactions of an episode in the order of recording; also of an unopened episode.
 
-    Needs the scope ``jobs:read``. Raises NotFound: it is not the id of an episode.
+    Needs the scope ``jobs:read``. Raises NotFound: not the id of an episode.
     """
     return (yield from rows(Interaction, f"{_path(id)}/interactions", "id", limit))
 
@@ -83,7 +83,7 @@ def _path(id: str) -> str:
 
 
 class Episodes:
-    """``open``, ``list``, ``show`` and ``end`` episodes; make a ``key`` for one; its ``interactions``."""
+    """Episodes: ``open``, ``list``, ``show`` and ``end`` them, create a ``key`` for one, list its ``interactions``."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -97,7 +97,7 @@ class Episodes:
 
 
 class AsyncEpisodes:
-    """``open``, ``list``, ``show`` and ``end`` episodes; make a ``key`` for one; its ``interactions``."""
+    """Episodes: ``open``, ``list``, ``show`` and ``end`` them, create a ``key`` for one, list its ``interactions``."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send

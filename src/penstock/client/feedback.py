@@ -1,8 +1,8 @@
 """Feedback on live interactions, as requests of both clients: verdicts, preferences, corrections, whole interactions.
 
-Everything that is posted has an id, so that it has one effect however often it is sent: ``id``, or one that is made up.
-What a posted item may say beside that is in all of them: ``revision`` (a higher one replaces what the id said before),
-``tags``, ``user`` (whose verdict it is; stored as a pseudonym) and ``observed_at``.
+Each posted item has an id (``id``, or a generated one), so that repetitions have no second effect. All items accept
+``revision`` (a higher one replaces the earlier content of the id), ``tags``, ``user`` (author of the verdict, stored as
+a pseudonym) and ``observed_at``.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = [
 ]
 
 Message = Mapping[str, Any]
-"""A chat message, as OpenAI's API has it."""
+"""A chat message in the format of OpenAI's API."""
 Answer = str | Message
-"""Words of an assistant: a text, or a message."""
+"""Answer of an assistant: a text, or a message."""
 Value = bool | float | str | Message | Sequence[Message]
 Tags = Mapping[str, str]
 Items = Iterable[Mapping[str, Any]]
-"""Items as `POST /v1/feedback` takes them."""
+"""Items in the format of `POST /v1/feedback`."""
 
 MAX_ITEMS, MAX_BYTES = 256, 7 << 20
 
@@ -68,13 +68,13 @@ def send(
 
     Args:
         metric: one that the job declares, `reward`, `comment` or `demonstration`.
-        turn: which interaction of the episode; default: its last.
-        weight: 0 to 1, beside what others say of the same answer.
-        final: nothing more will be said: the episode is over.
-        dryrun: only check it.
+        turn: index of the interaction in the episode; default: its last.
+        weight: 0 to 1, relative to other verdicts on the same answer.
+        final: True: no more feedback follows, and the episode is over.
+        dryrun: only validate it.
 
     Raises:
-        ConfigError: neither or both of ``inference`` and ``episode``; or the job takes no such verdict.
+        ConfigError: neither or both of ``inference`` and ``episode``, or the job does not accept such a verdict.
     """
     if (inference is None) == (episode is None):
         raise ConfigError("feedback is about an inference or about an episode: give one of them")
@@ -99,13 +99,13 @@ def prefer(
     user: str | None = None,
     observed_at: datetime | None = None,
 ) -> Call[Accepted]:
-    """Say that one answer is better than another.
+    """Post a preference of one answer over another.
 
     Args:
-        chosen: id of a response that was served here; with ``model`` a text, or a message of the assistant.
-        rejected: the other one, in the same way.
+        chosen: id of a response of this deployment; with ``model`` a text, or a message of the assistant.
+        rejected: the other answer, in the same form.
         strength: above 0, at most 1: the factor of the pair in the loss.
-        model: the job that learns from two texts; they answer ``messages`` or ``prompt_token_ids``.
+        model: job that learns from two texts, which answer ``messages`` or ``prompt_token_ids``.
     """
     body = {
         "kind": "preference", "chosen": chosen, "rejected": rejected, "strength": strength, "model": model,
@@ -124,7 +124,7 @@ def correct(
     user: str | None = None,
     observed_at: datetime | None = None,
 ) -> Call[Accepted]:
-    """Say what a response should have been: a text, or a message of the assistant."""
+    """Post the correct answer to an interaction: a text, or a message of the assistant."""
     body = {"kind": "correction", "inference_id": inference, "corrected": _message(corrected)}
     return _post(body, id=id, revision=revision, tags=tags, user=user, observed_at=observed_at)
 
@@ -152,18 +152,18 @@ def post_interaction(
     user: str | None = None,
     observed_at: datetime | None = None,
 ) -> Call[Accepted]:
-    """Post a whole interaction of an agent that is not served here: ``completion``, or tokens.
+    """Post a whole interaction of an agent that another system serves: ``completion``, or tokens.
 
     Args:
         model: name or id of the online job.
         logprobs: of the sampler, one for each of ``token_ids``, natural logarithm.
-        policy_version: the version that wrote it.
-        sampling: `temperature`, `top_p` and `top_k` that it was sampled with; default: 1, 1, 0.
+        policy_version: the version that generated it.
+        sampling: `temperature`, `top_p` and `top_k` of the sampler; default: 1, 1, 0.
         tokenizer_sha: `template` of a record of the same model.
         rewards: by metric; ``reward`` is that of the metric `reward`.
         group_id: answers of one group are compared with each other.
-        episode: the UUID of the episode that it is a turn of; ``turn`` is its place there, from 0.
-        done: whether it is the last turn of its episode; say so of each.
+        episode: UUID of the episode that it is a turn of; ``turn`` is its index there, from 0.
+        done: True for the last turn of its episode; set it on every turn.
     """
     body = {
         "kind": "interaction", "model": model, "messages": messages, "completion": _message(completion),
@@ -175,10 +175,10 @@ def post_interaction(
 
 
 def batch(items: Items) -> Steps[list[ItemReply]]:
-    """Post items of any kind, as the body has them; one row for each, in order.
+    """Post items of any kind, in the format of the request body; return one row per item, in order.
 
-    An item without a `feedback_id` gets one, so that it can be sent again. As many requests as that takes: each has up
-    to 256 items.
+    An item without a `feedback_id` gets one, so that it can be sent again. Sends as many requests as needed, each with
+    up to 256 items.
     """
     found: list[ItemReply] = []
     for some in _parts(items):
@@ -187,12 +187,12 @@ def batch(items: Items) -> Steps[list[ItemReply]]:
 
 
 def status(id: str) -> Call[Fate]:
-    """Outcome of an item. Raises NotFound."""
+    """Show the status of an item. Raises NotFound."""
     return Call("GET", f"/v1/feedback/{id}", one(Fate))
 
 
 def retract(id: str) -> Call[Retracted]:
-    """Take an item back; needs the scope ``feedback:admin``. Raises NotFound."""
+    """Retract an item; needs the scope ``feedback:admin``. Raises NotFound."""
     return Call("POST", f"/v1/feedback/{id}/retract", one(Retracted))
 
 
@@ -202,7 +202,7 @@ def _post(body: Mapping[str, Any], *, id: str | None, **about: Any) -> Call[Acce
 
 
 def _parts(items: Items) -> Iterator[list[bytes]]:
-    """The items in as few requests as the server's limits allow."""
+    """Split the items into as few requests as the server's limits allow."""
     some: list[bytes] = []
     for item in items:
         data = _bytes({"feedback_id": _new_id(), **item})
@@ -222,7 +222,7 @@ def _bytes(item: Mapping[str, Any]) -> bytes:
 
 
 def _builtin(value: Any) -> Any:
-    """Mappings and sequences that are neither dicts nor lists."""
+    """Convert mappings and sequences that are neither dicts nor lists."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence):

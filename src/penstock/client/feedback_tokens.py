@@ -1,4 +1,4 @@
-"""Tokens for one verdict, for both clients: ``client.feedback_tokens``."""
+"""Feedback tokens, each for one verdict, for both clients: ``client.feedback_tokens``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["AsyncFeedbackTokens", "FeedbackTokens"]
 def _create(
     metric: str, *, inference: str | None = None, episode: str | None = None, expires_in_s: float | None = None
 ) -> Call[FeedbackToken]:
-    """Make a token with which a page posts one value of ``metric`` about a response or an episode.
+    """Create a token with which a page posts one value of ``metric`` about a response or an episode.
 
-    It has the ``token``, the ``url`` that takes it, and the ``feedback_id`` by which its fate is found.
+    The result has the ``token``, the ``url`` that accepts it, and the ``feedback_id`` whose status can be queried.
     """
     return make(
         "/v1/feedback/tokens", one(FeedbackToken), metric_name=metric, inference_id=inference, episode_id=episode,
@@ -24,7 +24,7 @@ def _create(
 
 
 class FeedbackTokens:
-    """Make tokens for one verdict: ``create``."""
+    """Feedback tokens, each for one verdict: ``create``."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -33,7 +33,7 @@ class FeedbackTokens:
 
 
 class AsyncFeedbackTokens:
-    """Make tokens for one verdict: ``create``."""
+    """Feedback tokens, each for one verdict: ``create``."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send

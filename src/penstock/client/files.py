@@ -24,14 +24,14 @@ T = TypeVar("T")
 _PAGE = 1000
 _UPLOAD_S = 600.0
 _GRADE_S = 70.0
-"""Longer than the server takes for a grader that hangs, whose answer says so."""
+"""Longer than the server's own deadline for a grader that hangs, so that its reply arrives."""
 
 
 def _upload(path: Path, *, same: bool = False) -> Call[File]:
-    """Keep a file of JSON lines at the server; jobs name its ``id``. Raises ConfigError by line.
+    """Upload a file of JSON lines; jobs refer to its ``id``. Raises ConfigError with line numbers.
 
     Args:
-        same: the content and the name decide: uploaded again, it is the file that there is.
+        same: a repeated upload of the same name and content returns the existing file.
     """
     try:
         data = path.read_bytes()
@@ -51,7 +51,7 @@ def _upload(path: Path, *, same: bool = False) -> Call[File]:
 
 
 def upload_code(source: str) -> Call[Code]:
-    """Keep a file of Python at the server; job files name what is in it by ``NAME@SHA256:FUNCTION``.
+    """Upload a Python file; job files refer to its functions by ``NAME@SHA256:FUNCTION``.
 
     Raises ConfigError: it is not Python; Conflict: the key lacks the scope jobs:code.
     """
@@ -59,9 +59,9 @@ def upload_code(source: str) -> Call[Code]:
 
 
 def upload_beside(text: JobText) -> Steps[JobText]:
-    """Upload what a job file names by relative paths; the job file as the server understands it.
+    """Upload the files that a job file names by relative paths; return the job file with references to the uploads.
 
-    A file that was uploaded before, by this key and under this name, is the same one.
+    A file that this key uploaded before under the same name is reused.
 
     Raises ConfigError: a file is not Python, or not JSON lines; Conflict: the key lacks the scope jobs:code.
     """
@@ -75,7 +75,7 @@ def upload_beside(text: JobText) -> Steps[JobText]:
 
 
 def _list() -> Steps[list[File]]:
-    """The files there are, newest first."""
+    """List the files, newest first."""
     found: Rows = []
     while True:
         page = yield show("/v1/files", dict, limit=_PAGE, after=found[-1]["id"] if found else None)
@@ -85,7 +85,7 @@ def _list() -> Steps[list[File]]:
 
 
 def _show(id: str) -> Call[File]:
-    """One of them. Raises NotFound."""
+    """Show a file. Raises NotFound."""
     return show(f"/v1/files/{id}", one(File))
 
 
@@ -95,13 +95,13 @@ def _delete(id: str) -> Call[None]:
 
 
 def _run(grader: Mapping[str, Any], sample: str, item: Mapping[str, Any] | None = None) -> Call[GraderRun]:
-    """Grade what a model wrote, with the data row ``item``: ``reward``, ``sub_rewards``, ``metadata`` with errors."""
+    """Grade an answer with the data row ``item``: ``reward``, ``sub_rewards``, ``metadata`` with errors."""
     body = {"grader": dict(grader), "model_sample": sample, "item": dict(item or {})}
     return _grade("run", one(GraderRun), body)
 
 
 def _validate(grader: Mapping[str, Any]) -> Call[CheckedGrader]:
-    """True if a grader can be opened. Raises ConfigError."""
+    """Check that a grader can be opened. Raises ConfigError."""
     return _grade("validate", one(CheckedGrader), {"grader": dict(grader)})
 
 
@@ -110,7 +110,7 @@ def _grade(verb: str, read: Callable[[Any], T], body: dict[str, Any]) -> Call[T]
 
 
 class Files:
-    """``upload``, ``list``, ``show`` and ``delete`` data sets; ``upload_code`` for files of Python."""
+    """Files: ``upload``, ``list``, ``show`` and ``delete`` data sets; ``upload_code`` for Python files."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -123,7 +123,7 @@ class Files:
 
 
 class AsyncFiles:
-    """``upload``, ``list``, ``show`` and ``delete`` data sets; ``upload_code`` for files of Python."""
+    """Files: ``upload``, ``list``, ``show`` and ``delete`` data sets; ``upload_code`` for Python files."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send
@@ -136,7 +136,7 @@ class AsyncFiles:
 
 
 class Graders:
-    """``run`` and ``validate`` graders in OpenAI's format."""
+    """Graders in OpenAI's format: ``run`` and ``validate``."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -146,7 +146,7 @@ class Graders:
 
 
 class AsyncGraders:
-    """``run`` and ``validate`` graders in OpenAI's format."""
+    """Graders in OpenAI's format: ``run`` and ``validate``."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send

@@ -1,4 +1,4 @@
-"""Flows of several calls that depend on each other, as steps for both clients."""
+"""Sequences of dependent calls, as steps for both clients."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ HOLD_S = 25.0
 
 
 def submit(job: JobFile, key: str | None) -> Steps[JobRecord]:
-    """Upload what lies beside a job file, and submit it."""
+    """Upload the files that a job file names by relative paths, and submit the job."""
     text = yield from upload_beside(calls.text_of(job))
     record: JobRecord = yield calls.submit(text, key)
     return record
 
 
 def dry_run(job: JobFile) -> Steps[Row]:
-    """Upload what lies beside a job file, and have it validated."""
+    """Upload the files that a job file names by relative paths, and validate the job."""
     text = yield from upload_beside(calls.text_of(job))
     plan: Row = yield calls.dry_run(text)
     return plan
 
 
 def find(ref: str) -> Steps[JobRecord]:
-    """A job by id, prefix of an id, or name."""
+    """Find a job by id, prefix of an id, or name."""
     search = Search(ref)
     while (call := search.next_call()) is not None:
         search.take((yield call))
@@ -45,7 +45,7 @@ def find(ref: str) -> Steps[JobRecord]:
 
 
 def pages(limit: int, after: str | None, **wanted: Any) -> Steps[Records]:
-    """Up to ``limit`` jobs."""
+    """List up to ``limit`` jobs."""
     found: Records = []
     while len(found) < limit:
         size = min(PAGE, limit - len(found))
@@ -58,7 +58,7 @@ def pages(limit: int, after: str | None, **wanted: Any) -> Steps[Records]:
 
 
 def rows(kind: type[S], path: str, key: str, limit: int, /, **query: Any) -> Steps[list[S]]:
-    """Up to ``limit`` rows of a list, each of which ``key`` names."""
+    """List up to ``limit`` rows; ``key`` is the field that identifies a row."""
     found: Rows = []
     while len(found) < limit:
         after = found[-1][key] if found else None
@@ -70,7 +70,7 @@ def rows(kind: type[S], path: str, key: str, limit: int, /, **query: Any) -> Ste
 
 
 def wait(job: str, goal: Goal, timeout_s: float | None, patience_s: float) -> Steps[JobRecord]:
-    """A job once it has reached ``goal``."""
+    """Wait until a job reaches ``goal``, and return it."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     patience = Patience(patience_s)
     while True:
@@ -93,19 +93,19 @@ def wait(job: str, goal: Goal, timeout_s: float | None, patience_s: float) -> St
 
 
 def checkpoint_now(job: str, timeout_s: float) -> Steps[Row]:
-    """A new checkpoint."""
+    """Take a checkpoint and wait for it."""
     asked = yield calls.checkpoint_now(job)
     return (yield from until_done(job, asked, timeout_s, f"no checkpoint of job '{job}'"))
 
 
 def scale(job: str, pool: str, replicas: int, timeout_s: float) -> Steps[Row]:
-    """That many workers."""
+    """Set the number of workers and wait until they are ready."""
     asked = yield calls.post(f"/v1/jobs/{job}/scale", {"pool": pool, "replicas": replicas})
     return (yield from until_done(job, asked, timeout_s, f"not {replicas} workers of '{pool}' that are ready"))
 
 
 def until_done(job: str, asked: Row, timeout_s: float, what: str) -> Steps[Row]:
-    """Result of an operation. Raises Conflict: it failed; DeadlineError."""
+    """Wait for an operation and return its result. Raises Conflict: it failed; DeadlineError."""
     deadline = time.monotonic() + timeout_s
     while asked["state"] == "pending":
         left = deadline - time.monotonic()

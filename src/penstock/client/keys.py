@@ -22,11 +22,11 @@ def _create(
     max_weight: float | None = None,
     code_modules: Sequence[str] | None = None,
 ) -> Call[NewKey]:
-    """Make a key; its text stands under ``key`` in the reply and nowhere else.
+    """Create a key; only this reply contains its text, as ``key``.
 
-    ``models``: names or ids of the only jobs that it reaches; ``max_weight``: what its feedback counts at most;
-    ``code_modules``: with the scope jobs:code, modules whose functions its job files may name (`*`: all). After a reply
-    that was lost another key is made: revoke one of this name that nobody has.
+    ``models``: names or ids of the only jobs that it reaches; ``max_weight``: largest weight of its feedback;
+    ``code_modules``: with the scope jobs:code, modules whose functions its job files may name (`*`: all). A retry after
+    a lost reply creates another key: revoke the unused one.
     """
     return make(
         "/v1/keys", one(NewKey), name=name, scopes=list(scopes), expires_in_s=expires_in_s, rate_limit=rate_limit,
@@ -36,22 +36,22 @@ def _create(
 
 
 def _list() -> Call[list[Key]]:
-    """The keys there are."""
+    """List the keys."""
     return show("/v1/keys", many(Key))
 
 
 def _show(id: str) -> Call[Key]:
-    """One of them. Raises NotFound."""
+    """Show a key. Raises NotFound."""
     return show(f"/v1/keys/{id}", one(Key))
 
 
 def _revoke(id: str) -> Call[None]:
-    """End a key. Raises NotFound."""
+    """Revoke a key. Raises NotFound."""
     return Call("DELETE", f"/v1/keys/{id}", nothing)
 
 
 class Keys:
-    """Make, list and revoke keys: ``create``, ``list``, ``show``, ``revoke``."""
+    """API keys: ``create``, ``list``, ``show`` and ``revoke``."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -63,7 +63,7 @@ class Keys:
 
 
 class AsyncKeys:
-    """Make, list and revoke keys: ``create``, ``list``, ``show``, ``revoke``."""
+    """API keys: ``create``, ``list``, ``show`` and ``revoke``."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send

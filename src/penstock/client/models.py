@@ -14,26 +14,26 @@ __all__ = ["AsyncModels", "Models"]
 
 
 def _list() -> Call[list[Model]]:
-    """Every job that trains and every deployment, under its name, and what is deployed when somebody asks for it."""
+    """List the training jobs and deployments by name, and the checkpoints that are deployed on their first request."""
     return Call("GET", "/v1/models", many(Model))
 
 
 def _show(model: str) -> Call[Model]:
-    """One of them, by name or id of the job. Raises NotFound."""
+    """Show a model, by name or id of its job. Raises NotFound."""
     return Call("GET", _path(model), one(Model))
 
 
 def _versions(model: str) -> Call[list[ModelVersion]]:
-    """Its newest version, the one that is served, and those of its checkpoints; newest first. Raises NotFound."""
+    """List the newest version, the served one, and those of the checkpoints; newest first. Raises NotFound."""
     return Call("GET", f"{_path(model)}/versions", many(ModelVersion))
 
 
 def _promote(model: str, version: int, *, timeout_s: float = 120.0) -> Steps[Row]:
-    """Have the newest version of a model served whatever was measured of it; needs the scope ``admin``.
+    """Serve the newest version of a model regardless of its evaluation; needs the scope ``admin``.
 
     Raises:
-        Conflict: it is not the newest one, or the job has no gate.
-        DeadlineError: the ledger does not say so within ``timeout_s``.
+        Conflict: the version is not the newest one, or the job has no promotion gate.
+        DeadlineError: the ledger did not record it within ``timeout_s``.
     """
     found: Model = yield _show(model)
     asked = yield post(f"{_path(found.job)}/promote", {"version": version})
@@ -41,12 +41,12 @@ def _promote(model: str, version: int, *, timeout_s: float = 120.0) -> Steps[Row
 
 
 def _roll_back(model: str, version: int, *, timeout_s: float = 120.0) -> Steps[Row]:
-    """Give up the updates after a version that a checkpoint has; the ``version`` under which its weights go on.
+    """Discard the updates after a version with a checkpoint; return the new ``version`` of its weights.
 
     Raises:
-        NotFound: no checkpoint has it.
+        NotFound: no checkpoint has the version.
         Conflict: nothing was trained after it, or the log does not reach back to it.
-        DeadlineError: the trainer is not there within ``timeout_s``; it goes back when it can.
+        DeadlineError: the trainer did not respond within ``timeout_s``; it rolls back once it can.
     """
     found: Model = yield _show(model)
     asked = yield post(f"{_path(found.job)}/rollback", {"version": version})
@@ -58,7 +58,7 @@ def _path(model: str) -> str:
 
 
 class Models:
-    """``list`` and ``show`` models, their ``versions``; ``promote`` the newest one, ``roll_back`` to another."""
+    """Models: ``list`` and ``show`` them, list their ``versions``, ``promote`` the newest, ``roll_back`` to another."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -71,7 +71,7 @@ class Models:
 
 
 class AsyncModels:
-    """``list`` and ``show`` models, their ``versions``; ``promote`` the newest one, ``roll_back`` to another."""
+    """Models: ``list`` and ``show`` them, list their ``versions``, ``promote`` the newest, ``roll_back`` to another."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send

@@ -1,4 +1,4 @@
-"""Small state machines of the clients: how often to try, how long to put up with silence, how to find a job."""
+"""State machines of the clients: retries of a request, tolerance of an unreachable server, search for a job."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}", re.ASCII)
 
 
 class Attempts:
-    """Counts how often one request was repeated.
+    """Counter of the retries of one request.
 
-    An answer that an earlier attempt is still being worked on is no failure of this one: such repetitions are bounded
-    by ``patience_s`` since the first of them, not by ``retries``.
+    A reply that an earlier attempt is still in progress is not a failure: such retries are bounded by ``patience_s``
+    seconds since the first of them, not by ``retries``.
     """
 
     def __init__(self, retries: int, patience_s: float) -> None:
@@ -34,7 +34,7 @@ class Attempts:
         self._in_flight_until: float | None = None
 
     def pause_s(self, response: httpx.Response | None) -> float | None:
-        """Seconds to wait before the next attempt; None: ``response`` (None: there was none) is the last word."""
+        """Return the seconds to wait before the next attempt; None: ``response`` (None without a reply) is final."""
         if response is not None and self._retries and is_in_flight(response):
             now = time.monotonic()
             if self._in_flight_until is None:
@@ -48,7 +48,7 @@ class Attempts:
 
 
 class Patience:
-    """Counts from the last sign of life."""
+    """Timer since the server's last reply."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -56,12 +56,12 @@ class Patience:
         self._failures = 0
 
     def renew(self) -> None:
-        """The server answered."""
+        """Restart the timer after a reply of the server."""
         self._since = time.monotonic()
         self._failures = 0
 
     def after(self, error: Unavailable) -> float:
-        """Seconds to pause before the next attempt; raises ``error`` when patience has run out."""
+        """Return the seconds to pause before the next attempt; raise ``error`` when the time is used up."""
         if time.monotonic() - self._since > self._seconds:
             raise error
         self._failures += 1
@@ -69,7 +69,7 @@ class Patience:
 
 
 class Search:
-    """Finds a job by id, by name (the newest), or by the unique start of its id: requests out, pages in."""
+    """Search for a job by id, by name (the newest), or by a unique id prefix; the caller sends its requests."""
 
     def __init__(self, ref: str) -> None:
         self._ref = ref
@@ -85,11 +85,11 @@ class Search:
             self._scan(None)
 
     def next_call(self) -> Call[Any] | None:
-        """The next request, or None when ``result`` knows."""
+        """Return the next request, or None when ``result`` is available."""
         return self._queue.pop(0) if self._queue else None
 
     def take(self, reply: Any) -> None:
-        """The answer to the last request."""
+        """Process the reply to the last request."""
         records: list[JobRecord] = reply if isinstance(reply, list) else [reply]
         if not self._scanning:
             self._found += records
@@ -101,7 +101,7 @@ class Search:
             self._scan(records[-1].id)
 
     def result(self) -> JobRecord:
-        """The job. Raises NotFound, or Conflict when several ids start like that."""
+        """Return the job. Raises NotFound, or Conflict if several ids have this prefix."""
         if not self._found:
             raise NotFound(f"no job has the id, the id prefix or the name '{self._ref}'; see 'penstock ls'")
         if len(self._found) > 1:

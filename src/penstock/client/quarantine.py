@@ -1,4 +1,4 @@
-"""Feedback that is held back, for both clients: ``client.quarantine``. Needs the scope ``feedback:admin``."""
+"""Quarantined feedback, for both clients: ``client.quarantine``. Needs the scope ``feedback:admin``."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ __all__ = ["AsyncQuarantine", "Quarantine"]
 
 
 def _list(job: str | None = None, *, limit: int = 100) -> Steps[list[HeldRow]]:
-    """Up to ``limit`` items of a job (None: of all), in the order of their ids."""
+    """List up to ``limit`` items of a job (None: of all jobs), in the order of their ids."""
     path = "/v1/quarantine" if job is None else f"/v1/jobs/{job}/quarantine"
     return (yield from rows(HeldRow, path, "feedback_id", limit))
 
 
 def _show(*place: str) -> Call[HeldItem]:
-    """One of them, with what it says; ``place``: its id, or its job and its id.
+    """Show a quarantined item and its content; ``place``: its id, or its job and its id.
 
     Raises:
-        NotFound: there is none, or not in this job.
-        Conflict: it is not held any more.
+        NotFound: no such item, or not in this job.
+        Conflict: the item is not quarantined any more.
     """
     return show(_path(*place), one(HeldItem))
 
 
 def _release(*place: str) -> Call[Verdict]:
-    """Let it count; ``place`` and errors as of ``show``."""
+    """Release an item, so that it counts; ``place`` and errors as in ``show``."""
     return Call("POST", f"{_path(*place)}/release", one(Verdict))
 
 
 def _drop(*place: str) -> Call[Verdict]:
-    """Reject it for good; ``place`` and errors as of ``show``."""
+    """Reject an item permanently; ``place`` and errors as in ``show``."""
     return Call("POST", f"{_path(*place)}/drop", one(Verdict))
 
 
@@ -47,7 +47,7 @@ def _path(*place: str) -> str:
 
 
 class Quarantine:
-    """``list``, ``show``, ``release`` and ``drop`` feedback that is held back."""
+    """Quarantined feedback: ``list``, ``show``, ``release`` and ``drop``."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -59,7 +59,7 @@ class Quarantine:
 
 
 class AsyncQuarantine:
-    """``list``, ``show``, ``release`` and ``drop`` feedback that is held back."""
+    """Quarantined feedback: ``list``, ``show``, ``release`` and ``drop``."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send

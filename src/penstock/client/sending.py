@@ -1,7 +1,7 @@
-"""How both clients do what a call describes: one description, two ways to wait for it.
+"""Execution of calls by both clients: one description of a call, a blocking and an asyncio way to send it.
 
-A function that returns a ``Call`` becomes a method by ``sends`` or ``awaits``; a generator that yields calls (and
-pauses) and returns what they came to, by ``runs`` or ``awaits_all``. Errors of a call are raised where it was yielded.
+``sends`` or ``awaits`` turns a function that returns a ``Call`` into a method; ``runs`` or ``awaits_all`` does so for a
+generator that yields calls (and pauses) and returns the result. Errors of a call are raised at its ``yield``.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Send(Protocol):
-    """Sends a call and reads its reply, with the client's retries."""
+    """Callable that sends a call and reads its reply, with the client's retries."""
 
     def __call__(self, call: Call[T], /) -> T:
-        """Raises the errors of ``penstock.shared.errors``."""
+        """Send the call. Raises the errors of ``penstock.shared.errors``."""
         ...
 
 
 class AsyncSend(Protocol):
-    """As ``Send``, awaited."""
+    """Asyncio version of ``Send``."""
 
     async def __call__(self, call: Call[T], /) -> T:
-        """Raises the errors of ``penstock.shared.errors``."""
+        """Send the call. Raises the errors of ``penstock.shared.errors``."""
         ...
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Wait a while before the next call."""
+    """Step that waits before the next call."""
 
     seconds: float
 
@@ -52,7 +52,7 @@ Steps = Generator[Call[Any] | Pause, Any, T]
 
 
 class _Walk(Generic[T]):
-    """Where steps have come to: ``step`` is to be done next, with ``reply`` or ``error`` of it they go on."""
+    """Driver of a generator of steps: the caller performs ``step`` and sets ``reply`` or ``error``."""
 
     def __init__(self, steps: Steps[T]) -> None:
         self._steps = steps
@@ -62,7 +62,7 @@ class _Walk(Generic[T]):
         self.result: T
 
     def goes_on(self) -> bool:
-        """True if there is another step; else ``result`` is there."""
+        """Advance to the next step and return True; return False at the end, with ``result`` set."""
         reply, error, self.reply, self.error = self.reply, self.error, None, None
         try:
             self.step = self._steps.send(reply) if error is None else self._steps.throw(error)
@@ -73,7 +73,7 @@ class _Walk(Generic[T]):
 
 
 def complete(steps: Steps[T], send: Send) -> T:
-    """Do what ``steps`` ask for, and return what they come to."""
+    """Perform ``steps`` and return their result."""
     walk = _Walk(steps)
     while walk.goes_on():
         if isinstance(walk.step, Pause):
@@ -87,7 +87,7 @@ def complete(steps: Steps[T], send: Send) -> T:
 
 
 async def complete_async(steps: Steps[T], send: AsyncSend) -> T:
-    """As ``complete``, awaited."""
+    """Perform ``steps`` as ``complete`` does, in asyncio."""
     walk = _Walk(steps)
     while walk.goes_on():
         if isinstance(walk.step, Pause):
@@ -101,7 +101,7 @@ async def complete_async(steps: Steps[T], send: AsyncSend) -> T:
 
 
 def sends(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
-    """A method of a part of the client that blocks; the part has ``_send``."""
+    """Return a blocking method that sends the described call by ``self._send``."""
 
     @_like(describe)
     def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -112,7 +112,7 @@ def sends(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
 
 
 def awaits(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], Awaitable[T]]:
-    """A method of a part of the asyncio client; the part has ``_send``."""
+    """Return an asyncio method that sends the described call by ``self._send``."""
 
     @_like(describe)
     async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -123,7 +123,7 @@ def awaits(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], Awai
 
 
 def runs(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P], T]:
-    """As ``sends``, for several calls."""
+    """Return a blocking method for several calls; see ``sends``."""
 
     @_like(describe)
     def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -133,7 +133,7 @@ def runs(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P], T]:
 
 
 def awaits_all(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P], Awaitable[T]]:
-    """As ``awaits``, for several calls."""
+    """Return an asyncio method for several calls; see ``awaits``."""
 
     @_like(describe)
     async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -143,7 +143,7 @@ def awaits_all(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P],
 
 
 def _like(describe: Callable[..., Any]) -> Callable[[F], F]:
-    """A method with the docstring and the parameters of ``describe``, behind ``self``: what ``help`` shows of it."""
+    """Return a decorator that copies docstring and parameters of ``describe``, after ``self``, for ``help``."""
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     parameters = [own, *inspect.signature(describe).parameters.values()]
 

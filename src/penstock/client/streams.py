@@ -1,4 +1,4 @@
-"""Streams that both clients read piece by piece: events that resume, JSON lines, files."""
+"""Streamed replies for both clients: resumable events, JSON lines, files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["AsyncStreams", "EventReader", "Place", "Received", "Streams"]
 
 
 Place = int | str
-"""Where a stream goes on: behind the event of that number, or at a cursor."""
+"""Position in a stream: the number of the last event, or a cursor."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Received:
 
 
 class EventReader:
-    """Collects the lines of one event at a time, and the last id for the next connection.
+    """Parser of server-sent events that keeps the last id for the next connection.
 
-    Of a stream that is read from a number on, the ids are numbers, and what comes again after a reconnect is left out.
+    If the start position is a number, ids are numbers, and events that are repeated after a reconnect are skipped.
     """
 
     def __init__(self, after: Place = 0) -> None:
@@ -46,11 +46,11 @@ class EventReader:
         self._fields: dict[str, str] = {}
 
     def feed(self, line: str) -> Received | None:
-        """Take one line; an event where it completes one that is to be shown.
+        """Process one line; return the event that it completes, or None.
 
         Raises:
-            Unavailable: the server says that its source failed; connect again with ``last_id``.
-            NotFound: it says that there is no such thing.
+            Unavailable: the server reports that its source failed; reconnect with ``last_id``.
+            NotFound: the server reports that the resource does not exist.
         """
         if line:
             name, _, value = line.partition(":")
@@ -91,21 +91,21 @@ def _failure(row: dict[str, object]) -> PenstockError:
 
 _RECONNECT_S = 0.5
 _SILENCE_S = 45.0
-"""The server pings every 15 s."""
+"""Read timeout in seconds; the server pings every 15 s."""
 _PAST_THE_END = 416
-"""The local part of a file is all of it, or more: it was never verified."""
+"""Status if the local part of a file is as long as the file or longer; it was never verified."""
 _JSON = {"Content-Type": "application/json"}
 
 
 class Streams:
-    """Reads over ``http``; puts up with an absent server for ``patience_s`` where it can go on afterwards."""
+    """Reader of streams over ``http`` that tolerates an unreachable server for ``patience_s`` if it can resume."""
 
     def __init__(self, http: httpx.Client, url: str, timeout_s: float, patience_s: float) -> None:
         self._http, self._url = http, url
         self._timeout_s, self._patience_s = timeout_s, patience_s
 
     def follow(self, path: str, after: Place, **params: Any) -> Iterator[Row]:
-        """Events behind ``after`` to the end of the stream, across reconnects. Raises NotFound, Unavailable."""
+        """Yield events after ``after`` to the end of the stream, across reconnects. Raises NotFound, Unavailable."""
         reader, patience = EventReader(after), Patience(self._patience_s)
         while not reader.ended:
             reader = EventReader(reader.last_id)
@@ -122,14 +122,14 @@ class Streams:
                 time.sleep(patience.after(error))
 
     def rows(self, path: str, body: Row) -> Iterator[Row]:
-        """Have something done that answers with an object on each line."""
+        """Send a POST request and yield the object on each line of its reply."""
         timeout = httpx.Timeout(self._timeout_s, read=None)
         with self._open("POST", path, content=orjson.dumps(body), headers=_JSON, timeout=timeout) as response:
             for line in response.iter_lines():
                 yield orjson.loads(line)
 
     def fetch(self, downloads: Iterable[Download]) -> None:
-        """Have all of them on this disk. Raises CheckpointError, Unavailable."""
+        """Complete all downloads. Raises CheckpointError, Unavailable."""
         for download in downloads:
             patience = Patience(self._patience_s)
             while not download.is_done:
@@ -156,7 +156,7 @@ class Streams:
 
     @contextlib.contextmanager
     def _open(self, method: str, path: str, **more: Any) -> Iterator[httpx.Response]:
-        """A reply that is good, or a 416."""
+        """Open a streamed reply, successful or 416; raise the error of any other."""
         try:
             with self._http.stream(method, path, **more) as response:
                 if not response.is_success and response.status_code != _PAST_THE_END:
@@ -168,7 +168,7 @@ class Streams:
 
 
 class AsyncStreams:
-    """As ``Streams``, awaited."""
+    """Asyncio version of ``Streams``."""
 
     def __init__(self, http: httpx.AsyncClient, url: str, timeout_s: float, patience_s: float) -> None:
         self._http, self._url = http, url
@@ -228,7 +228,7 @@ class AsyncStreams:
 
     @contextlib.asynccontextmanager
     async def _open(self, method: str, path: str, **more: Any) -> AsyncIterator[httpx.Response]:
-        """A reply that is good, or a 416."""
+        """Open a streamed reply, successful or 416; raise the error of any other."""
         try:
             async with self._http.stream(method, path, **more) as response:
                 if not response.is_success and response.status_code != _PAST_THE_END:

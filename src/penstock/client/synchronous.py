@@ -1,4 +1,4 @@
-"""The client that blocks: for scripts, notebooks and the command line."""
+"""Blocking client, for scripts, notebooks and the command line."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ T = TypeVar("T")
 
 
 class Client:
-    """The job API. Failed requests raise the errors of ``penstock.shared.errors``.
+    """Blocking client of the job API. Failed requests raise the errors of ``penstock.shared.errors``.
 
-    Requests are repeated up to ``retries`` times when the server cannot be reached or asks for it; a POST carries an
-    idempotency key, so it has one effect. While the server still works on an earlier attempt of a POST, its repetition
-    waits for that one, for ``patience_s`` at most. Calls that wait put up with an absent server for ``patience_s``.
+    The client retries a request up to ``retries`` times if the server is unreachable or asks for a retry. A POST
+    carries an idempotency key, so that retries have no second effect. If the server is still processing an earlier
+    attempt of a POST, its repetition waits for that attempt, at most ``patience_s`` seconds. Calls that wait tolerate
+    an unreachable server for ``patience_s`` seconds.
     """
 
     def __init__(
@@ -78,15 +79,15 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         self._http.close()
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def submit(self, job: JobFile, *, idempotency_key: str | None = None) -> JobRecord:
-        """Submit a job, and before it the code that its file names by ``./FILE.py:FUNCTION``.
+        """Submit a job; first upload the code and data that its file names by relative paths.
 
-        The same key submits it once. Raises ConfigError with one line per flaw.
+        The same ``idempotency_key`` submits it once. Raises ConfigError with one line per flaw.
         """
         return complete(flows.submit(job, idempotency_key), self._send)
 
@@ -113,70 +114,70 @@ class Client:
         kind: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Records:
-        """Up to ``limit`` jobs, newest first; as many requests as that takes. ``metadata``: labels that they carry."""
+        """List up to ``limit`` jobs, newest first, in as many requests as needed. ``metadata``: labels to select by."""
         wanted = {"order": order, "phase": phase, "name": name, "kind": kind, "metadata": metadata}
         return complete(flows.pages(limit, after, **wanted), self._send)
 
     def wait(self, job: str, *, goal: Goal = "terminal", timeout_s: float | None = None) -> JobRecord:
-        """Wait until a job is terminal (or reaches another ``goal``) and show it.
+        """Wait until a job is terminal (or reaches another ``goal``) and return it.
 
         Raises:
             DeadlineError: it did not within ``timeout_s``.
-            Unavailable: the server was away for longer than ``patience_s``.
+            Unavailable: the server was unreachable for longer than ``patience_s``.
         """
         return complete(flows.wait(job, goal, timeout_s, self._patience_s), self._send)
 
     def cancel(self, job: str, *, force: bool = False, checkpoint: bool = True) -> JobRecord:
-        """Ask a job to end; ``force`` skips draining and the last checkpoint, ``checkpoint=False`` only that.
+        """Request that a job ends; ``force`` skips drain and last checkpoint, ``checkpoint=False`` only the latter.
 
         Raises:
-            Conflict: it has ended.
+            Conflict: the job has ended.
         """
         return self._send(calls.steer(job, "cancel", force=force, checkpoint=checkpoint))
 
     def delete(self, job: str, *, checkpoints: bool = False) -> None:
-        """Delete a job that has ended, with all that is known of it; ``checkpoints``: their files, too.
+        """Delete a job that has ended, with all its records; ``checkpoints`` deletes the checkpoint files, too.
 
         Raises:
-            Conflict: it has not ended, or a job that runs began with one of its checkpoints.
+            Conflict: the job has not ended, or a running job started from one of its checkpoints.
         """
         self._send(Call("DELETE", f"/v1/jobs/{job}", calls.nothing, {"checkpoints": checkpoints or None}))
 
     def pause(self, job: str) -> JobRecord:
-        """Ask a job to stop after its present update."""
+        """Request that a job stops after its current update."""
         return self._send(calls.steer(job, "pause"))
 
     def resume(self, job: str) -> JobRecord:
-        """Let a paused job go on."""
+        """Resume a paused job."""
         return self._send(calls.steer(job, "resume"))
 
     def amend(self, job: str, patch: Mapping[str, Any], *, revision: int | None = None, wait_s: float = 5.0) -> Row:
-        """Change a job file while the job runs; ``applies_at_step`` says from which update on, None if not yet known.
+        """Change a job file while the job runs; ``applies_at_step`` is the first update with the change, or None.
 
         Args:
-            patch: part of a job file, as a JSON merge patch; None takes a key back to its default.
+            patch: part of a job file, as a JSON merge patch; None resets a key to its default.
             revision: fail if the job was changed since it had this revision.
 
         Raises:
-            ConfigError: the job would not be valid, or the key cannot change any more.
+            ConfigError: the job would not be valid, or the key is not amendable.
             Conflict: the job has ended, or was changed since ``revision``.
         """
         return self._send(calls.amend(job, patch, revision, wait_s))
 
     def extend(self, job: str, max_updates: int) -> Row:
-        """Let a job that has ended go on until ``max_updates`` are done in all; ``notes`` says what that changes.
+        """Continue a job that has ended until ``max_updates`` updates in total; ``notes`` lists the side effects.
 
-        Optimizer, place in the schedule, data order, numbering and ledger go on where they were.
+        Optimizer state, schedule position, data order, numbering and ledger continue.
 
         Raises:
-            Conflict: it has not ended, or cannot go on; says why.
+            Conflict: the job has not ended, or cannot continue; the message has the reason.
         """
         return self._send(calls.extend(job, max_updates))
 
     # -- views -------------------------------------------------------------------------------------------------------
 
     def events(self, job: str, *, after: int = 0, follow: bool = True) -> Iterator[Row]:
-        """Events past ``after``, each once, oldest first; ``follow`` goes on to the job's end across reconnects."""
+        """Yield events past ``after``, each once, oldest first; ``follow`` continues to the job's end, reconnecting."""
         if follow:
             yield from self._streams.follow(f"/v1/jobs/{job}/events", after)
             return
@@ -196,7 +197,7 @@ class Client:
         step_to: int | None = None,
         max_points: int = 1000,
     ) -> Row:
-        """Columns ``steps``, ``wall`` and ``series``; ``names``: which metrics, also comma-separated; None: all."""
+        """Return the columns ``steps``, ``wall`` and ``series``; ``names``: list or comma-separated, None for all."""
         params = {"names": names, "step_from": step_from, "step_to": step_to, "max_points": max_points}
         return self._send(calls.view(job, "metrics", **params))
 
@@ -206,31 +207,31 @@ class Client:
     timeline = sends(calls.timeline)
 
     def workers(self, job: str) -> Rows:
-        """Workers of the job."""
+        """List the workers of the job."""
         return self._send(calls.rows(job, "workers"))
 
     def videos(self, job: str) -> Rows:
-        """Films of held-out episodes: name, version, reset_id, success, reward (return), steps, error (why none)."""
+        """List videos of held-out episodes: name, version, reset_id, success, reward (return), steps, error."""
         return self._send(calls.rows(job, "videos"))
 
     def why(self, job: str) -> Rows:
-        """Waits of the job."""
+        """List the current waits of the job."""
         return self._send(calls.rows(job, "why"))
 
     def audit(self, job: str) -> Row:
-        """The ledger equation and its checks."""
+        """Return the ledger equation and its checks."""
         return self._send(calls.view(job, "audit"))
 
     def logs(self, job: str, *, service: str | None = None, tail: int = 100, after: str | None = None) -> Row:
-        """``lines`` of the services' logs, and ``next`` to go on from."""
+        """Return ``lines`` of the services' logs, and ``next`` to continue from (as ``after``)."""
         return self._send(calls.view(job, "logs", service=service, tail=tail, after=after))
 
     def follow_logs(
         self, job: str, *, service: str | None = None, tail: int = 100, after: str | None = None
     ) -> Iterator[LogLine]:
-        """Follow the services' logs to the end of the job, from the last ``tail`` lines on, or from ``after`` on.
+        """Follow the services' logs to the end of the job, starting with the last ``tail`` lines, or after ``after``.
 
-        Raises NotFound: there is no such job, or no log of ``service``.
+        Raises NotFound: no such job, or no log of ``service``.
         """
         read, wanted = one(LogLine), {"follow": True, "service": service, "tail": tail}
         for row in self._streams.follow(f"/v1/jobs/{job}/logs", after or "", **wanted):
@@ -240,9 +241,9 @@ class Client:
     def replay(
         self, job: str, *, from_batch: int | None = None, to_batch: int | None = None, feedback: bool = False
     ) -> Iterator[Row]:
-        """Train sealed batches again and compare; rows of progress, the last with ``done``, ``ok`` and ``summary``.
+        """Train sealed batches again and compare; yield progress rows, the last with ``done``, ``ok`` and ``summary``.
 
-        ``feedback``: rows say by ``told`` which answers of live agents a batch trained, and by which feedback.
+        ``feedback``: rows list in ``told`` the answers of live agents that a batch trained, and their feedback.
         """
         body = calls.replay_of(from_batch, to_batch, feedback=feedback)
         yield from self._streams.rows(f"/v1/jobs/{job}/replay", body)
@@ -250,15 +251,15 @@ class Client:
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def checkpoints(self, job: str) -> Rows:
-        """The checkpoints of the job, oldest first: number, version, reason, size, files with sha256, flags."""
+        """List the checkpoints of the job, oldest first: number, version, reason, size, files with sha256, flags."""
         return self._send(calls.rows(job, "checkpoints"))
 
     def checkpoint(self, job: str, number: int) -> Row:
-        """One of them. Raises NotFound."""
+        """Return one checkpoint. Raises NotFound."""
         return self._send(calls.view(job, f"checkpoints/{number}"))
 
     def delete_checkpoint(self, job: str, number: int) -> None:
-        """Delete the files of a checkpoint. Raises NotFound, or Conflict: the run needs it, or they are not here."""
+        """Delete the files of a checkpoint. Raises NotFound, or Conflict: the run needs it, or files are elsewhere."""
         self._send(Call("DELETE", f"/v1/jobs/{job}/checkpoints/{number}", calls.nothing))
 
     def download_checkpoint(
@@ -266,69 +267,69 @@ class Client:
     ) -> None:
         """Download a checkpoint (or some of its files) into ``directory``; every file is verified by its sha256.
 
-        Files that are there already are left alone, broken downloads go on where they stopped.
+        Existing files are skipped, and interrupted downloads are resumed.
 
         Raises:
             Conflict: the files are not on the coordinator's host.
-            CheckpointError: what arrived is not what was committed.
-            Unavailable: the server was away for longer than ``patience_s``.
+            CheckpointError: the received bytes are not those of the commit.
+            Unavailable: the server was unreachable for longer than ``patience_s``.
         """
         row = self.checkpoint(job, number)
         self._streams.fetch(plan_downloads(job, row, directory, names))
 
     def download_archive(self, job: str, number: int, path: Path) -> None:
-        """Download a checkpoint as one tar, to ``path``; where it breaks off it begins anew.
+        """Download a checkpoint as one tar to ``path``; an interrupted download starts over.
 
         Raises:
-            NotFound: there is no such checkpoint.
+            NotFound: no such checkpoint.
             Conflict: its files are not on the coordinator's host.
-            Unavailable: the server was away for longer than ``patience_s``.
+            Unavailable: the server was unreachable for longer than ``patience_s``.
         """
         self._streams.fetch([archive(job, number, path)])
 
     def download_video(self, job: str, name: str, path: Path) -> None:
-        """Download a film of a held-out episode, as ``videos`` names it, to ``path``.
+        """Download a video of a held-out episode, by its name in ``videos``, to ``path``.
 
         Raises:
-            NotFound: there is no such video (any more).
-            Unavailable: the server was away for longer than ``patience_s``.
+            NotFound: no such video, or it was dropped.
+            Unavailable: the server was unreachable for longer than ``patience_s``.
         """
         self._streams.fetch([film(job, name, path)])
 
     def download_artifact(self, sha256: str, path: Path) -> None:
-        """Download a file of any checkpoint by the sha256 of its content, to ``path``; as ``download_checkpoint`` does.
+        """Download a file of any checkpoint by the sha256 of its content to ``path``; verified and resumed.
 
         Raises:
-            NotFound: no checkpoint on the coordinator's host holds it.
-            CheckpointError: what arrived is something else.
-            Unavailable: the server was away for longer than ``patience_s``.
+            NotFound: no checkpoint on the coordinator's host has it.
+            CheckpointError: the received bytes have another hash.
+            Unavailable: the server was unreachable for longer than ``patience_s``.
         """
         self._streams.fetch([artifact(sha256, path)])
 
     def checkpoint_now(self, job: str, *, timeout_s: float = 120.0) -> Row:
-        """Have a checkpoint taken and wait for it; its ``number`` and ``path``.
+        """Take a checkpoint and wait for it; return its ``number`` and ``path``.
 
         Raises:
-            Conflict: the job has ended, or ends before.
-            DeadlineError: it was not there within ``timeout_s``.
+            Conflict: the job has ended, or ends before the checkpoint.
+            DeadlineError: the checkpoint did not exist within ``timeout_s``.
         """
         return complete(flows.checkpoint_now(job, timeout_s), self._send)
 
     def scale(self, job: str, pool: Pool, replicas: int, *, timeout_s: float = 180.0) -> Row:
-        """Have that many workers of a service (`rollout`, `reward`, `env`) and wait until they are there.
+        """Set the number of workers of a service (`rollout`, `reward`, `env`) and wait until they are ready.
 
         Raises:
-            Conflict: nobody there starts processes by request, the job has ended, or a newer wish replaced this one.
+            Conflict: no supervisor starts processes there, the job has ended, or a newer request replaced this one.
             DeadlineError: they were not ready within ``timeout_s``.
         """
         return complete(flows.scale(job, pool, replicas, timeout_s), self._send)
 
     def limits(self) -> Row:
-        """Limits and guarantees of the deployment."""
+        """Return limits and guarantees of the deployment."""
         return self._send(calls.about("limits"))
 
     def version(self) -> Row:
-        """Versions that the server runs."""
+        """Return the versions that the server runs."""
         return self._send(calls.about("version"))
 
     # -- live agents -------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Stored data and consent of a user, for both clients: ``client.users``.
 
-Needs the scope ``feedback:admin``. Users are named as requests and feedback name them.
+Needs the scope ``feedback:admin``. Users have the names that requests and feedback give them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _LOOK_S = 1.0
 
 
 def _consent(user: str, *, train: bool) -> Call[Consent]:
-    """Say whether the user's interactions may be trained on, from now on."""
+    """Set whether the user's interactions may be trained on, from now on."""
     body = b'{"train": true}' if train else b'{"train": false}'
     return Call("PUT", f"{_path(user)}/consent", one(Consent), body=body)
 
 
 def _erase(user: str, *, timeout_s: float = 120.0) -> Steps[Erasure]:
-    """Delete what is stored of the user and wait for it; what was deleted, and which versions had trained on it.
+    """Delete the stored data of the user and wait; return the deleted numbers and the versions trained on the data.
 
     Raises:
-        DeadlineError: it is not done within ``timeout_s``; it goes on, and ``erasure`` tells how far it is.
+        DeadlineError: the deletion is not done within ``timeout_s``; it continues, and ``erasure`` shows its progress.
     """
     report: Erasure = yield Call("DELETE", f"{_path(user)}/data", one(Erasure))
     waited = 0.0
@@ -42,7 +42,7 @@ def _erase(user: str, *, timeout_s: float = 120.0) -> Steps[Erasure]:
 
 
 def _erasure(user: str) -> Call[Erasure]:
-    """How far the deletion of the user's data is. Raises NotFound: nobody asked for it."""
+    """Show the progress of the deletion of the user's data. Raises NotFound: it was not requested."""
     return Call("GET", f"{_path(user)}/data", one(Erasure))
 
 
@@ -51,7 +51,7 @@ def _path(user: str) -> str:
 
 
 class Users:
-    """``consent``, ``erase`` and ``erasure`` of a user."""
+    """Data of a user: ``consent``, ``erase`` and ``erasure``."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -62,7 +62,7 @@ class Users:
 
 
 class AsyncUsers:
-    """``consent``, ``erase`` and ``erasure`` of a user."""
+    """Data of a user: ``consent``, ``erase`` and ``erasure``."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send

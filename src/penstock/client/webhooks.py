@@ -1,4 +1,4 @@
-"""Where events are posted, for both clients: ``client.webhooks``."""
+"""Webhooks, addresses that receive events, for both clients: ``client.webhooks``."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ __all__ = ["AsyncWebhooks", "Webhooks"]
 def _create(
     url: str, *, types: Sequence[str] | None = None, job: str | None = None, description: str = ""
 ) -> Call[NewWebhook]:
-    """Have events posted to ``url`` from now on; the ``secret`` that signs them stands in this reply and nowhere else.
+    """Create a webhook: ``url`` receives events from now on. Only this reply contains its signing ``secret``.
 
-    ``types``: which ones; a trailing ``*`` stands for any ending; default: that jobs ended. ``job``: only of this one.
+    ``types``: event types, where a trailing ``*`` matches any ending; default: ends of jobs. ``job``: only its events.
     """
     wanted = None if types is None else list(types)
     return make("/v1/webhooks", one(NewWebhook), url=url, types=wanted, job=job, description=description)
 
 
 def _list() -> Call[list[Webhook]]:
-    """The webhooks there are."""
+    """List the webhooks."""
     return show("/v1/webhooks", many(Webhook))
 
 
 def _show(id: str) -> Call[WebhookState]:
-    """One of them, and how far its ``deliveries`` are. Raises NotFound."""
+    """Show a webhook and the progress of its ``deliveries``. Raises NotFound."""
     return show(f"/v1/webhooks/{id}", one(WebhookState))
 
 
 def _change(
     id: str, *, enabled: bool | None = None, url: str | None = None, types: Sequence[str] | None = None
 ) -> Call[Webhook]:
-    """Change it, or switch it off and on; what happened in between is delivered once it is on. Raises NotFound."""
+    """Change a webhook, or disable and enable it; events of a disabled period are delivered later. Raises NotFound."""
     body = {"enabled": enabled, "url": url, "types": None if types is None else list(types)}
     data = orjson.dumps({key: value for key, value in body.items() if value is not None})
     return Call("PATCH", f"/v1/webhooks/{id}", one(Webhook), body=data)
 
 
 def _test(id: str) -> Call[WebhookTrial]:
-    """Post a test event now: ``delivered``, or ``error``. Raises NotFound."""
+    """Post a test event now; return ``delivered``, or ``error``. Raises NotFound."""
     return Call("POST", f"/v1/webhooks/{id}/test", one(WebhookTrial))
 
 
 def _delete(id: str) -> Call[None]:
-    """Forget it. Raises NotFound."""
+    """Delete a webhook. Raises NotFound."""
     return Call("DELETE", f"/v1/webhooks/{id}", nothing)
 
 
 class Webhooks:
-    """``create``, ``list``, ``show``, ``change``, ``test`` and ``delete`` webhooks."""
+    """Webhooks: ``create``, ``list``, ``show``, ``change``, ``test`` and ``delete``."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -69,7 +69,7 @@ class Webhooks:
 
 
 class AsyncWebhooks:
-    """``create``, ``list``, ``show``, ``change``, ``test`` and ``delete`` webhooks."""
+    """Webhooks: ``create``, ``list``, ``show``, ``change``, ``test`` and ``delete``."""
 
     def __init__(self, send: AsyncSend) -> None:
         self._send = send

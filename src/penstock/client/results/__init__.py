@@ -1,12 +1,11 @@
-"""Results of the API about live agents, samples and the deployment, as values with types.
+"""Typed results of the API about live agents, samples and the deployment.
 
-Frozen structs, for both clients: the attribute that you misspell is found by mypy and by Python, and a reply that does
-not fit is a ProtocolError where it is read. Keys that a struct does not have are left out, and words that the server
-may add to (a status, a reason) are plain strings: a newer server does not break an older client. Times are Unix seconds
-or datetimes, as the API has them.
+Both clients return these frozen structs: mypy and Python find a misspelled attribute, and a reply that does not fit
+raises ProtocolError. Unknown keys are ignored, and fields that the server may extend (a status, a reason) are plain
+strings, so that a newer server does not break an older client. Times are Unix seconds or datetimes, as in the API.
 
-Jobs are ``penstock.shared.protocol.jobs.JobRecord``. Views whose columns the services decide (workers, waits, metrics,
-events, checkpoints, the audit) are JSON objects as they come.
+Jobs are ``penstock.shared.protocol.jobs.JobRecord``. Views whose columns the services choose (workers, waits, metrics,
+events, checkpoints, the audit) are plain JSON objects.
 """
 
 from penstock.client.results.deployment import (

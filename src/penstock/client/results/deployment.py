@@ -1,4 +1,4 @@
-"""Results about a deployment beside its jobs: keys, webhooks, files, graders' answers, audit log."""
+"""Results about a deployment besides its jobs: keys, webhooks, files, results of graders, audit log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """An API key, never its text. ``models``: names or ids of the only jobs that it reaches, None: all."""
+    """An API key without its text. ``models``: names or ids of the only jobs that it reaches, None for all."""
 
     id: str
     name: str
@@ -41,14 +41,14 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewKey(Key, frozen=True, kw_only=True):
-    """A key that was just made; its text is ``key``, shown this once. ``warnings``: what it does not reach yet."""
+    """A new key; its text ``key`` is shown this once. ``warnings``: models that it does not reach yet."""
 
     key: str
     warnings: list[str] = []
 
 
 class Webhook(msgspec.Struct, frozen=True, kw_only=True):
-    """Where events are posted, and which ones. ``disabled_reason``: why the deployment switched it off."""
+    """Address that receives events, and their types. ``disabled_reason``: the reason why the deployment disabled it."""
 
     id: str
     url: str
@@ -61,13 +61,13 @@ class Webhook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewWebhook(Webhook, frozen=True, kw_only=True):
-    """A webhook that was just made; ``secret`` signs its deliveries and is shown this once."""
+    """A new webhook; ``secret`` signs its deliveries and is shown this once."""
 
     secret: str
 
 
 class Deliveries(msgspec.Struct, frozen=True, kw_only=True):
-    """How far deliveries are: the last event that is done with, and what is wrong with the next one."""
+    """Progress of deliveries: the last event that is settled, and the error of the next one."""
 
     sequence: int
     delivered: int = 0
@@ -78,20 +78,20 @@ class Deliveries(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WebhookState(Webhook, frozen=True, kw_only=True):
-    """A webhook and how far its deliveries are."""
+    """A webhook and the progress of its deliveries."""
 
     deliveries: Deliveries
 
 
 class WebhookTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """True if the receiver took a test event; ``error``: why not."""
+    """Result of a test event: True if the receiver accepted it, else ``error``."""
 
     delivered: bool
     error: str = ""
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """An uploaded data set: ``rows`` lines that hold a row. ``sha256`` in hex, ``created_at`` in Unix seconds."""
+    """An uploaded data set of ``rows`` rows. ``sha256`` in hex, ``created_at`` in Unix seconds."""
 
     id: str
     bytes: int
@@ -104,7 +104,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Code(msgspec.Struct, frozen=True, kw_only=True):
-    """An uploaded file of Python: job files name what is in it by ``NAME@SHA256:FUNCTION``."""
+    """An uploaded Python file; job files refer to its functions by ``NAME@SHA256:FUNCTION``."""
 
     sha256: str
     bytes: int
@@ -117,12 +117,12 @@ class CheckedGrader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """How the run of a grader went; ``execution_time`` in seconds."""
+    """Metadata of the run of a grader; ``execution_time`` in seconds."""
 
     name: str
     type: str
     errors: dict[str, bool | str | None]
-    """Failures, by kind; false, or None, for none."""
+    """Failures by kind; false or None for none."""
     execution_time: float
     scores: dict[str, float]
     token_usage: int | None = None
@@ -130,12 +130,12 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failures(self) -> dict[str, bool | str]:
-        """The errors there were, and their details."""
+        """Errors that occurred, and their details."""
         return {name: value for name, value in self.errors.items() if value}
 
 
 class GraderRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The reward, 0 where there is an error; ``sub_rewards`` of the parts of a multi grader."""
+    """The reward (0 after an error); ``sub_rewards`` holds the parts of a multi grader."""
 
     reward: float
     sub_rewards: dict[str, float]
@@ -144,10 +144,10 @@ class GraderRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that was allowed and may have changed something; ``key`` is the id of who sent it.
+    """One authorized request that may have changed something; ``key`` is the id of its sender's key.
 
-    ``request`` is the `x-request-id` of its reply, ``path`` holds what stands in the places of ``route``, users as
-    pseudonyms. ``replayed``: an earlier request with its idempotency key was answered again.
+    ``request`` is the `x-request-id` of its reply, ``path`` holds the path parameters of ``route``, with users as
+    pseudonyms. ``replayed``: the reply to an earlier request with its idempotency key was repeated.
     """
 
     id: int

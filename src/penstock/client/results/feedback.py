@@ -1,4 +1,4 @@
-"""Feedback: taken, its fate, the funnel of a job; tokens for one verdict, consent and erasure."""
+"""Results about feedback: receipts, status, counts of a job, feedback tokens, consent and erasure."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = [
 
 
 class Accepted(msgspec.Struct, frozen=True, kw_only=True):
-    """An item of feedback that is on disk (``status`` `valid`: a dry run, it is not).
+    """Receipt of an item of feedback that is on disk (``status`` `valid`: a dry run, which is not stored).
 
-    ``target``: `known`, `unknown_yet`, or `none` where it has none; ``duplicate``: it had been posted before.
+    ``target``: `known`, `unknown_yet`, or `none` for an item without target; ``duplicate``: it was posted before.
     """
 
     feedback_id: str
@@ -41,7 +41,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One item of a batch: ``status`` 202 (200: a dry run), or what it was refused with, and the ``problem``."""
+    """One item of a batch: ``status`` 202 (200: a dry run), or the status of its refusal and the ``problem``."""
 
     index: int
     id: str | None
@@ -51,12 +51,12 @@ class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ok(self) -> bool:
-        """True if it was taken."""
+        """True if the item was accepted."""
         return self.problem is None
 
 
 class Retracted(msgspec.Struct, frozen=True, kw_only=True):
-    """An item that was taken back. ``too_late``: it had been trained on; only the record says so now."""
+    """Receipt of a retraction. ``too_late``: the item was already trained, so that only the record changes."""
 
     feedback_id: str
     retraction_id: str
@@ -66,18 +66,18 @@ class Retracted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
-    """The update (``step``) that something was trained in, and the version that it made."""
+    """The update (``step``) that trained something, and the resulting version."""
 
     step: int
     version: int
 
 
 class Fate(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of an item of feedback.
+    """Status of an item of feedback.
 
-    ``status``: received, matched, admitted, quarantined, rejected, expired, retracted, trained. ``ordinal``: the place
-    of its trajectory in the job's data order, once admitted. ``late_revision``: came when the item was decided, and has
-    no effect.
+    ``status``: received, matched, admitted, quarantined, rejected, expired, retracted, trained. ``ordinal``: position
+    of its trajectory in the job's data order, once admitted. ``late_revision``: a revision that arrived after the
+    decision and has no effect.
     """
 
     feedback_id: str
@@ -97,7 +97,7 @@ class Fate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunnelRow(msgspec.Struct, frozen=True, kw_only=True):
-    """So many items of one metric (or kind) from one source, the key that posted them, have one status."""
+    """Number of items with one metric (or kind), source (the key that posted them) and status."""
 
     metric: str
     source: str
@@ -106,7 +106,7 @@ class FunnelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """So many interactions were decided like this."""
+    """Number of interactions with one decision."""
 
     status: str
     reason: str
@@ -114,7 +114,7 @@ class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Funnel(msgspec.Struct, frozen=True, kw_only=True):
-    """The feedback of a job, counted; ``interactions``: what became of the answers, those without feedback too."""
+    """Counts of a job's feedback; ``interactions`` counts decisions on interactions, also without feedback."""
 
     job: str
     items: int
@@ -124,7 +124,7 @@ class Funnel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FeedbackToken(msgspec.Struct, frozen=True, kw_only=True):
-    """A token for one verdict, shown this once; ``feedback_id``: the item that it becomes, at ``url``."""
+    """A token for one verdict, shown this once; ``feedback_id`` is the id of the item that it will post to ``url``."""
 
     token: str
     feedback_id: str
@@ -134,16 +134,16 @@ class FeedbackToken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Consent(msgspec.Struct, frozen=True, kw_only=True):
-    """Consent of a user (a pseudonym)."""
+    """Consent of a user; ``user`` is the pseudonym."""
 
     user: str
     train: bool
 
 
 class Erasure(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the deletion of a user's data is (``status`` `running` or `done`), and how much was deleted.
+    """Progress of the deletion of a user's data (``status`` `running` or `done`), and the deleted numbers.
 
-    ``trained_versions``: by job, versions that were trained on it; they stay.
+    ``trained_versions``: by job, versions that were trained on the data; they stay.
     """
 
     user: str
@@ -158,7 +158,7 @@ class Erasure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An item that is held back: when it came, since when it is held (``time``, Unix seconds) and why."""
+    """A quarantined item: arrival (``received``) and quarantine time (``time``) in Unix seconds, and the reason."""
 
     feedback_id: str
     job: str
@@ -170,7 +170,7 @@ class HeldRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldItem(HeldRow, frozen=True, kw_only=True):
-    """With what it says of which response or episode (``target``)."""
+    """A quarantined item with its value and its target, a response or an episode."""
 
     value: bool | float | str | None
     target: str
@@ -180,7 +180,7 @@ class HeldItem(HeldRow, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Decision about an item that is held: ``verdict`` is `release` or `drop`, and it is on disk."""
+    """Decision on a quarantined item: ``verdict`` is `release` or `drop`, and it is on disk."""
 
     feedback_id: str
     verdict: str

@@ -1,4 +1,4 @@
-"""From JSON to a struct."""
+"""Conversion of JSON to structs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ S = TypeVar("S")
 
 
 def one(kind: type[S]) -> Callable[[Any], S]:
-    """The reader of a reply that is a ``kind``. It raises ProtocolError where the server is too old or too new."""
+    """Return a reader of replies of type ``kind``; it raises ProtocolError if the server is too old or too new."""
 
     def read(data: Any) -> S:
         try:
@@ -27,7 +27,7 @@ def one(kind: type[S]) -> Callable[[Any], S]:
 
 
 def many(kind: type[S]) -> Callable[[Any], list[S]]:
-    """The reader of a list of them."""
+    """Return a reader of lists of ``kind``."""
     each = one(kind)
 
     def read(data: Any) -> list[S]:

@@ -27,7 +27,7 @@ __all__ = [
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Output tokens [start, end) were sampled from policy ``version``."""
+    """Output tokens [start, end) that policy ``version`` sampled."""
 
     version: int
     start: int
@@ -35,7 +35,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call that the model wrote; ``arguments`` is JSON."""
+    """A tool call of the model; ``arguments`` is JSON."""
 
     id: str
     name: str
@@ -43,7 +43,7 @@ class ToolCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Redacted(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, stop) of the `prompt` or the `completion` that were blanked, and what they were."""
+    """Tokens [start, stop) of the `prompt` or the `completion` that were redacted, and the kind of their content."""
 
     part: str
     start: int
@@ -52,7 +52,7 @@ class Redacted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Outcome of an interaction: `admitted`, `trained`, or `rejected` for ``reason``."""
+    """Decision on an interaction: `admitted`, `trained`, or `rejected` for ``reason``."""
 
     status: str
     reason: str
@@ -62,10 +62,10 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Interaction(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of one choice that was served. ``decision`` is None while nothing is decided about it.
+    """The record of one served choice. ``decision`` is None while the interaction is undecided.
 
-    ``token_ids`` and ``logprobs`` (of the sampler, natural logarithm) are equally long, ``spans`` cover them.
-    ``untrainable`` says why it may not be trained on; empty where it may. ``user`` and ``tags["user_id"]`` are
+    ``token_ids`` and ``logprobs`` (of the sampler, natural logarithm) have the same length; ``spans`` cover them.
+    ``untrainable`` is the reason why it must not be trained on, or empty. ``user`` and ``tags["user_id"]`` are
     pseudonyms; ``sampling`` holds the parameters by name.
     """
 
@@ -75,7 +75,7 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     episode: str
     alone: bool = False
-    """Its request named no episode."""
+    """True if the request named no episode."""
     key_id: str
     user: str
     split: str
@@ -86,14 +86,14 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     spans: list[Span]
     sampling: dict[str, Any]
     constraint: str = ""
-    """The field of the request that prescribed the form of the answer: `response_format`, `tool_choice`, or empty."""
+    """Request field that constrained the answer: `response_format`, `tool_choice`, or empty."""
     finish: str
     template: str
     """Digest of tokenizer and chat template."""
     body_digest: str
     text: str
     prompt: str = ""
-    """As the policy read it; empty where the record would not hold it."""
+    """Prompt text as the policy read it; empty if it was too long for the record."""
     tool_calls_valid: bool | None = None
     calls: list[ToolCall] = []
     tags: dict[str, str] = {}
@@ -103,11 +103,11 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     ended: float
     decision: Decision | None = None
     decision_known: bool = True
-    """False while the server's index of decisions is built anew: ``decision`` says nothing then."""
+    """False while the server rebuilds its index of decisions; ``decision`` has no meaning then."""
 
 
 class Episode(msgspec.Struct, frozen=True, kw_only=True):
-    """A session that was opened. ``base_url`` is where a client of OpenAI's API speaks in it."""
+    """An opened episode. ``base_url`` is its address for a client of OpenAI's API."""
 
     id: str
     job: str
@@ -124,14 +124,14 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewEpisode(Episode, frozen=True, kw_only=True):
-    """An episode that was just opened; ``api_key`` is its key where one was asked for, shown this once."""
+    """A new episode; ``api_key`` is its key if one was requested, shown this once."""
 
     api_key: str | None = None
     api_key_expires_at: datetime | None = None
 
 
 class EpisodeKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A key for one episode alone, shown this once."""
+    """A key that is valid for one episode only, shown this once."""
 
     key: str
     episode: str
@@ -141,9 +141,9 @@ class EpisodeKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """A job that trains or a deployment, under its name; or a checkpoint that is deployed when it is asked for.
+    """A training job or a deployment, under its name; or a checkpoint that is deployed on its first request.
 
-    ``promoted_at``: since when that version is served, with a promotion gate; ``checkpoint``: what a deployment serves.
+    ``promoted_at``: time of that version's promotion, with a promotion gate; ``checkpoint``: the deployed checkpoint.
     """
 
     id: str
@@ -158,7 +158,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest checkpoint of a version, and whether its files are on the coordinator's host."""
+    """The newest checkpoint of a version; ``available``: its files are on the coordinator's host."""
 
     number: int
     time: float
@@ -166,7 +166,7 @@ class KeptCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest version of a model, the one that is served, or one that it can go back to."""
+    """A version of a model: the newest, the served one, or one that the model can roll back to."""
 
     version: int
     served: bool
@@ -175,7 +175,7 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A version on trial: its share of the conversations, since when, and what was said of both arms."""
+    """A canary version: its share of the conversations, its start (Unix seconds), and the feedback of both arms."""
 
     version: int
     served_version: int
@@ -190,7 +190,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
-    """Which version of a job is the newest, which one is served, and which one is on trial."""
+    """The newest version of a job, the served version, and the canary version."""
 
     newest: int
     served: int

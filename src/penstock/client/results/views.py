@@ -10,10 +10,10 @@ __all__ = ["Letter", "LetterReplay", "LetterRow", "LogLine", "MetricName", "Samp
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One completion. ``id`` is `STEP-DRAW-INDEX`; numbers that are not finite are None.
+    """One completion. ``id`` is `STEP-DRAW-INDEX`; non-finite numbers are None.
 
-    ``advantage``: among its group; None for one that failed, or has nothing to be compared with. ``tokens``: how many
-    it has; ``logprob``: their sum.
+    ``advantage``: relative to its group; None if it failed, or has no group to compare with. ``tokens``: number of
+    tokens; ``logprob``: sum of their log-probs.
     """
 
     id: str
@@ -39,9 +39,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenSample(Sample, frozen=True, kw_only=True):
-    """The same with all that was stored of it; lists by token are equally long, those of the prompt aside.
+    """A completion with everything that is stored of it; all lists by token have one length, except the prompt's.
 
-    ``mask``: 1 where the policy chose the token; ``versions``: of the policy that did; ``siblings``: ids of the other
+    ``mask``: 1 for tokens of the policy; ``versions``: policy version per token; ``siblings``: ids of the other
     completions of its group.
     """
 
@@ -54,11 +54,11 @@ class TokenSample(Sample, frozen=True, kw_only=True):
     versions: list[int]
     siblings: list[str]
     token_texts: list[str] | None = None
-    """Of each token, for people; None where the coordinator has no tokenizer of the job."""
+    """Text of each token; None if the coordinator has no tokenizer of the job."""
 
 
 class StageSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """When one stage (`generate`, `wait`, `train`, `checkpoint`) of an update began and ended, in Unix seconds."""
+    """Start and end of one stage (`generate`, `wait`, `train`, `checkpoint`) of an update, in Unix seconds."""
 
     step: int
     stage: str
@@ -67,7 +67,7 @@ class StageSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetricName(msgspec.Struct, frozen=True, kw_only=True):
-    """A metric: how many values it has, of which updates, and the newest one."""
+    """A metric: number of values, first and last update, newest value."""
 
     name: str
     count: int
@@ -85,7 +85,7 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LetterRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A dead letter: where it came from, how often it was tried, why it is here, the draw that it stood for."""
+    """A dead letter: its source stream, number of delivery attempts, reason, and the draw that it belongs to."""
 
     id: int
     time: float
@@ -97,7 +97,7 @@ class LetterRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Letter(LetterRow, frozen=True, kw_only=True):
-    """With its headers and its content: a ticket as it reads, of anything else the first bytes."""
+    """A dead letter with its headers and content: a decoded ticket, or the first bytes of any other message."""
 
     nbytes: int
     headers: dict[str, str]
@@ -105,9 +105,9 @@ class Letter(LetterRow, frozen=True, kw_only=True):
 
 
 class LetterReplay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Outcome of a dead letter that was replayed: a new ``draw`` of its prompt.
+    """Result of the retry of a dead letter: a new ``draw`` of its prompt.
 
-    Of interactions and feedback: how many were ``stored`` in their ``stream`` again.
+    For interactions and feedback: the number ``stored`` in their ``stream`` again.
     """
 
     draw: str | None = None
