@@ -1,1 +1,1 @@
-"""Jobs in the shape of OpenAI's fine-tuning API: what they become, and what is shown of them."""
+"""OpenAI's fine-tuning API: conversion of its requests to jobs, and of jobs to its replies."""

@@ -1,4 +1,4 @@
-"""Base models: what a fine-tuning request leaves open, as the start of a job file per model."""
+"""Base models: partial job files that supply the settings which a fine-tuning request leaves open."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["BaseModelFile", "open_base"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", re.ASCII)
 _ALGORITHM: TypeAdapter[AlgorithmConfig] = TypeAdapter(AlgorithmConfig)
 GROUPS = 8
-"""Rows of a policy update where the file names no batch size."""
+"""Default number of rows of a policy update, if the file sets no batch size."""
 CHAT = {"messages": "messages", "answer": None}
-"""How rows become prompts where the file does not say: as OpenAI's do."""
+"""Default prompt settings, if the file sets none: rows in OpenAI's format."""
 
 
 class _Length(BaseModel):
-    """Batches and length in the file; the rest of the section is checked with the job."""
+    """Batch size and length in the file; the job's validation checks the rest of the section."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -39,19 +39,19 @@ class _Length(BaseModel):
 
 @dataclass(frozen=True)
 class BaseModelFile:
-    """The start of a job file; ``name`` is the file's, '' where the request named a directory."""
+    """A partial job file; ``name`` is the file's, '' if the request named a directory."""
 
     name: str
     sections: Mapping[str, Any]
 
     @property
     def group_size(self) -> int:
-        """Completions of each row."""
+        """Completions per row."""
         return _ALGORITHM.validate_python(self.sections.get("algorithm", {})).group_size
 
     @property
     def groups(self) -> int:
-        """Rows of a policy update."""
+        """Rows per policy update."""
         batch = self._length.batch_size
         return GROUPS if batch is None else max(1, batch // self.group_size)
 
@@ -61,13 +61,13 @@ class BaseModelFile:
         return self._length.data_epochs or 1
 
     def updates(self, epochs: int, rows: int, groups: int) -> int:
-        """Policy updates of a job; the file may say that there are fewer."""
+        """Return the number of policy updates of a job; the file's ``max_updates`` is an upper bound."""
         most = max(1, epochs * rows // groups)
         return min(most, self._length.max_updates or most)
 
     @property
     def evaluation(self) -> EvaluationConfig:
-        """How held-out rows are measured."""
+        """Settings of the evaluation on held-out rows."""
         return EvaluationConfig.model_validate(self.sections.get("evaluation", {}))
 
     @property
@@ -81,24 +81,24 @@ class BaseModelFile:
 
     @property
     def prompt(self) -> PromptConfig:
-        """How rows become prompts."""
+        """Settings that turn rows into prompts."""
         return PromptConfig.model_validate(self.sections.get("data", {}).get("prompt", CHAT))
 
     def section(self, name: str) -> dict[str, Any]:
-        """A copy of one section."""
+        """Return a copy of one section."""
         return dict(self.sections.get(name, {}))
 
     def with_model(self, path: str) -> BaseModelFile:
-        """The same for another directory of weights; the tokenizer stays."""
+        """Return the same base with another directory of weights and the same tokenizer."""
         kept = {key: value for key, value in self.section("model").items() if key not in ("path", "config")}
         return BaseModelFile(self.name, {**self.sections, "model": {**kept, "path": path}})
 
 
 def open_base(model: str, folder: Path | None) -> BaseModelFile:
-    """The base model of a request: a name in ``folder``, or a model directory. Reads the disk.
+    """Open the base model of a request: a name in ``folder``, or a model directory. Reads the disk.
 
     Raises:
-        ConfigError: neither; or the file of that name is none to start a job from.
+        ConfigError: ``model`` is neither, or its file is not a valid base of a job.
     """
     if folder is not None and _NAME.fullmatch(model) and (folder / f"{model}.yaml").is_file():
         base = BaseModelFile(model, load_yaml(folder / f"{model}.yaml"))
@@ -115,7 +115,7 @@ def open_base(model: str, folder: Path | None) -> BaseModelFile:
 
 
 def _check(base: BaseModelFile, path: Path) -> None:
-    """Name the file in its errors."""
+    """Validate a base model file, with the name of the file in the errors."""
     sections = ("algorithm", "data", "evaluation", "limits", "model", "optimizer", "reward", "train")
     if wrong := [name for name in sections if not isinstance(base.sections.get(name, {}), dict)]:
         raise ConfigError(f"base model file {path.name}: '{wrong[0]}' must be a mapping")

@@ -1,4 +1,4 @@
-"""From a fine-tuning request to a job file."""
+"""Conversion of a fine-tuning request to a job file."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ __all__ = ["DataFile", "check_rows", "job_file"]
 
 MAX_FLAWS = 20
 Check = Callable[[dict[str, Any], str], object]
-"""Takes a row and its name; raises DataError."""
+"""Check of a row, given with its name; raises DataError."""
 
 
 def check_rows(path: Path, parameter: str, prompt: PromptConfig, reward: RewardConfig) -> None:
-    """Check every row: its prompt, and what the grader needs of it. Reads the file: call it in a thread.
+    """Check the prompt of every row, and the fields that the grader needs. Reads the file: call it in a thread.
 
     Args:
-        parameter: name of the request's field that the file stands in.
+        parameter: the request's field that names the file.
 
     Raises:
         HttpProblem: 422, with a pointer to each bad line.
@@ -79,7 +79,7 @@ def _prompt_check(prompt: PromptConfig) -> Check:
 
 
 EVERY = 10
-"""Policy updates between evaluations where nobody says."""
+"""Default number of policy updates between evaluations."""
 _NOT_IN_NAMES = re.compile(r"[^a-z0-9._-]+")
 _METHOD = "/method/reinforcement"
 _PLACES = {
@@ -92,12 +92,12 @@ _PLACES = {
     "data.eval": "/validation_file",
     "metadata": "/metadata",
 }
-"""Where in the request a key of the job file comes from; any other comes from the base model."""
+"""Field of the request that sets a key of the job file; all other keys come from the base model."""
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """An uploaded file."""
+    """An uploaded file and its number of rows."""
 
     path: Path
     rows: int
@@ -111,10 +111,10 @@ def job_file(
     *,
     scorer: Callable[[Any], GraderScorer],
 ) -> tuple[JobConfig, dict[str, Any]]:
-    """The job, and the hyper-parameters that `auto` came to. Reads the files: call it in a thread.
+    """Return the job, and the resolved values of hyper-parameters set to `auto`. Reads the files: call it in a thread.
 
     Args:
-        scorer: makes a scorer of a grader; raises ConfigError.
+        scorer: returns a scorer for a grader; raises ConfigError.
 
     Raises:
         HttpProblem: 422, with pointers into the request.
@@ -177,7 +177,7 @@ def _reinforcement(wanted: FineTuningRequest) -> Reinforcement:
 
 
 def _reward(base: BaseModelFile, scorer: GraderScorer) -> RewardConfig:
-    """The file may set limits of scoring; the grader's own deadline must fit into them."""
+    """Return the reward section: the file may set scoring limits, which must accommodate the grader's own deadline."""
     given = {"timeout_s": 2 * scorer.deadline_s, **base.section("reward"), "scorers": [scorer]}
     try:
         return RewardConfig.model_validate(given)
@@ -221,7 +221,7 @@ def _validated(raw: dict[str, Any]) -> JobConfig:
 
 
 def _pointer(key: str, detail: str) -> str:
-    """Rules between keys have no key of their own; their texts begin with one."""
+    """Return the request field for a flaw; cross-field rules have no key, so their text is searched as well."""
     for text in (key, detail):
         for known, place in _PLACES.items():
             if text.startswith(known):

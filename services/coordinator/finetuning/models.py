@@ -1,4 +1,4 @@
-"""Bodies and replies of ``/v1/fine_tuning/jobs``, as OpenAI's clients send and read them."""
+"""Bodies and replies of ``/v1/fine_tuning/jobs`` in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Strict(BaseModel):
 
 
 class Hyperparameters(_Strict):
-    """Settings of a run; `auto` leaves one to the base model's file, or to the data."""
+    """Settings of a run; `auto` takes a value from the base model's file, or from the data."""
 
     n_epochs: Annotated[int, Field(ge=1, le=10_000)] | Auto = Field("auto", description="Passes over the training file")
     batch_size: Annotated[int, Field(ge=1, le=100_000)] | Auto = Field("auto", description="Rows of a policy update")
@@ -53,7 +53,7 @@ class Reinforcement(_Strict):
 
 
 class Method(_Strict):
-    """How to train. `supervised` and `dpo` are refused with a reason."""
+    """Training method. `supervised` and `dpo` are refused with a reason."""
 
     type: Literal["reinforcement", "supervised", "dpo"]
     reinforcement: Reinforcement | None = None
@@ -69,14 +69,14 @@ class WandbProject(_Strict):
 
 
 class Integration(_Strict):
-    """Where metrics are written, too."""
+    """Additional destination of metrics."""
 
     type: Literal["wandb"]
     wandb: WandbProject
 
 
 class FineTuningRequest(_Strict):
-    """A new job."""
+    """Request for a new job."""
 
     model: str = Field(min_length=1, max_length=1024, description="A base model of the deployment, a model directory, "
                        "or `job:NAME@final`, a checkpoint of another job")  # fmt: skip
@@ -92,7 +92,7 @@ class FineTuningRequest(_Strict):
 
 
 class JobError(BaseModel):
-    """Why a job failed."""
+    """Error of a failed job."""
 
     code: str
     message: str
@@ -100,7 +100,7 @@ class JobError(BaseModel):
 
 
 class FineTuningJob(BaseModel):
-    """A job in the shape of OpenAI's; under the same id it is a job of `/v1/jobs`, with everything there is to see."""
+    """A job in OpenAI's format; `/v1/jobs` shows the job with all its fields under the same id."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -124,20 +124,20 @@ class FineTuningJob(BaseModel):
 
 
 class _Page(BaseModel):
-    """One page, newest first; ``after`` with the id of the last one gets the next."""
+    """One page, newest first; ``after`` with the id of the last entry gets the next."""
 
     object: Literal["list"] = "list"
     has_more: bool = False
 
 
 class JobPage(_Page):
-    """Jobs."""
+    """Page of jobs."""
 
     data: list[FineTuningJob]
 
 
 class Event(BaseModel):
-    """Something that people see of a job."""
+    """A message about a job, for people."""
 
     id: str
     object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"
@@ -149,13 +149,13 @@ class Event(BaseModel):
 
 
 class EventPage(_Page):
-    """Events of a job."""
+    """Page of events of a job."""
 
     data: list[Event]
 
 
 class Checkpoint(BaseModel):
-    """A checkpoint; `metrics` of its update."""
+    """A checkpoint, with the `metrics` of its update."""
 
     id: str
     object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
@@ -167,7 +167,7 @@ class Checkpoint(BaseModel):
 
 
 class CheckpointPage(_Page):
-    """Checkpoints of a job."""
+    """Page of checkpoints of a job."""
 
     data: list[Checkpoint]
     first_id: str | None = None

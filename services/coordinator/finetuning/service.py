@@ -1,4 +1,4 @@
-"""Fine-tuning requests: submitted as jobs, and shown in their own shape."""
+"""Service for fine-tuning requests: submits them as jobs, and shows such jobs in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALL = 1_000_000
 
 
 class Jobs(Protocol):
-    """Coordinator as fine-tuning uses it."""
+    """The part of ``CoordinatorControl`` that fine-tuning uses."""
 
     origins: Origins
 
@@ -44,7 +44,7 @@ class Jobs(Protocol):
         ...
 
     async def get(self, job: str) -> JobRecord:
-        """Raises NotFound."""
+        """See ``CoordinatorControl.get``. Raises NotFound."""
         ...
 
     async def job_entries(self, models: frozenset[str] | None = None) -> list[JobEntry]:
@@ -52,16 +52,16 @@ class Jobs(Protocol):
         ...
 
     async def events(self, job: str, *, after: int, limit: int) -> list[tuple[int, Row]]:
-        """Oldest first."""
+        """Return events, oldest first."""
         ...
 
     async def checkpoints(self, job: str) -> list[Row]:
-        """Oldest first."""
+        """Return checkpoints, oldest first."""
         ...
 
 
 class FineTuningService:
-    """Jobs that came from fine-tuning requests; every method that takes one raises NotFound for any other."""
+    """Jobs that came from fine-tuning requests; methods with a job id raise NotFound for other jobs."""
 
     def __init__(self, jobs: Jobs, files: FileStore, settings: ServiceSettings) -> None:
         self._jobs, self._files, self._settings = jobs, files, settings
@@ -70,8 +70,8 @@ class FineTuningService:
         """Submit a job.
 
         Raises:
-            HttpProblem: 422, with pointers into the request, or into its files by line.
-            ConfigError: it cannot run here.
+            HttpProblem: 422, with pointers into the request, or to lines of its files.
+            ConfigError: the job cannot run on this deployment.
         """
         try:
             base = await self._base(wanted.model)
@@ -96,7 +96,7 @@ class FineTuningService:
             raise _refused(pointer, str(error)) from None
 
     async def _base(self, model: str) -> BaseModelFile:
-        """The start of the job file. A checkpoint of a fine-tuning job goes on with that job's base model."""
+        """Return the base of the job file. A checkpoint of a fine-tuning job continues with that job's base model."""
         folder = self._settings.base_models
         if not model.startswith(REFERENCE):
             return await asyncio.to_thread(open_base, model, folder)
@@ -110,27 +110,27 @@ class FineTuningService:
         return BaseModelFile("", {"model": {"path": model}})
 
     async def get(self, job: str) -> JobRecord:
-        """The record of a job. Raises NotFound."""
+        """Return the record of a fine-tuning job. Raises NotFound."""
         record = await self._jobs.get(job)
         if record.fine_tuning is None:
             raise NotFound(f"job '{job}' is no fine-tuning job; it is shown at /v1/jobs/{job}")
         return record
 
     def shown(self, record: JobRecord) -> FineTuningJob:
-        """A record as OpenAI's clients read it."""
+        """Return a record in OpenAI's format."""
         return shown_job(record)
 
     async def page(
         self, *, after: str | None, limit: int, labels: dict[str, str], models: frozenset[str] | None
     ) -> JobPage:
-        """Newest first; ``labels`` of the metadata, ``models`` as of ``CoordinatorControl.list_jobs``."""
+        """List jobs, newest first; ``labels`` of the metadata, ``models`` as in ``CoordinatorControl.list_jobs``."""
         jobs = (job for job in reversed(await self._jobs.job_entries(models)) if job.fine_tuned)
         jobs = (job for job in jobs if after is None or job.id < after)
         found = list(itertools.islice((job for job in jobs if labels.items() <= job.labels.items()), limit + 1))
         return JobPage(data=[shown_job(job.record()) for job in found[:limit]], has_more=len(found) > limit)
 
     async def events(self, job: str, *, after: str | None, limit: int) -> EventPage:
-        """Newest first."""
+        """List events, newest first."""
         await self.get(job)
         rows = await self._jobs.events(job, after=0, limit=ALL)
         below = _place(after)
@@ -138,7 +138,7 @@ class FineTuningService:
         return EventPage(data=found[:limit], has_more=len(found) > limit)
 
     async def checkpoints(self, job: str, *, after: str | None, limit: int) -> CheckpointPage:
-        """Newest first."""
+        """List checkpoints, newest first."""
         await self.get(job)
         below = _place(after)
         rows = [row for row in reversed(await self._jobs.checkpoints(job)) if below is None or row["number"] < below]
@@ -148,7 +148,7 @@ class FineTuningService:
 
 
 def _place(after: str | None) -> int | None:
-    """The number in the id of an event or a checkpoint, which the route has seen to be one."""
+    """Return the number in the id of an event or a checkpoint; the route has validated the id."""
     return None if after is None else int(after.rpartition("-")[2])
 
 

@@ -1,4 +1,4 @@
-"""View of a job for OpenAI's clients."""
+"""Conversion of jobs, events and checkpoints to OpenAI's format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEVELS: dict[str, Literal["info", "warn", "error"]] = {"warning": "warn", "erro
 
 
 def shown_job(record: JobRecord) -> FineTuningJob:
-    """A job that came from a fine-tuning request."""
+    """Convert a job that came from a fine-tuning request."""
     origin, status = record.fine_tuning, record.status
     assert origin is not None, f"{record.id} is no fine-tuning job"
     failed = status.phase == "failed"
@@ -55,7 +55,7 @@ def _estimate(status: JobStatus) -> int | None:
 
 
 def shown_event(seq: int, row: Row) -> Event:
-    """A row of the job's events."""
+    """Convert a row of the job's events."""
     return Event(
         id=f"ftevent-{seq}",
         created_at=int(row["time"]),
@@ -66,7 +66,7 @@ def shown_event(seq: int, row: Row) -> Event:
 
 
 def shown_checkpoint(job: str, row: Row) -> Checkpoint:
-    """A checkpoint of a job."""
+    """Convert a checkpoint of a job."""
     number = row["number"]
     return Checkpoint(
         id=f"ftckpt-{number}",

@@ -1,4 +1,4 @@
-"""Answers to questions about a job: books, samples, charts, logs. Each is read from ledger, streams and files.
+"""Read-only queries about a job for the HTTP API: audit, samples, charts, logs; from ledger, streams and files.
 
-`control.py` calls it for the HTTP API. It changes nothing, and nobody but the API waits for it.
+`control.py` calls them. They change nothing, and no other part of the system waits for them.
 """

@@ -1,4 +1,4 @@
-"""Prove from the streams that a job kept its promises. Pure: ledger entries and stored groups in, findings out."""
+"""Audit of a job: pure functions that check its guarantees on ledger entries and stored groups, and return findings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CHECKS = {
 
 @dataclass(slots=True)
 class Audit:
-    """Findings. ``violations`` maps the name of a check to what breaks it."""
+    """Findings. ``violations`` maps the name of a check to the descriptions of its violations."""
 
     state: LedgerState = field(default_factory=LedgerState)
     trained: dict[int, BatchSealed] = field(default_factory=dict)
@@ -70,11 +70,11 @@ class Audit:
     decisions_checked: int = 0
 
     def find(self, check: str, text: str) -> None:
-        """Note a violation."""
+        """Record a violation."""
         self.violations.setdefault(check, []).append(text)
 
     def report(self) -> dict[str, Any]:
-        """The report that the API and the CLI show."""
+        """Return the report for the API and the CLI."""
         state = self.state
         detail = {
             "lag bound": f"largest lag {self.max_lag_seen}",
@@ -107,7 +107,7 @@ class Audit:
 def audit_entries(
     entries: Sequence[bytes], config: AnyTraining, snapshots: Mapping[int, LedgerState] | None = None
 ) -> Audit:
-    """``audit_ledger`` of what the stream holds, up to the first entry that does not decode."""
+    """Audit encoded entries as ``audit_ledger`` does, up to the first one that does not decode."""
     decoded, flaw = [], ""
     for count, data in enumerate(entries, 1):
         try:
@@ -124,9 +124,10 @@ def audit_entries(
 def audit_ledger(
     entries: Sequence[list[Event]], config: AnyTraining, snapshots: Mapping[int, LedgerState] | None = None
 ) -> Audit:
-    """Fold the ledger and check every decision on the way, and each of ``snapshots``.
+    """Replay the ledger, and check every decision in it and each of ``snapshots``.
 
-    Those stand under the number of entries that they cover; 0: they name an entry that the ledger does not have.
+    ``snapshots`` maps the number of covered entries to a state; key 0 means that the covered entry is not in the
+    ledger.
     """
     audit = Audit()
     sealed: dict[int, BatchSealed] = {}
@@ -168,7 +169,7 @@ def _audit_entry(audit: Audit, entry: list[Event], config: AnyTraining, sealed: 
                 _check_lag(audit, event, config.train.max_lag)
                 if event.hyperparameters != hyperparameters_of(audit.state.settings):
                     audit.find("hyper-parameters", f"batch {event.number} was sealed with {event.hyperparameters}")
-                if not isinstance(config, OnlineJob):  # live requests name their own
+                if not isinstance(config, OnlineJob):  # live requests choose their own temperature
                     _check_temperatures(audit, event)
             case Dropped() if event.reason == NO_SIGNAL:
                 _check_resampling(audit, config)
@@ -181,7 +182,7 @@ def _audit_entry(audit: Audit, entry: list[Event], config: AnyTraining, sealed: 
 
 
 def _check_version(audit: Audit, event: Event) -> None:
-    """Before the fold, which takes no such event and would only say so."""
+    """Check versions before the state applies the event, since the state would only raise a generic error."""
     before = audit.state.version
     if isinstance(event, BatchTrained) and event.version != before + 1:
         audit.find("version monotone", f"batch {event.number} made {event.version} after {before}")
@@ -237,7 +238,7 @@ def _check_once(audit: Audit) -> None:
 
 
 def audit_stored(audit: Audit, number: int, sealed: SealedGroup, data: bytes) -> None:
-    """``audit_group`` of what the stream holds of a trained group."""
+    """Check an encoded stored group as ``audit_group`` does."""
     try:
         group = decode_any_group(data, temperature=1.0 if sealed.temperature is None else sealed.temperature)
     except ProtocolError as error:
@@ -248,7 +249,7 @@ def audit_stored(audit: Audit, number: int, sealed: SealedGroup, data: bytes) ->
 
 
 def audit_group(audit: Audit, number: int, sealed: SealedGroup, group: AnyGroup, digest: str) -> None:
-    """Check the stored payload of a trained group against what the ledger says about it."""
+    """Check the stored payload of a trained group against its ledger entry."""
     audit.groups_checked += 1
     audit.tokens_checked += int(group.lengths.sum())
     where = f"batch {number}, draw {sealed.draw}"
@@ -265,11 +266,11 @@ def audit_group(audit: Audit, number: int, sealed: SealedGroup, group: AnyGroup,
         audit.find("spans", f"{where}: a span names weights that its version does not have in the ledger")
     if not np.isfinite(group.logprobs).all() or not np.isfinite(group.rewards).all():
         audit.find("finite", f"{where}: a log-prob or reward is not finite")
-    is_density = not isinstance(group, Group)  # of a continuous action
+    is_density = not isinstance(group, Group)  # log-probs are densities of a continuous action
     if not is_density and (group.logprobs > 1e-6).any():
         audit.find("finite", f"{where}: a log-prob is above 0")
 
 
 def sealed_by_seq(audit: Audit) -> Mapping[int, tuple[int, SealedGroup]]:
-    """EXPERIENCE sequence -> (batch number, entry) of every trained group."""
+    """Return EXPERIENCE sequence -> (batch number, ledger entry) of every trained group."""
     return {group.seq: (number, group) for number, batch in audit.trained.items() for group in batch.groups}

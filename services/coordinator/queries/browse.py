@@ -1,4 +1,4 @@
-"""Completions of a job, read back from its streams: pages of rows, and single ones with every token."""
+"""Completions of a job, read from its streams: pages of rows, and single completions with every token."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ROW_ID = re.compile(r"(\d{1,15})-(\d{1,15}\.\d{1,18})-(\d{1,6})", re.ASCII)
 
 
 class SampleBrowser:
-    """See ``CoordinatorControl.samples`` and ``CoordinatorControl.sample``."""
+    """Reader of completions; see ``CoordinatorControl.samples`` and ``CoordinatorControl.sample``."""
 
     def __init__(self, bus: Bus, archive: LedgerArchive) -> None:
         self._bus, self._archive = bus, archive
@@ -40,10 +40,10 @@ class SampleBrowser:
         self, job: str, spec: Mapping[str, Any], *, step: int | None, limit: int, sort: str | None, after: str | None,
         min_reward: float | None, env: str | None,
     ) -> list[Row]:  # fmt: skip
-        """Rows of one page; ``spec`` is the job file. Raises NotFound: it has no source ``env``."""
+        """Return the rows of one page; ``spec`` is the job file. Raises NotFound: it has no source ``env``."""
         if env is not None:
             check_env(spec, env)
-        after = None if after is None else after.removeprefix(f"{job}-")  # ids of an earlier release had no job
+        after = None if after is None else after.removeprefix(f"{job}-")  # ids of an earlier release lack the job
         wanted = partial(_is_wanted, min_reward=min_reward, env=env)
         if trains(spec):
             rows = await self._trained(job, step=step, limit=limit, sort=sort, after=after, wanted=wanted)
@@ -54,8 +54,7 @@ class SampleBrowser:
         return [_named(job, row) for row in rows]
 
     async def one(self, job: str, row_id: str, *, trains: bool) -> Row:
-        """One completion; ``trains``: of a batch, not of an evaluation. Raises NotFound: there is none, or its group is
-        not in the stream any more."""
+        """Return one completion; ``trains``: look in batches, not evaluations. Raises NotFound: unknown, or purged."""
         found = _ROW_ID.fullmatch(row_id)
         if found is None:
             raise NotFound(f"'{row_id[:80]}' is no sample: STEP-DRAW-INDEX, as the list of samples shows it")
@@ -78,7 +77,7 @@ class SampleBrowser:
         place = _ROW_ID.fullmatch(after or "")
         if after is not None and place is None:
             return []
-        if sort is None and place is not None:  # the page before ended in this batch
+        if sort is None and place is not None:  # the previous page ended in this batch
             steps = [number for number in steps if number <= int(place[1])]
         enough = limit if sort is None else limit * 4
         rows: list[Row] = []
@@ -125,7 +124,7 @@ class SampleBrowser:
 
 
 class VideoBrowser:
-    """Films of held-out episodes. The stream drops the oldest ones of all jobs when it is full."""
+    """Reader of videos of held-out episodes. A full stream drops the oldest ones of all jobs."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -150,7 +149,7 @@ class VideoBrowser:
         return found[seq].data
 
     async def _newest(self, job: str) -> dict[str, tuple[int, Video]]:
-        """Each video with its sequence by name, by version and reset id; one that was made twice counts once."""
+        """Return the newest entry of each video by name, as (sequence, video), sorted by version and reset id."""
         found: dict[str, tuple[int, Video]] = {}
         for message in await self._bus.read(subjects.VIDEOS, subjects.videos(job), headers_only=True):
             with contextlib.suppress(ProtocolError):
@@ -162,7 +161,7 @@ class VideoBrowser:
 
 
 def _named(job: str, row: Row) -> Row:
-    """The row with ids that are good in every job, as `GET /v1/samples/{id}` takes them."""
+    """Return the row with ids that are unique across jobs, as `GET /v1/samples/{id}` accepts them."""
     named = {**row, "id": f"{job}-{row['id']}", "href": f"/v1/samples/{job}-{row['id']}"}
     return named | {"siblings": [f"{job}-{id}" for id in row["siblings"]]} if "siblings" in row else named
 
@@ -173,7 +172,7 @@ def _is_wanted(row: Row, *, min_reward: float | None, env: str | None) -> bool:
 
 
 def _past(rows: list[Row], after: str | None) -> list[Row]:
-    """The rows behind the one with id ``after``; none where it is not there."""
+    """Return the rows after the one with id ``after``; none if it is missing."""
     return list(itertools.dropwhile(lambda row: row["id"] != after, rows))[1:]
 
 

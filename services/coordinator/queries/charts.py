@@ -1,8 +1,8 @@
-"""Charts of a job: metric rows as columns, and start and end of each stage of its updates. Pure.
+"""Charts of a job: metric rows as columns, and the time spans of each update's stages. Pure.
 
-Columns are down-sampled so that a curve still looks the same, by largest-triangle-three-buckets (S. Steinarsson,
-"Downsampling Time Series for Visual Representation", 2013) over several curves with one axis: the area of a step is the
-sum of its triangles in every curve, each scaled to its range.
+Down-sampling preserves the shape of the curves, by largest-triangle-three-buckets (S. Steinarsson, "Downsampling Time
+Series for Visual Representation", 2013) over several curves with one axis: the area of a step is the sum of its
+triangles in every curve, each scaled to its range.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def columns(
     step_to: int | None,
     max_points: int,
 ) -> dict[str, Any]:
-    """Return ``{"steps", "wall", "series": {name: [...]}}``. Rows of one step are merged; a later row of a step wins.
+    """Return ``{"steps", "wall", "series": {name: [...]}}``. Rows of one step are merged; later rows override.
 
-    Down-sampling keeps the first and the last step and those between where the curves turn: every value shown was
-    measured.
+    Down-sampling keeps the first and the last step, and steps between them where the curves turn. No value is
+    interpolated.
     """
     steps: dict[int, dict[str, Any]] = {}
     for row in rows:
@@ -71,9 +71,9 @@ def metric_names(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def largest_triangles(steps: Sequence[int], curves: Sequence[Sequence[float | None]], max_points: int) -> list[int]:
-    """Choose at most ``max_points`` >= 2 steps (ascending places); the first and the last one always stay.
+    """Choose at most ``max_points`` >= 2 steps (ascending indices); the first and the last one are always kept.
 
-    A place where a curve has no value has no triangle in it.
+    A curve without a value at an index contributes no triangle there.
     """
     count = len(steps)
     if count <= max_points:
@@ -92,7 +92,7 @@ def largest_triangles(steps: Sequence[int], curves: Sequence[Sequence[float | No
 
 
 def _largest(x_N: NDArray[np.float64], y_CN: NDArray[np.float64], last: int, here: slice, after: slice) -> int:
-    """Return the place in ``here`` with the largest triangle with the point ``last`` and the mean of ``after``."""
+    """Return the index in ``here`` with the largest triangle with the point ``last`` and the mean of ``after``."""
     later_C = _means(y_CN[:, after])
     base, later = x_N[last], x_N[after].mean()
     area_CK = np.abs(
@@ -110,7 +110,7 @@ def _means(y_CK: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _scaled(curve: Sequence[float | None]) -> NDArray[np.float64]:
-    """Scale values to [0, 1]; NaN where there is none."""
+    """Scale values to [0, 1]; NaN for missing values."""
     y_N = np.array([np.nan if value is None else value for value in curve], np.float64)
     known_N = np.isfinite(y_N)
     if not known_N.any():
@@ -123,9 +123,9 @@ def _scaled(curve: Sequence[float | None]) -> NDArray[np.float64]:
 def timeline(events: Iterable[Event], *, step: int | None, limit: int = 20) -> list[dict[str, Any]]:
     """Return the spans of update ``step``, or of the newest ``limit`` ones, oldest first: for a Gantt chart.
 
-    Each has ``step``, ``stage``, ``start`` and ``end`` (Unix seconds by the leader's clock). Stages: ``generate`` (from
-    the first draw until the batch was sealed), ``wait`` (sealed, while the trainer worked on the batch before),
-    ``train``, ``checkpoint`` (of the state after it, until it was durable).
+    Each has ``step``, ``stage``, ``start`` and ``end`` (Unix seconds of the leader's clock). Stages: ``generate``
+    (first draw until the batch was sealed), ``wait`` (sealed batch, while the trainer worked on the previous one),
+    ``train``, ``checkpoint`` (of the resulting state, until it was durable).
     """
     asked: dict[Draw, float] = {}
     sealed: dict[int, BatchSealed] = {}

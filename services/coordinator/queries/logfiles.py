@@ -1,7 +1,7 @@
 """Log files of the services, ``<data_dir>/logs/<service>-<worker>.log``.
 
-The supervisor of one machine writes them, or the services themselves, with ``PENSTOCK_LOG_FILES``, on a volume that
-they share with the coordinator.
+The supervisor of a machine writes them; or the services do, with ``PENSTOCK_LOG_FILES``, on a volume that they share
+with the coordinator.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from penstock.shared.errors import NotFound
 __all__ = ["read_logs"]
 
 MAX_READ_BYTES = 1 << 20
-"""Most that is read of one file per call."""
+"""Most bytes read of one file per call."""
 _JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
 
 
 def read_logs(
     directory: Path, *, job: str, service: str | None, tail: int, after: str | None, unnamed: bool = True
 ) -> dict[str, Any]:
-    """``{"lines": [{"service", "worker", "text"}], "next": cursor}``: the last ``tail`` lines, or those past ``after``.
+    """Read ``{"lines": [{"service", "worker", "text"}], "next": cursor}``: the last ``tail``, or all past ``after``.
 
-    Lines that name another job and not this one are left out, and without ``unnamed`` those that name no job. Files are
-    read one after the other; a file that was truncated is read from its start. Blocks on the disk: call it in a thread.
+    Lines that name only other jobs are skipped, and without ``unnamed`` also lines that name no job. Files are read one
+    after the other; a truncated file is read from its start. Blocks on the disk: call it in a thread.
 
     Raises:
-        NotFound: there is no log of ``service`` (a service or one worker).
+        NotFound: no log of ``service`` (a service or one worker).
     """
     paths = [path for path in sorted(directory.glob("*.log")) if service in (None, path.stem, _service(path))]
     if not paths:
@@ -40,7 +40,7 @@ def read_logs(
     seen = _parse_cursor(after)
     lines: list[dict[str, Any]] = []
     places: dict[str, int] = {}
-    tail_from = -tail if after is None else 0  # behind a cursor nothing is left out
+    tail_from = -tail if after is None else 0  # with a cursor, all new lines are returned
     for path in paths:
         texts, places[path.stem] = _read(path, seen.get(path.stem), fresh=after is None)
         wanted = [text for text in texts if _concerns(text, job, unnamed=unnamed)]
@@ -53,7 +53,7 @@ def _service(path: Path) -> str:
 
 
 def _read(path: Path, place: int | None, *, fresh: bool) -> tuple[list[str], int]:
-    """Whole lines from ``place`` (or the end of the file, if ``fresh``), and the place after the last of them."""
+    """Return whole lines from ``place`` (or of the file's end, if ``fresh``), and the position after the last one."""
     size = path.stat().st_size
     start = place if place is not None and place <= size else 0
     if fresh:
@@ -62,7 +62,7 @@ def _read(path: Path, place: int | None, *, fresh: bool) -> tuple[list[str], int
         file.seek(start)
         data = file.read(MAX_READ_BYTES)
     end = data.rfind(b"\n") + 1
-    if fresh and start:  # the first line is cut
+    if fresh and start:  # the first line is incomplete
         cut = data.find(b"\n") + 1
         return data[cut:end].decode("utf-8", "replace").splitlines(), start + end
     return data[:end].decode("utf-8", "replace").splitlines(), start + end

@@ -1,4 +1,4 @@
-"""Replays of a job: any trainer runs one, and the client gets its rows, with the feedback behind each batch."""
+"""Replays of a job: a trainer runs one and streams its rows to the client, with the feedback behind each batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 ROW_DEADLINE_S = 120.0
 MAX_WAITING = 4096
-"""Rows that wait for a slow client; a client further behind learns that it missed some."""
+"""Rows that are buffered for a slow client; beyond that the replay ends with a message that rows were missed."""
 
 
 async def replay_rows(
@@ -81,10 +81,11 @@ async def _next(rows: asyncio.Queue[ReplayRow]) -> ReplayRow:
 
 
 def feedback_by_batch(events: Iterable[Event]) -> dict[int, list[dict[str, Any]]]:
-    """Return the groups of each batch that live answers made, in the batch's order; the newest revision counts.
+    """Return the groups of each batch that come from live interactions, in the batch's order, by the newest revision.
 
-    A row has the ``draw``, its ``objective``, ``reward``, the ``reason`` for that (`feedback`, `default`, …), its
-    ``lag``, ids of ``interactions`` in turn, of those that it only refers to (``context``) and of the ``feedback``.
+    A row has the ``draw``, its ``objective``, ``reward``, the ``reason`` for the reward (`feedback`, `default`, …), its
+    ``lag``, ids of ``interactions`` in turn order, of those that it only refers to (``context``) and of the
+    ``feedback``.
     """
     admissions: dict[int, Admission] = {}
     told: dict[int, list[dict[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""Groups as rows for people: one row per completion. Pure."""
+"""Conversion of groups to rows for display, one row per completion. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def check_env(spec: Mapping[str, Any], env: str) -> None:
-    """Raise NotFound unless a source that this job draws its prompts from is called ``env``."""
+    """Raise NotFound unless the job draws prompts from a source named ``env``."""
     config = parse_job(spec)
     if isinstance(config, AnyTraining):
         names = config.train_sources
@@ -44,11 +44,10 @@ def choose_samples(
     min_reward: float | None = None,
     env: str | None = None,
 ) -> list[tuple[int, str]]:
-    """(sequence, row id) of one page of completions, chosen without reading a group; ids are those of step 0.
+    """Return (sequence, row id) of one page of completions, from the headers only; ids are those of step 0.
 
-    ``sort``: ``reward``, ``-reward``, ``length``, ``-length``, or None for the order of the prompts; ``after``: the
-    last id of the page before; ``min_reward`` leaves out those below it and those that could not be scored; ``env``
-    those of other sources.
+    ``sort``: ``reward``, ``-reward``, ``length``, ``-length``, or None for prompt order; ``after``: the last id of the
+    previous page; ``min_reward`` excludes lower rewards and unscored completions; ``env`` selects one source.
     """
     found = [
         (reward, length, seq, f"0-{header.draw}-{index}")
@@ -65,9 +64,9 @@ def choose_samples(
 
 
 def sample_rows(step: int, groups: Sequence[AnyGroup]) -> list[dict[str, Any]]:
-    """One row per completion or episode of a batch, in batch order.
+    """Return one row per completion or episode of a batch, in batch order.
 
-    ``advantage`` is that within its group; None for one that failed, or has nothing to be compared with.
+    ``advantage`` is relative to the group; None for a failed completion, or one without others to compare with.
     """
     rows = []
     for group in groups:
@@ -77,7 +76,7 @@ def sample_rows(step: int, groups: Sequence[AnyGroup]) -> list[dict[str, Any]]:
         usable = group.rewards[~(group.failed | group.greedy)]
         mean = float(usable.mean()) if len(usable) else 0.0
         std = float(usable.std(ddof=1)) if len(usable) > 1 else 0.0
-        texts = group.meta.get("transcripts") or group.meta.get("completions")  # of several turns: all that was said
+        texts = group.meta.get("transcripts") or group.meta.get("completions")  # multi-turn: transcripts
         completions = texts or [""] * group.num_trajectories
         for index in range(group.num_trajectories):
             mine = group.spans[group.spans[:, 0] == index][:, 1]
@@ -150,7 +149,7 @@ def _episode_rows(step: int, group: EpisodeGroup) -> list[dict[str, Any]]:
 
 
 def _advantage(reward: float, mean: float, std: float) -> float:
-    """Of a reward among those of its group."""
+    """Return the normalized advantage of a reward in its group."""
     return 0.0 if std == 0 else (reward - mean) / (std + 1e-6)
 
 
@@ -171,10 +170,11 @@ def _episode_detail(row: dict[str, Any], group: EpisodeGroup, siblings: list[str
 
 
 def sample_detail(step: int, group: AnyGroup, index: int) -> dict[str, Any]:
-    """A completion with everything that was stored of it, token by token; an episode, decision by decision.
+    """Return a completion with everything that is stored of it, token by token; an episode, decision by decision.
 
-    ``prompt_token_ids``, and equally long ``token_ids``, ``logprobs`` (of the sampler, natural logarithm), ``mask`` (1:
-    the policy chose the token) and ``versions`` (of the policy that chose it); ``siblings``: ids of the group's others.
+    ``prompt_token_ids``, and lists of equal length ``token_ids``, ``logprobs`` (of the sampler, natural logarithm),
+    ``mask`` (1: chosen by the policy) and ``versions`` (policy version per token); ``siblings``: ids of the group's
+    others.
     """
     rows = sample_rows(step, [group])
     siblings = [row["id"] for row in rows if row["index"] != index]
@@ -199,13 +199,13 @@ def sample_detail(step: int, group: AnyGroup, index: int) -> dict[str, Any]:
 
 
 def token_texts(tokenizer: Path, token_ids: Sequence[int]) -> list[str]:
-    """Text of each token, for people, by a file ``tokenizer.json``. A part of a character is the replacement character.
+    """Return the text of each token, from a file ``tokenizer.json``. Partial characters become U+FFFD.
 
-    An id without a text is shown as ``<ID>``. Blocks: reads the file where it is not among the last ones.
+    An id without a text becomes ``<ID>``. Blocks while it reads the file, unless the file is cached.
 
     Raises:
-        OSError: there is no such file.
-        ValueError: it describes no tokenizer.
+        OSError: the file cannot be read.
+        ValueError: it does not describe a tokenizer.
     """
     texts = _texts_of(tokenizer)
     return [texts.get(id, f"<{id}>") for id in token_ids]
@@ -230,7 +230,7 @@ def _texts_of(tokenizer: Path) -> dict[int, str]:
 
 
 def _of_bytes(piece: str) -> str:
-    """Text of a token that is written in the letters that stand for bytes (GPT-2, Llama 3, Qwen)."""
+    """Decode a byte-level BPE token, whose letters encode bytes (GPT-2, Llama 3, Qwen)."""
     letters = _byte_letters()
     if not all(letter in letters for letter in piece):
         return piece
@@ -238,14 +238,14 @@ def _of_bytes(piece: str) -> str:
 
 
 def _of_piece(piece: str) -> str:
-    """Text of a token of SentencePiece: "\u2581" is a space, ``<0x0A>`` a byte."""
+    """Decode a SentencePiece token: "\u2581" is a space, ``<0x0A>`` a byte."""
     byte = _BYTE.fullmatch(piece)
     return bytes([int(byte[1], 16)]).decode("utf-8", "replace") if byte else piece.replace("\u2581", " ")
 
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """Byte of each letter: printable ones stand for themselves, the others follow from U+0100 on."""
+    """Return the byte of each letter: printable ones map to themselves, the others to U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Health of the bus's storage: does it accept writes, and how full is LEDGER."""
+"""Health of the bus's storage: whether it accepts writes, and the fill level of LEDGER."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 FILLING_SHARE = 0.7
-"""From this share on users are warned."""
+"""Fill level from which users are warned."""
 RESERVED_SHARE = 0.9
-"""From this share on the rest is reserved for running jobs: no new job is accepted."""
+"""Fill level from which the rest is reserved for running jobs: new jobs are refused."""
 TRUST_S = 1.0
-"""Anybody may ask for the health: at most one write in this time."""
+"""Seconds for which a result is reused, since anyone may query the health: at most one write in this time."""
 ADVICE = (
     "see that its archive can be written (ledgers/ in the data directory), delete finished jobs (penstock rm JOB), or "
     "raise PENSTOCK_LEDGER_BYTES and restart the coordinator"
@@ -41,7 +41,7 @@ def is_filling(state: StreamState) -> bool:
 
 
 def describe_ledger(state: StreamState) -> str:
-    """Describe the fill level, and what to do about it."""
+    """Describe the fill level, and the remedy."""
     return f"LEDGER is {state.bytes / state.max_bytes:.0%} full ({state.bytes} of {state.max_bytes} bytes): {ADVICE}"
 
 
@@ -57,7 +57,7 @@ async def reserve_ledger(bus: Bus) -> None:
     """Refuse a new job if only reserved space is left.
 
     Raises:
-        HttpProblem: 507, the job is not accepted.
+        HttpProblem: 507 the ledger has no space for another job.
         Unavailable: the bus does not answer.
     """
     state = await bus.stream_state(subjects.LEDGER)
@@ -66,7 +66,7 @@ async def reserve_ledger(bus: Bus) -> None:
 
 
 class WriteProbe:
-    """Writes an entry that expires by itself, for ``worker``, and asks the server's monitor about all streams."""
+    """Probe that writes a self-expiring entry for ``worker``, and queries the server's monitor about all streams."""
 
     def __init__(self, bus: Bus, worker: str, monitor_url: str | None = None) -> None:
         self._kv, self._key = bus.kv(subjects.ANSWERS), f"ready.{worker.encode().hex()}"
@@ -75,7 +75,7 @@ class WriteProbe:
         self._asking = asyncio.Lock()
 
     async def flaw(self, deadline_s: float) -> str:
-        """Return why writes are refused; '' if one succeeded within ``deadline_s`` and the monitor reports no flaw."""
+        """Return the reason why writes fail; '' if one succeeded within ``deadline_s`` and the monitor reports none."""
         async with self._asking:
             if time.monotonic() >= self._until:
                 said, refused = await asyncio.gather(

@@ -1,4 +1,4 @@
-"""Live requests of agents on their way between HTTP and the rollout workers."""
+"""Routing of live requests from HTTP clients to rollout workers."""
 
 from penstock.services.coordinator.serving.gateway import Gateway
 

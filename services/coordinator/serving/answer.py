@@ -1,4 +1,4 @@
-"""Answer to one request so far: filled by the gateway, read by one HTTP response or more."""
+"""Partial answer to one request: the gateway fills it, one or more HTTP responses read it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["Answer", "Ask"]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A client's request. ``draft`` lacks what the gateway decides: ids, gateway, episode, user.
+    """A client's request. The gateway adds the fields that ``draft`` lacks: ids, gateway, episode, user.
 
-    ``retries`` is how often the client sent it before, None where it does not say; a client that says so asks again
-    by itself when it gets no answer. ``episode`` is empty where the client names none.
+    ``retries`` is the number of earlier attempts, None if the client does not report it; a client that reports it
+    retries automatically. ``episode`` is empty if the client names none.
     """
 
     served: Served
@@ -30,9 +30,9 @@ class Ask:
     episode: str
     retries: int | None
     any_owner: bool = False
-    """True if ``episode`` may be one that another key opened."""
+    """True if ``episode`` may belong to another key."""
     only_opened: bool = False
-    """True if ``episode`` must be one that was opened and is remembered: the key is for it alone."""
+    """True if ``episode`` must be an opened one that is still stored, because the key is valid for it only."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _Choice:
 
 
 class Answer:
-    """Answers of the rollout workers, as they come."""
+    """Answer of the rollout workers, chunk by chunk."""
 
     def __init__(self, served: Served, request: InferenceRequest) -> None:
         self.served, self.request = served, request
@@ -57,27 +57,27 @@ class Answer:
         self.recovering: asyncio.Task[None] | None = None
         self.recoveries = 0
         self.key = ""
-        """Where the client asks again by itself: what its tries have in common."""
+        """Key that all attempts of a request share; '' if the client does not retry automatically."""
         self.noted = ""
-        """The id under which it is noted that this is read here."""
+        """Request id under which this answer is noted as read here; '' before."""
         self.conversation: tuple[str, ...] = ()
-        """Whose chat it is, where one that goes on from it belongs to its episode."""
+        """Owner of the chat, for assigning follow-up requests to the same episode; empty if not tracked."""
         self.given_up = False
-        """Mark it as abandoned by its client."""
+        """True if the client abandoned the answer."""
         self.end: asyncio.TimerHandle | None = None
-        """Until then a client that went away may come back for it."""
+        """Timer that ends the wait for the client's retry; None while a client reads."""
         self._choices = [_Choice() for _ in request.ids]
         self._chunks: list[Chunk] = []
         self._waiters: list[asyncio.Future[None]] = []
 
     @property
     def id(self) -> str:
-        """Of the response, and of its first interaction."""
+        """Id of the response, and of its first interaction."""
         return self.request.id
 
     @property
     def done(self) -> bool:
-        """True if nothing will follow."""
+        """True if no more chunks will follow."""
         return self.error is not None or all(choice.finish for choice in self._choices)
 
     @property
@@ -87,17 +87,17 @@ class Answer:
 
     @property
     def unfinished(self) -> list[int]:
-        """Choices without an end."""
+        """Indices of unfinished choices."""
         return [index for index, choice in enumerate(self._choices) if not choice.finish]
 
     def accepted(self, reply: InferenceReply) -> None:
-        """A worker has taken the request."""
+        """Record that a worker accepted the request."""
         self.worker = reply.worker
         if not self.prompt_ids or not all(self.prompt_ids):
             self.prompt_ids, self.version = reply.prompt_ids, reply.version
 
     def feed(self, chunk: Chunk) -> bool:
-        """Take what is new; False where something before it is missing."""
+        """Append a chunk, ignoring repeats; return False if an earlier chunk is missing."""
         choice = self._choices[chunk.choice]
         if choice.finish:
             return True
@@ -126,7 +126,7 @@ class Answer:
             choice.spans.append(Span(chunk.version, start, end, chunk.weights))
 
     def finish_from(self, index: int, record: Interaction) -> None:
-        """End a choice as its record says: the worker's last words were lost."""
+        """Complete a choice from its record after the worker's last chunks were lost."""
         choice, n = self._choices[index], self.request.n
         start = len(choice.token_ids)
         if not self.prompt_ids:
@@ -142,7 +142,7 @@ class Answer:
         )  # fmt: skip
 
     def progress(self) -> dict[int, Begun]:
-        """Parts of unfinished choices that the client has."""
+        """Return the parts of unfinished choices that were received."""
         return {
             index: Begun(token_ids=choice.token_ids, logprobs=choice.logprobs, spans=choice.spans)
             for index in self.unfinished
@@ -150,15 +150,15 @@ class Answer:
         }
 
     def fail(self, error: PenstockError) -> None:
-        """There will be no more."""
+        """End the answer with an error."""
         self.error = self.error or error
         self._wake()
 
     async def read(self, cursor: int) -> Sequence[Chunk]:
-        """Chunks from ``cursor`` on, as soon as there are any; none once all were read.
+        """Wait for chunks from ``cursor`` on and return them; none at the end of the answer.
 
         Raises:
-            PenstockError: the answer broke off.
+            PenstockError: the answer failed.
         """
         while len(self._chunks) <= cursor and not self.done:
             waiter = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Episodes in a bucket, so that every replica knows which are over."""
+"""Episodes, stored in a bucket so that every replica knows which have ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["Episodes"]
 
 TRUST_S = 1.0
-"""An episode that was looked up is trusted for so long."""
+"""Seconds for which a looked-up episode is cached."""
 RETRY_S = 1.0
 MAX_KNOWN = 16384
 
@@ -40,14 +40,14 @@ class Episodes:
     """Episodes that were opened by request. Every method may raise Unavailable."""
 
     def __init__(self, bus: Bus, share: float = 1.0) -> None:
-        """``share``: what one key may have of what the others leave of the bucket."""
+        """``share``: fraction of the bucket's free space that one key may occupy."""
         self._bus, self._kv = bus, bus.kv(subjects.EPISODES)
         self._shares = EntryShares(share)
         self._max_bytes = 0
         self._known: dict[str, tuple[float, EpisodeRecord | None]] = {}
 
     async def run(self) -> None:
-        """Follow who holds how much of the bucket, until cancelled."""
+        """Track how much of the bucket each key occupies, until cancelled."""
         while not self._max_bytes:
             try:
                 self._max_bytes = (await self._bus.stream_state(f"KV_{subjects.EPISODES}")).max_bytes
@@ -63,7 +63,11 @@ class Episodes:
             self._shares.max_bytes = self._max_bytes
 
     async def create(self, served: Served, key_id: str, ttl_s: float, about: dict[str, object]) -> EpisodeRecord:
-        """Open one; ``about``: split, group_id, user (a pseudonym) and tags."""
+        """Open an episode; ``about``: split, group_id, user (a pseudonym) and tags.
+
+        Raises:
+            HttpProblem: 507 the key has used up its share of the bucket.
+        """
         now = bus_datetime()
         record = EpisodeRecord.model_validate(
             {
@@ -82,27 +86,27 @@ class Episodes:
         return record
 
     async def get(self, served: Served, id: str) -> EpisodeRecord:
-        """Raises NotFound."""
+        """Return the record of an episode. Raises NotFound."""
         record = await self._read(served.job, id)
         if record is None:
             raise NotFound(f"model '{served.name}' has no episode '{id[:80]}'")
         return record
 
     async def list_all(self, served: Served) -> list[EpisodeRecord]:
-        """All of a model, oldest first."""
+        """Return all episodes of a model, oldest first."""
         entries = await self._kv.entries(served.job)
         found = [EpisodeRecord.model_validate_json(entry.value) for entry in entries if entry.value is not None]
         return sorted(found, key=lambda record: record.id)
 
     def remembered_until(self, record: EpisodeRecord) -> float:
-        """Unix seconds; later nothing is known of an episode."""
+        """Return the Unix time in seconds after which the record of an episode expires."""
         return (record.ended_at or record.expires_at).timestamp() + KEEP_S
 
     async def end(self, served: Served, id: str) -> EpisodeRecord:
-        """Take no more requests, and tell learning so in the stream of feedback; twice changes nothing.
+        """End an episode and publish its end to the feedback stream. Safe to repeat.
 
         Raises:
-            NotFound: there is no such episode.
+            NotFound: no such episode.
         """
         key = _key(served.job, id)
         while True:
@@ -121,10 +125,10 @@ class Episodes:
             return record
 
     async def opened(self, served: Served, id: str) -> EpisodeRecord | None:
-        """The record of an episode that may go on; None for a name that the client made up.
+        """Return the record of an opened, active episode; None for an id that was not opened here.
 
         Raises:
-            HttpProblem: 410 where it ended or expired.
+            HttpProblem: 410 the episode has ended or expired.
         """
         marked = marked_id(id)
         if marked is None or marked[1] != job_mark(served.job):

@@ -1,4 +1,4 @@
-"""Brings requests of HTTP clients to rollout workers and their tokens back, whatever happens to a worker in between."""
+"""Gateway between HTTP clients and rollout workers: routes requests and tokens, and recovers from lost workers."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ __all__ = ["MAX_IN_FLIGHT", "Gateway"]
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 2048
-"""Requests of one model in this process; more are told to come back, and those of one key when it has as many as there
-is room left: one key alone gets half of it, two a third each."""
+"""Most requests of one model in this process; further ones are refused. A key is refused once it has as many requests
+as there are free slots: one key alone gets half of the slots, two keys a third each."""
 SILENT_S = 4 * SIGN_EVERY_S
-"""A worker that gives no sign for this long has lost its requests: others go on with them."""
+"""Seconds of silence after which a worker counts as lost, and other workers continue its requests."""
 REPLY_S = 10.0
 RETRY_S = 0.1
 MAX_RECOVERIES = 5
-"""A request that was lost more often is what breaks its workers."""
+"""Most recoveries of a request; one that is lost more often probably crashes its workers."""
 
 
 class Gateway:
-    """Models and their answers. ``run`` until cancelled.
+    """Registry of models and active answers. ``run`` it until cancelled.
 
     Args:
-        pseudonym: what stands for a user in records.
-        consent_of: whether the user of a pseudonym may be trained on; None where nothing was said.
+        pseudonym: returns the pseudonym of a user for records.
+        consent_of: returns the consent to training of the user of a pseudonym; None if not stated.
         share: see ``Episodes``.
     """
 
@@ -77,7 +77,7 @@ class Gateway:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Follow the jobs, hear the workers."""
+        """Follow the job records and receive the workers' messages, until cancelled."""
         async with (
             await self._bus.subscribe(subjects.inference_chunks(self.id), self._on_chunks),
             await self._bus.serve(subjects.inference_claims(self.id), self._replicas.hand_over),
@@ -90,25 +90,25 @@ class Gateway:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def pseudonym(self, user: str) -> str:
-        """Pseudonym of a user in records; '' for no user. Raises Unavailable while it is not known yet."""
+        """Return the pseudonym of a user in records; '' for no user. Raises Unavailable until these are loaded."""
         return self._pseudonym(user)
 
     def models(self) -> list[Served]:
-        """All models. Raises Unavailable while the jobs are not read yet."""
+        """Return all models. Raises Unavailable while the job records are not loaded."""
         if not self._table.current:
             raise Unavailable("the jobs are not read yet; retry in a moment")
         return self._table.rows()
 
     def find(self, model: str) -> Served:
-        """A model by name or id of its job. Raises NotFound, Unavailable."""
+        """Return a model by name or id of its job. Raises NotFound, Unavailable."""
         return self._table.find(model)
 
     async def open(self, ask: Ask) -> Answer:
-        """Have a rollout worker take the request; for a retry the answer that its client left unread. Then ``leave``.
+        """Dispatch a request to a rollout worker; give a retry its earlier answer. Call ``leave`` afterwards.
 
         Raises:
             ConfigError: the prompt cannot be rendered, or is too long.
-            HttpProblem: 429 where all workers are full, 503 where none answers, 410 where the episode is over.
+            HttpProblem: 429 all workers are full, 503 none answers, 410 the episode is over.
         """
         key = key_of(ask.served.job, ask.draft.key_id, ask.episode, ask.draft.body_digest)
         if ask.retries:
@@ -131,7 +131,7 @@ class Gateway:
             raise
 
     def leave(self, answer: Answer, *, begun: bool) -> None:
-        """The reader is done or went away; ``begun``: it has seen a part of the answer."""
+        """Release an answer when its reader has finished or disconnected; ``begun``: it received part of it."""
         if answer.key:
             self.retries.left(answer.key)
         if not begun and answer.key and answer.error is None:
@@ -142,17 +142,17 @@ class Gateway:
             self.give_up(answer)
 
     async def interaction(self, job: str, id: str) -> Interaction | None:
-        """The record of an interaction; None where there is none. Raises Unavailable."""
+        """Return the record of an interaction, or None. Raises Unavailable."""
         message = await self._bus.last(subjects.INTERACTIONS, subjects.interaction(job, id))
         if message is None:
             return None
         try:
             return await whole_of(self._bus, subjects.INTERACTIONS, message, Interaction)
-        except (ProtocolError, NotFound):  # overwritten, because its user wanted to be forgotten
+        except (ProtocolError, NotFound):  # overwritten when the user's data was deleted
             return None
 
     async def remember(self, answer: Answer, message: dict[str, object]) -> None:
-        """The message that a client got: a chat that goes on from it belongs to the same episode."""
+        """Remember the message that a client received: a chat that continues it belongs to the same episode."""
         if answer.conversation:
             request = answer.request
             await self._threads.remember(answer.conversation, request.messages, message, request.episode)
@@ -160,15 +160,15 @@ class Gateway:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def _prepared(self, ask: Ask) -> Answer:
-        """The request as workers get it. Raises HttpProblem: 410 its episode is over."""
+        """Return an answer with the request that workers will get. Raises HttpProblem: 410 its episode is over."""
         record = await self.episodes.opened(ask.served, ask.episode)
-        if record is None and ask.only_opened:  # it would be recorded as one that nobody set apart for evaluation
+        if record is None and ask.only_opened:  # its record, and so its split, are unknown
             raise HttpProblem(410, "episode_over", f"episode '{ask.episode}' is not known any more: open another one")
         job, draft = ask.served.job, ask.draft
         if record is not None and record.key_id != draft.key_id and not ask.any_owner:
             raise HttpProblem(404, "not_found", f"no running job has an episode '{ask.episode}'")
         tags = _tags(record)
-        if record is not None and not record.user:  # opened by an earlier version, which kept the name as it was sent
+        if record is not None and not record.user:  # opened by an earlier version, which stored the plain name
             tags = named_tags(tags, self._pseudonym)
         user = self._pseudonym(ask.user) or (record.user if record is not None else "") or tags.get(USER_TAG, "")
         objects = objection(self._consent_of(user), ask.served.consent)
@@ -181,7 +181,7 @@ class Gateway:
         canary = _canary_of(ask.served, bare_id(episode) or f"{draft.key_id} {episode}")
         sampling = draft.sampling
         if sampling.temperature is None or ask.served.forced_sampling:
-            # Said here: the job's may change before another worker goes on with the answer.
+            # Resolved here: the job's value may change before another worker continues the answer.
             sampling = replace(sampling, temperature=ask.served.temperature)
         request = replace(
             draft, ids=self._new_ids(job, ask.num_prompts * draft.n), gateway=self.id, user=user,
@@ -198,10 +198,10 @@ class Gateway:
         return [new_marked_id(job) for _ in range(number)]
 
     async def _dispatched(self, answer: Answer) -> Answer:
-        """The answer once a worker has taken its request.
+        """Dispatch the request and return the answer once a worker has accepted it.
 
         Raises:
-            HttpProblem: no worker takes it within the job's ``hold_s``.
+            HttpProblem: no worker accepts it within the job's ``hold_s``.
             PenstockError: the request cannot be served.
         """
         served, clock = answer.served, asyncio.get_running_loop().time
@@ -219,7 +219,7 @@ class Gateway:
                 self.withdraw(answer)
                 why, full = error, False
                 if not (answer.prompt_ids or isinstance(error, NoResponders)):
-                    # A worker may have it all the same: its answer would be nobody's.
+                    # A worker may have accepted it nevertheless; new ids make its answer an orphan.
                     self._notes.drop(answer.key, answer.id)
                     answer.request = replace(answer.request, ids=self._new_ids(served.job, len(answer.request.ids)))
             except BaseException:
@@ -240,19 +240,19 @@ class Gateway:
             await asyncio.sleep(RETRY_S)
 
     def accepted(self, answer: Answer, reply: InferenceReply) -> None:
-        """A worker, or another gateway in its place, writes the answer."""
+        """Record that a worker, or another gateway in its place, writes the answer."""
         self._heard[reply.worker] = asyncio.get_running_loop().time()
         answer.accepted(reply)
 
     def enter(self, answer: Answer) -> None:
-        """From now on chunks of the answer are taken."""
+        """Accept chunks of the answer from now on."""
         if answer.id not in self._answers:
             self._answers[answer.id] = answer
             self._in_flight[answer.served.job] += 1
             self._of_key[answer.served.job, answer.request.key_id] += 1
 
     def withdraw(self, answer: Answer) -> None:
-        """No more chunks of the answer are taken."""
+        """Accept no more chunks of the answer."""
         if self._answers.get(answer.id) is answer:
             del self._answers[answer.id]
             self._in_flight[answer.served.job] -= 1
@@ -262,7 +262,7 @@ class Gateway:
                 del self._of_key[key]
 
     def give_up(self, answer: Answer) -> None:
-        """Tell the worker that the client is gone: it records the answer so far."""
+        """Cancel the answer at its worker because the client is gone; the worker records the partial answer."""
         self.retries.unkeep(answer)
         self._notes.drop(answer.key, answer.id)
         answer.given_up = True
@@ -291,7 +291,7 @@ class Gateway:
             answer = self._answers.get(chunk.request)
             if answer is None or answer.worker not in ("", message.worker):
                 continue
-            left = chunk.finish == "client_disconnected" and not answer.given_up  # our signs of life were not heard
+            left = chunk.finish == "client_disconnected" and not answer.given_up  # the worker missed our heartbeats
             if left or not answer.feed(chunk):
                 self.recover(answer)
             elif answer.done:
@@ -312,7 +312,7 @@ class Gateway:
             self._fail(answer, kind(failure.text))
 
     def _compare(self, worker: str, in_hand: set[str]) -> None:
-        """Requests that a worker has, and those that it should have."""
+        """Reconcile the requests that a worker reports with those that it should have."""
         for unknown in in_hand - self._answers.keys():
             self._tell(worker, Cancel(request=unknown, gone=False))
         for answer in list(self._answers.values()):
@@ -333,12 +333,12 @@ class Gateway:
                     await self._bus.notify(subjects.inference_present(worker), pack(Present(gateway=self.id)))
 
     def recover(self, answer: Answer) -> None:
-        """Go on with an answer whose worker is gone, or whose chunks are; ``answer.recovering`` ends with it."""
+        """Continue an answer whose worker or chunks were lost, in the task ``answer.recovering``."""
         if answer.recovering is None:
             answer.recovering = asyncio.create_task(self._recovered(answer), name=f"recover {answer.id}")
 
     async def _recovered(self, answer: Answer) -> None:
-        """Read what was recorded, and let another worker go on with the rest."""
+        """Complete choices from their records, and dispatch the rest to another worker."""
         logger.warning("request %s lost its worker %s", answer.id, answer.worker)
         self._tell(answer.worker, Cancel(request=answer.id, gone=False))
         answer.worker = ""
@@ -374,9 +374,10 @@ def _tags(record: EpisodeRecord | None) -> dict[str, str]:
 
 
 def _conversation(ask: Ask, user: str, objects: str) -> tuple[tuple[str, ...], float]:
-    """``(whose chat a request is that names no episode, how old an answer it goes on from may be)``; 0: see ``Served``.
+    """Return ``(owner of the chat of a request without episode, most age in s of an answer that it continues)``.
 
-    Where such chats are credited as episodes, what is not recorded or not trained on is no part of one.
+    The age is 0 if the job does not credit such chats as episodes (see ``Served``). If it does, requests that are not
+    recorded or not trained on belong to no chat, and the owner is empty.
     """
     draft, found_s = ask.draft, ask.served.found_episodes_s
     owner = (ask.served.job, draft.key_id, user)
@@ -388,7 +389,7 @@ def _conversation(ask: Ask, user: str, objects: str) -> tuple[tuple[str, ...], f
 
 
 def _canary_of(served: Served, conversation: str) -> int:
-    """The version on trial where it answers this conversation, else -1."""
+    """Return the canary version if it serves this conversation, else -1."""
     if served.canary is None:
         return -1
     version, share = served.canary

@@ -1,8 +1,8 @@
-"""Answers that go on at another coordinator, because their client repeats its request there.
+"""Transfer of answers to another coordinator, because the client's retry reached that one.
 
-Each answer that a client may come back for is noted in the bucket `answers` under its key, where any replica finds it.
-The coordinator that reads it hands it over on demand and is then, to the other one, what a worker is to a gateway
-(``Relay``): it sends chunks and signs, and hears of cancellation.
+Each answer that a client may retry for is noted in the bucket `answers` under its key, where every replica finds it.
+The coordinator that holds the answer transfers it on request, and then acts towards the other coordinator as a worker
+does towards a gateway (``Relay``): it sends chunks and heartbeats, and receives cancellations.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "try"
 NOTE_S = 2.0
-"""Most time spent on forgetting a note, or on taking one over."""
+"""Longest time for deleting or inheriting a note, in seconds."""
 FIND_S = 5.0
-"""Most time spent on notes of other gateways; a retry for which none was found is a request of its own."""
+"""Longest search for notes of other gateways, in seconds; a retry without one is handled as a new request."""
 CLAIM_S = 3.0
-"""A coordinator that does not say within this time whether it hands an answer over is gone."""
+"""Seconds after which a coordinator that does not reply to a claim counts as gone."""
 ABSENT_S = 6 * SIGN_EVERY_S
-"""A gateway that claimed an answer and gives no sign for this long is gone."""
+"""Seconds without heartbeat after which a gateway that claimed an answer counts as gone."""
 TOGETHER = 64
-"""Chunks in one message of a relay."""
+"""Most chunks per message of a relay."""
 RETRY_S = 0.1
 
 
 class Notes:
-    """Where the answers are that clients may come back for."""
+    """Notes of which gateway holds the answers that clients may retry for."""
 
     def __init__(self, bus: Bus, gateway: str) -> None:
         self._bus, self._gateway = bus, gateway
@@ -59,10 +59,10 @@ class Notes:
         self._dropping: set[asyncio.Task[None]] = set()
 
     async def write(self, answer: Answer) -> None:
-        """Note that ``answer`` is read here, where its client may come back for it.
+        """Note that this gateway holds ``answer``, for which its client may retry.
 
-        Nobody waits until that is stored; but before a request that is sent later is carried out, the note is at the
-        server, whatever happens to this process in between.
+        The call does not wait for the write; but the server orders the note before requests that are sent later, even
+        if this process dies in between.
         """
         request = answer.request
         if answer.key and answer.noted != answer.id:
@@ -72,7 +72,7 @@ class Notes:
                 answer.noted = answer.id
 
     def drop(self, key: str, id: str) -> None:
-        """Give up the try ``id``; the caller does not wait until that is stored."""
+        """Delete the note of the attempt ``id``; the call does not wait for it."""
         if not key:
             return
 
@@ -85,10 +85,10 @@ class Notes:
         task.add_done_callback(self._dropping.discard)
 
     async def find(self, key: str) -> list[tuple[Whereabouts, int]]:
-        """Notes of other gateways about tries with this key, with their revisions, oldest first."""
+        """Return other gateways' notes of attempts with this key, with their revisions, oldest first."""
         try:
             async with asyncio.timeout(FIND_S):
-                await self._kv.put(self._mark, b"", deadline_s=FIND_S)  # what was sent before it is stored by then
+                await self._kv.put(self._mark, b"", deadline_s=FIND_S)  # earlier notes are stored once this is
                 entries = await self._kv.entries(f"{PREFIX}.{key}")
         except (Unavailable, TimeoutError) as error:
             logger.info("earlier tries are not looked for: %s", error)
@@ -97,13 +97,13 @@ class Notes:
         return [(note, revision) for note, revision in found if note is not None and note.gateway != self._gateway]
 
     async def claim(self, key: str, note: Whereabouts) -> Claimed:
-        """Ask the gateway of a note for its answer. Raises Unavailable: it is gone."""
+        """Claim an answer from the gateway of its note. Raises Unavailable: that gateway is gone."""
         claim = Claim(key=key, request=note.ids[0], gateway=self._gateway)
         data = await self._bus.request(subjects.inference_claims(note.gateway), pack(claim), deadline_s=CLAIM_S)
         return unpack(data, Claimed)[0]
 
     async def inherit(self, key: str, note: Whereabouts, revision: int) -> bool:
-        """Take over a note whose gateway is gone; False where somebody was faster."""
+        """Take over a note whose gateway is gone; return False if another gateway was faster."""
         mine = pack(replace(note, gateway=self._gateway))
         try:
             await self._kv.update(_name(key, note.ids[0]), mine, revision, deadline_s=NOTE_S)
@@ -113,7 +113,7 @@ class Notes:
 
 
 class Relay:
-    """Sends an answer on to the gateway that claimed it. ``run`` until all is sent, or nobody wants it any more."""
+    """Relay of an answer to the gateway that claimed it; acts as a worker towards that gateway."""
 
     def __init__(self, bus: Bus, gateway: str, answer: Answer, claim: Claim) -> None:
         self.name = relay_name(gateway, answer.id)
@@ -122,7 +122,7 @@ class Relay:
         self._unwanted, self._heard = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> None:
-        """Relay; the answer is left unfinished where the other gateway gave it up, or is gone."""
+        """Send all chunks; stop early if the other gateway cancels the answer or is gone."""
         async with await self._bus.subscribe(subjects.inference_worker(self.name), self._on_word):
             sending = asyncio.create_task(self._send_all())
             unwanted = asyncio.create_task(self._until_unwanted())
@@ -132,7 +132,7 @@ class Relay:
                 await end_tasks([sending, unwanted])
 
     async def _until_unwanted(self) -> None:
-        """Wait until the other gateway gives the answer up, or gives no sign any more."""
+        """Wait until the other gateway cancels the answer, or its heartbeats stop."""
         with contextlib.suppress(TimeoutError):
             while not self._unwanted.is_set():
                 self._heard.clear()
@@ -178,7 +178,7 @@ class Relay:
 
 
 def relay_name(gateway: str, request: str) -> str:
-    """Name of the relay of an answer, as a worker of the gateway that claimed it."""
+    """Return the name of an answer's relay, as a worker of the gateway that claimed it."""
     return f"{gateway}.{request}"
 
 

@@ -1,4 +1,4 @@
-"""The jobs that can be addressed as models: those that train or are deployments, and are not over."""
+"""Jobs that clients can address as models: active training jobs and deployments."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 class Served:
     """A running job under the name of its model. ``version``: its newest policy; ``created``: Unix seconds.
 
-    ``temperature`` is what a request gets that names none, and with ``forced_sampling`` every one; ``generation``: of
-    the job file that says so.
+    ``temperature`` applies to requests that name none, and with ``forced_sampling`` to all; ``generation`` is that of
+    the job file with these settings.
     """
 
     name: str
@@ -40,28 +40,29 @@ class Served:
     generation: int = 1
     forced_sampling: bool = False
     canary: tuple[int, float] | None = None
-    """A version on trial, and the share of the conversations that it answers."""
+    """Canary version, and the share of the conversations that it serves; None without one."""
     consent: Literal["opt_out", "opt_in"] = "opt_out"
-    """Whose conversations are trained on."""
+    """Consent rule that decides whose conversations are trained on."""
     strict_recording: bool = False
-    """True if an answer that is not recorded is none."""
+    """True if an answer that could not be recorded must be refused."""
     found_episodes_s: float = 0.0
-    """So long after an answer a chat that goes on from it is a turn of its episode where nobody names one; 0: then what
-    nobody named is credited answer by answer, whatever episode it is shown in."""
+    """Longest time in seconds between an answer and a chat that continues it, for one episode without an explicit name;
+    0: requests without an episode are credited answer by answer.
+    """
     promoted_at: int | None = None
-    """Since when the version is served (Unix seconds), of a job with a promotion gate."""
+    """Time of the served version's promotion (Unix seconds), for a job with a promotion gate."""
     trains: bool = True
-    """False: a deployment, whose policy never changes."""
+    """False for a deployment, whose policy never changes."""
     origin: ModelOrigin | None = None
     """Checkpoint that a deployment serves."""
 
     def at(self, version: int, canary: tuple[int, float] | None, promoted_at: int | None) -> Served:
-        """The same at another version."""
+        """Return a copy at another version."""
         return replace(self, version=version, canary=canary, promoted_at=promoted_at)
 
 
 class ModelTable:
-    """Follows the job records, so that a request costs no look-up on the bus."""
+    """Cache of the job records, so that a request needs no look-up on the bus."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -69,7 +70,7 @@ class ModelTable:
         self.current = False
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """Follow the job records until cancelled."""
         for entry in await self._bus.kv(subjects.JOBS).entries():
             self._change(entry)
         self.current = True
@@ -115,18 +116,18 @@ class ModelTable:
             )  # fmt: skip
 
     def rows(self) -> list[Served]:
-        """One model for each name: an online job or a deployment rather than another, the newest of several."""
+        """Return one model for each name: an online job or a deployment before others, then the newest."""
         best: dict[str, Served] = {}
         for served in sorted(self._served.values(), key=lambda one: (one.online or not one.trains, one.job)):
             best[served.name] = served
         return sorted(best.values(), key=lambda served: served.name)
 
     def find(self, name: str) -> Served:
-        """The job of a model's name, or of its own id.
+        """Return the job of a model's name, or of a job id.
 
         Raises:
-            NotFound: no job of that name runs.
-            Unavailable: the records are not read yet.
+            NotFound: no running job has that name.
+            Unavailable: the job records are not loaded.
         """
         if not self.current:
             raise Unavailable("the jobs are not read yet; retry in a moment")
@@ -137,7 +138,7 @@ class ModelTable:
 
 
 def _found_episodes_s(online: OnlineConfig | None) -> float:
-    """Half of the time after which an episode is over: an answer that is asked for in time ends in time."""
+    """Return half of the idle time that ends an episode, so that an answer that starts in time also ends in time."""
     return online.idle_ttl_s / 2 if online is not None and online.episodes == "found" else 0.0
 
 
@@ -147,12 +148,12 @@ def _promoted_at(record: JobRecord) -> int | None:
 
 
 def _served_version(record: JobRecord) -> int:
-    """The version that agents are answered with: the newest, unless it was not promoted."""
+    """Return the version that serves requests: the newest, unless it was not promoted."""
     served = record.status.served_version
     return record.status.policy_version if served is None else served
 
 
 def _canary(record: JobRecord) -> tuple[int, float] | None:
-    """The version on trial and its share of the conversations."""
+    """Return the canary version and its share of the conversations, or None."""
     row = record.status.canary
     return None if row is None else (int(row["version"]), float(row["share"]))

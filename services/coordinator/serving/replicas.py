@@ -1,4 +1,4 @@
-"""Between the gateways of several coordinators: a retry gets its answer, whichever of them it reaches."""
+"""Transfer of answers between the gateways of several coordinators, so that a retry may reach any of them."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["Holder", "Replicas"]
 
 LISTEN_S = 1.5 * SIGN_EVERY_S
-"""Within this time a worker names what it has in hand."""
+"""Seconds within which a worker reports the requests that it serves."""
 
 
 class Holder(Protocol):
-    """Gateway that holds the answers, as replicas use it."""
+    """The part of the gateway that ``Replicas`` uses."""
 
     def enter(self, answer: Answer) -> None:
-        """From now on chunks of the answer are taken."""
+        """Accept chunks of the answer from now on."""
         ...
 
     def withdraw(self, answer: Answer) -> None:
-        """No more chunks of the answer are taken."""
+        """Accept no more chunks of the answer."""
         ...
 
     def accepted(self, answer: Answer, reply: InferenceReply) -> None:
-        """A worker, or another gateway in its place, writes the answer."""
+        """Record that a worker, or another gateway in its place, writes the answer."""
         ...
 
     def recover(self, answer: Answer) -> None:
-        """Go on with an answer whose worker is gone; ``answer.recovering`` ends with it."""
+        """Continue an answer whose worker is gone, in the task ``answer.recovering``."""
         ...
 
     def give_up(self, answer: Answer) -> None:
@@ -49,26 +49,26 @@ class Holder(Protocol):
         ...
 
     async def interaction(self, job: str, id: str) -> Interaction | None:
-        """The recorded interaction."""
+        """Return the recorded interaction, or None."""
         ...
 
 
 class Replicas:
-    """Claims answers from other gateways, and hands over its own."""
+    """Claims answers from other gateways, and transfers answers to them."""
 
     def __init__(self, bus: Bus, gateway: str, notes: Notes, retries: Retries, holder: Holder) -> None:
         self._bus, self._gateway, self._notes, self._retries, self._holder = bus, gateway, notes, retries, holder
         self._relays: dict[str, tuple[asyncio.Task[None], Answer]] = {}
-        """Answers here that other gateways read, by request."""
+        """Answers of this gateway that other gateways read, by request."""
 
     async def earlier(self, key: str, prepare: Callable[[], Awaitable[Answer]]) -> Answer | None:
-        """The answer to a try that another gateway got and whose client left it unread; it is read here from now on.
+        """Take over the answer of an earlier attempt at another gateway, whose client disconnected; None without one.
 
-        ``prepare`` makes an answer to the same request, with ids of its own.
+        ``prepare`` returns a new answer to the same request, with ids of its own.
         """
         for note, revision in await self._notes.find(key):
             answer = None
-            self._retries.read(key)  # a claim of another gateway waits for what becomes of this one
+            self._retries.read(key)  # another gateway's claim waits for the outcome of this one
             try:
                 if note.ids[0] in self._relays:
                     answer = await self._taken_back(key, note, revision)
@@ -86,7 +86,7 @@ class Replicas:
         return None
 
     async def _taken_back(self, key: str, note: Whereabouts, revision: int) -> Answer | None:
-        """An answer that was handed over, and whose client repeats its request here: it is still written here."""
+        """Take back an answer that is relayed to another gateway and still written here, as its client retries here."""
         relay, answer = self._relays[note.ids[0]]
         try:
             claimed = await self._notes.claim(key, note)
@@ -102,7 +102,7 @@ class Replicas:
 
     async def _taken_over(self, answer: Answer, key: str, note: Whereabouts, revision: int) -> Answer | None:
         answer.request = replace(answer.request, ids=note.ids, episode=note.episode)
-        self._holder.enter(answer)  # chunks may come before the reply to the claim
+        self._holder.enter(answer)  # chunks may arrive before the reply to the claim
         taken = False
         try:
             taken = await self._taken(answer, key, note, revision)
@@ -121,7 +121,7 @@ class Replicas:
             if not inherited:
                 self._notes.drop(key, note.ids[0])
             return inherited
-        if claimed.given and not claimed.worker:  # what was relayed from here has ended meanwhile
+        if claimed.given and not claimed.worker:  # the relay to here has ended meanwhile
             return await self._inherited(answer, note)
         if claimed.given:
             reply = InferenceReply(
@@ -131,13 +131,13 @@ class Replicas:
         return claimed.given
 
     async def _inherited(self, answer: Answer, note: Whereabouts) -> bool:
-        """Take over from a gateway that is gone: what was recorded, else the same request once more."""
+        """Take over from a gateway that is gone: from the records, else by sending the request again."""
         request = answer.request
         records = [await self._holder.interaction(answer.served.job, id) for id in request.ids]
         found = [record for record in records if record is not None]
-        cut_off = any(record.finish == "client_disconnected" for record in found)  # its worker gave it up, too
+        cut_off = any(record.finish == "client_disconnected" for record in found)  # its worker cancelled it, too
         if cut_off or (found and (request.echo or request.logprobs >= 0)):
-            return False  # a record does not hold all that the client asks for
+            return False  # a record lacks data that the client requested
         answer.worker = await self._writer(answer.id, note.gateway) if len(found) < len(records) else ""
         self._holder.recover(answer)
         if answer.recovering is not None:
@@ -145,7 +145,7 @@ class Replicas:
         return answer.error is None
 
     async def _writer(self, request: str, gateway: str) -> str:
-        """The worker that still writes for a gateway that is gone: it gives signs. '' where none does."""
+        """Return the worker that still writes for a gateway that is gone, by its heartbeats; '' for none."""
         heard: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def hear(subject: str, data: bytes) -> None:
@@ -163,12 +163,12 @@ class Replicas:
                 return ""
 
     async def hand_over(self, data: bytes) -> bytes:
-        """Answer a ``Claim``."""
+        """Handle a ``Claim`` of another gateway."""
         claim, _ = unpack(data, Claim)
         answer = await self._retries.earlier(claim.key, claim.request)
         if answer is None:
             return pack(Claimed(given=False))
-        if answer.worker == relay_name(claim.gateway, answer.id) and not answer.done:  # back to where it is written
+        if answer.worker == relay_name(claim.gateway, answer.id) and not answer.done:  # back at its origin
             self._retries.left(answer.key)
             self._holder.withdraw(answer)
             return pack(Claimed(given=True))
@@ -178,7 +178,7 @@ class Replicas:
         return pack(Claimed(given=True, worker=relay.name, version=answer.version, prompt_ids=answer.prompt_ids))
 
     async def _relayed(self, relay: Relay, answer: Answer) -> None:
-        key, answer.key, answer.noted = answer.key, "", ""  # the note is the other gateway's now
+        key, answer.key, answer.noted = answer.key, "", ""  # the note belongs to the other gateway now
         taken_back = False
         try:
             with contextlib.suppress(Unavailable):

@@ -1,4 +1,4 @@
-"""Requests that clients repeat by themselves: an answer that its client left unread is given to the next try."""
+"""Automatic retries of clients: the next attempt gets the answer that the client left unread."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from penstock.services.coordinator.serving.answer import Answer
 __all__ = ["Retries", "key_of"]
 
 COME_BACK_S = 10.0
-"""A client that repeats requests by itself may come back for an answer within this time; stock SDKs wait up to 8 s."""
+"""Seconds for which an unread answer is kept for a retry; stock SDKs wait up to 8 s."""
 LEAVE_S = 1.0
-"""A retry may arrive before it is noticed that the client left its first try."""
+"""Seconds to wait for the disconnect of an earlier attempt, since the retry may arrive first."""
 LOOK_S = 0.1
 MAX_KEPT = 512
 
 
 def key_of(job: str, key_id: str, episode: str, body_digest: str) -> str:
-    """Common id of the tries of one request, as 32 hex digits."""
+    """Return the key that all attempts of one request share, as 32 hex digits."""
     return blake2b(json.dumps([job, key_id, episode, body_digest]).encode(), digest_size=16).hexdigest()
 
 
 class Retries:
-    """The answers that were left unread here. ``give_up`` ends one for which nobody came back."""
+    """Unread answers of this gateway. ``give_up`` is called for an answer for which no retry came."""
 
     def __init__(self, give_up: Callable[[Answer], None]) -> None:
         self.kept: list[Answer] = []
-        """The oldest first."""
+        """Unread answers, oldest first."""
         self._give_up = give_up
         self._reading: Counter[str] = Counter()
-        """Requests of clients that ask again by themselves and have not left yet, by key."""
+        """Number of connected clients that retry automatically, by key."""
 
     def read(self, key: str) -> None:
-        """A client waits for an answer."""
+        """Count a client that waits for an answer."""
         self._reading[key] += 1
 
     def left(self, key: str) -> None:
-        """A client does not wait any more."""
+        """Count a client that no longer waits."""
         self._reading[key] -= 1
         if self._reading[key] <= 0:
             del self._reading[key]
 
     async def earlier(self, key: str, request: str = "") -> Answer | None:
-        """An answer (to ``request``, if that is given) that was left unread; it is ``read`` from now on.
+        """Return an unread answer (to ``request``, if given) and count its reader; None without one.
 
-        One that somebody reads belongs to another client with the same body.
+        An answer that is being read belongs to another client with the same body.
         """
         clock = asyncio.get_running_loop().time
         end = clock() + LEAVE_S
@@ -63,14 +63,14 @@ class Retries:
             await asyncio.sleep(LOOK_S)
 
     def keep(self, answer: Answer) -> None:
-        """Its client left before it got anything, and may come back."""
+        """Keep the answer of a client that disconnected before it received anything, for its retry."""
         answer.end = asyncio.get_running_loop().call_later(COME_BACK_S, self._give_up, answer)
         self.kept.append(answer)
         if len(self.kept) > MAX_KEPT:
             self._give_up(self.kept[0])
 
     def unkeep(self, answer: Answer) -> None:
-        """Mark the try as read again, or given up."""
+        """Stop keeping an answer that is read again or given up."""
         if answer.end is not None:
             answer.end.cancel()
             answer.end = None

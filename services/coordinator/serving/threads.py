@@ -1,6 +1,6 @@
-"""Conversations of clients that name no episode: a chat that goes on from an answer belongs to its episode.
+"""Conversations of clients that name no episode: a chat that continues an answer belongs to the answer's episode.
 
-What was said here is in memory, what was said at another replica in the bucket `answers`; both as digests.
+Digests of this gateway's answers are in memory, those of other replicas in the bucket `answers`.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["KEEP_S", "Threads"]
 
 KEEP_S = 1800.0
-"""As long as entries of the bucket live."""
+"""Lifetime of the bucket's entries, in seconds."""
 MAX_THREADS = 65536
 ASK_S = 0.5
-"""Most time that a request spends on the bucket; without it, the chat is an episode of its own."""
+"""Longest time that a request spends on the bucket, in seconds; on timeout the chat is an episode of its own."""
 PREFIX = "said"
 
 
 class Threads:
-    """Episodes by what was said: the digest of the messages up to and with an answer, within a key and a user."""
+    """Episodes by conversation: keyed by a digest of the messages up to an answer, with job, key and user."""
 
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.ANSWERS)
         self._episodes: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
-        """By digest, with the time of the answer."""
+        """(time of the answer, episode) by digest."""
 
     async def find(
         self, owner: Sequence[str], messages: Sequence[dict[str, Any]], within_s: float = KEEP_S
     ) -> str:  # fmt: skip
-        """Episode of the longest beginning of ``messages`` that ends in an answer of ours; '' where there is none.
+        """Return the episode of the longest prefix of ``messages`` that ends in an answer of ours; '' for none.
 
-        Of answers that were given elsewhere the newest one counts. Answers from before ``within_s`` are none.
+        Of other replicas' answers only the newest one counts. Answers older than ``within_s`` seconds are ignored.
         """
         within_s = min(within_s, KEEP_S)
         found, newest = "", b""
@@ -56,7 +56,7 @@ class Threads:
     async def remember(
         self, owner: Sequence[str], messages: Sequence[dict[str, Any]], answer: dict[str, Any], episode: str
     ) -> None:
-        """``answer`` to ``messages`` was given in ``episode``: from now on every replica finds it."""
+        """Store that ``answer`` to ``messages`` belongs to ``episode``, for all replicas."""
         *_, (_, digest) = _digests(owner, [*messages, answer])
         self._episodes[digest] = time.monotonic(), episode
         self._episodes.move_to_end(digest)
@@ -87,7 +87,7 @@ def _digests(owner: Sequence[str], messages: Iterable[dict[str, Any]]) -> Iterab
 
 
 def _said(message: dict[str, Any]) -> list[Any]:
-    """Compared part of a message: clients add fields of their own when they send an answer back."""
+    """Return the parts of a message to compare; clients add fields of their own when they send an answer back."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)

@@ -1,1 +1,1 @@
-"""Events of jobs, posted to addresses of users: signed, in order, at least once."""
+"""Webhooks: job events, posted to users' addresses, signed, in order, at least once."""

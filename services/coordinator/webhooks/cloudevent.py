@@ -1,4 +1,4 @@
-"""Bodies of webhooks: events of jobs as CloudEvents, and one to try an address."""
+"""Bodies of webhook deliveries: job events as CloudEvents, and a test event."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFIX = "events."
 
 
 class CloudEvent(msgspec.Struct, frozen=True):
-    """``id`` is the place in the stream of events: the same in every attempt, for receivers to tell repeats."""
+    """A CloudEvent. ``id`` is its sequence in the stream, equal in all attempts, so that receivers detect repeats."""
 
     id: str
     type: str
@@ -26,14 +26,14 @@ class CloudEvent(msgspec.Struct, frozen=True):
 
 
 def event_of(message: Message) -> CloudEvent:
-    """An entry of EVENTS as it is posted."""
+    """Return the CloudEvent of an entry of EVENTS."""
     row: dict[str, Any] = msgspec.json.decode(message.data)
     body = cloud_event(message.subject.removeprefix(_PREFIX), message.seq, row)
     return CloudEvent(body["id"], body["type"], orjson.dumps(body))
 
 
 def trial_event(webhook: str) -> CloudEvent:
-    """An event of no job, to try an address."""
+    """Return a test event, which belongs to no job."""
     id, kind = f"evt_{uuid6.uuid7().hex}", "rl.webhook.test.v1"
     body = {
         "specversion": "1.0",

@@ -1,4 +1,4 @@
-"""Delivers events to webhooks: each in order, at least once, from where its state says. Run by the leader only."""
+"""Delivery of events to webhooks, in order and at least once, from a stored position. Only the leader runs it."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ ATTEMPTS = metrics.counter("webhook_attempts", "Deliveries tried.", ("outcome",)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 3600.0
 GIVE_UP_AFTER = timedelta(days=1)
-"""An event that nobody takes for this long switches its webhook off; it and all later ones wait for people."""
+"""Failing for this long disables a webhook; the failing event and later ones wait until a user enables it."""
 SAVE_EVERY = 1000
-"""Events that a webhook does not want, between two writes of its place."""
+"""Events that a webhook skips before its position is stored again."""
 RETRY_S = 1.0
 
 
 class Courier:
-    """One task for each webhook that is enabled."""
+    """Delivery service with one task for each enabled webhook."""
 
     def __init__(self, bus: Bus, store: WebhookStore, *, private: bool) -> None:
-        """``private``: deliver to private addresses, too."""
+        """``private``: also deliver to private addresses."""
         self._bus, self._store, self._private = bus, store, private
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Deliver events until cancelled."""
         try:
             async for id, hook in self._store.watch():
                 await self._stop(id)
@@ -60,7 +60,7 @@ class Courier:
             await end_tasks([task])
 
     async def _serve(self, hook: StoredWebhook) -> None:
-        """Deliver until cancelled, switched off or deleted; the bus may go away meanwhile."""
+        """Deliver until cancelled, disabled or deleted; the loop survives outages of the bus."""
         while (error := await unexpected(self._deliver(hook))) is not None:
             if isinstance(error, NotFound):
                 return
@@ -95,7 +95,7 @@ class Courier:
     async def _until_taken(
         self, http: httpx.AsyncClient, hook: StoredWebhook, state: DeliveryState, event: CloudEvent
     ) -> DeliveryState:
-        """Post until the receiver takes it. Raises GoneError when that is given up."""
+        """Post an event until the receiver accepts it. Raises GoneError if the webhook must be disabled."""
         while True:
             try:
                 await post_event(http, hook, event, private=self._private)
@@ -124,5 +124,5 @@ class Courier:
 
 
 def _pause_s(attempts: int) -> float:
-    """1 s, doubling to an hour, less up to a fifth, so that many do not come at once."""
+    """Return the pause in seconds: 1 s, doubling up to an hour, reduced by up to 20 % so that retries spread out."""
     return float(min(FIRST_PAUSE_S * 2 ** min(attempts - 1, 20), LONGEST_PAUSE_S) * random.uniform(0.8, 1.0))

@@ -1,4 +1,4 @@
-"""One attempt to deliver an event."""
+"""One delivery attempt of an event."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ TIMEOUT_S = 10.0
 
 
 class GoneError(PenstockError):
-    """The receiver wants no more deliveries (410)."""
+    """Error: the receiver refuses further deliveries (410)."""
 
 
 def open_http() -> httpx.AsyncClient:
-    """Connections for deliveries: no proxy of the environment and no redirects, which lead around the address check."""
+    """Return a client for deliveries. Proxies and redirects are off, since both would bypass the address check."""
     return httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, follow_redirects=False)
 
 
 async def post_event(http: httpx.AsyncClient, hook: StoredWebhook, event: CloudEvent, *, private: bool) -> None:
-    """Post an event once, to an address that was checked.
+    """Post an event once, to an address that passed the check.
 
     Raises:
-        Unavailable: not taken; says why.
-        GoneError: 410.
+        Unavailable: the receiver did not accept it; the message has the reason.
+        GoneError: the receiver answered 410.
     """
     try:
         url = httpx.URL(hook.url)
@@ -49,7 +49,7 @@ async def post_event(http: httpx.AsyncClient, hook: StoredWebhook, event: CloudE
                 "POST", target, content=event.body, headers=headers,
                 extensions={"sni_hostname": name},
             ) as reply:  # fmt: skip
-                status = reply.status_code  # what it says beside that is not read
+                status = reply.status_code  # the body of the response is not read
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
         raise Unavailable(f"{hook.url} did not answer: {error or type(error).__name__}") from None
     if status == httpx.codes.GONE:

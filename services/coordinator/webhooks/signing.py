@@ -14,12 +14,12 @@ SECRET_BYTES = 32
 
 
 def new_secret() -> str:
-    """``whsec_`` and 32 random bytes in base64."""
+    """Return ``whsec_`` and 32 random bytes in base64."""
     return PREFIX + base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
 
 
 def signature_headers(secret: str, id: str, timestamp: int, body: bytes) -> dict[str, str]:
-    """The three headers of a delivery; ``timestamp`` in Unix seconds is that of the attempt, ``id`` never changes."""
+    """Return the three signature headers; ``timestamp`` is the attempt's Unix time, ``id`` is equal in all attempts."""
     key = base64.b64decode(secret.removeprefix(PREFIX))
     digest = hmac.new(key, f"{id}.{timestamp}.".encode() + body, hashlib.sha256).digest()
     return {

@@ -1,4 +1,4 @@
-"""Webhooks and how far each is, in the bucket `webhooks`."""
+"""Webhooks and their delivery states, stored in the bucket `webhooks`."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ __all__ = ["MAX_WEBHOOKS", "WebhookStore"]
 logger = logging.getLogger(__name__)
 
 MAX_WEBHOOKS = 100
-"""Of a deployment."""
+"""Most webhooks of a deployment."""
 CAS_TRIES = 10
 HOOKS, STATES = "hook", "state"
 
 
 class WebhookStore:
-    """Webhooks, the same on every replica. Every method that takes an id raises NotFound for an unknown one."""
+    """Store of webhooks, shared by all replicas. Methods with an id raise NotFound for an unknown one."""
 
     def __init__(self, bus: Bus, *, private: bool) -> None:
-        """``private``: private addresses will do, too."""
+        """``private``: also allow private addresses."""
         self._bus, self._private = bus, private
         self._kv = bus.kv(subjects.WEBHOOKS)
 
     async def create(
         self, url: str, types: list[str], *, job: str | None, description: str, key: str = ""
     ) -> StoredWebhook:
-        """Store a new one, from the next event on; with a ``key`` that came before, the one that it made.
+        """Store a new webhook that starts at the next event; a repeated ``key`` returns the webhook that it created.
 
-        Its place is stored before it, so a webhook is never without one.
+        The position is stored before the webhook, so that no webhook lacks one.
 
         Raises:
-            Conflict: there are too many.
-            ConfigError: the address.
+            Conflict: the deployment has MAX_WEBHOOKS webhooks.
+            ConfigError: the address is not allowed.
         """
         check_url(url, private=self._private)
         id = f"wh_{hashlib.sha256(key.encode()).hexdigest()[:32] if key else uuid6.uuid7().hex}"
@@ -61,7 +61,7 @@ class WebhookStore:
             secret=new_secret(),
         )  # fmt: skip
         begun = DeliveryState(sequence=(await self._bus.stream_state(subjects.EVENTS)).last_seq)
-        with contextlib.suppress(Conflict):  # of the same request before: deliveries may be further already
+        with contextlib.suppress(Conflict):  # an earlier attempt stored it, and deliveries may have advanced since
             await self._kv.create(f"{STATES}.{id}", begun.model_dump_json().encode())
         try:
             await self._kv.create(f"{HOOKS}.{id}", hook.model_dump_json().encode())
@@ -70,7 +70,7 @@ class WebhookStore:
         return hook
 
     async def find(self, id: str) -> StoredWebhook:
-        """One of them."""
+        """Return a webhook."""
         return (await self._find(id))[0]
 
     async def _find(self, id: str) -> tuple[StoredWebhook, int]:
@@ -80,18 +80,18 @@ class WebhookStore:
         return StoredWebhook.model_validate_json(entry.value), entry.revision
 
     async def list_all(self) -> list[StoredWebhook]:
-        """Every one, oldest first."""
+        """Return all webhooks, oldest first."""
         entries = await self._kv.entries(HOOKS)
         hooks = [StoredWebhook.model_validate_json(entry.value) for entry in entries if entry.value is not None]
         return sorted(hooks, key=lambda hook: (hook.created_at, hook.id))
 
     async def change(self, id: str, changes: dict[str, Any]) -> StoredWebhook:
-        """Write new values of fields. Raises ConfigError: the address."""
+        """Update fields of a webhook. Raises ConfigError: the address is not allowed."""
         if "url" in changes:
             check_url(changes["url"], private=self._private)
         for _ in range(CAS_TRIES):
             hook, revision = await self._find(id)
-            if changes.get("enabled") and not hook.enabled:  # nobody delivers now, so nobody else writes this
+            if changes.get("enabled") and not hook.enabled:  # no delivery task writes it now
                 begun = {"attempts": 0, "failing_since": None}
                 await self.save(id, (await self.state(id)).model_copy(update=begun))
                 changes = {**changes, "disabled_reason": ""}
@@ -104,20 +104,20 @@ class WebhookStore:
         raise Conflict(f"webhook '{id}' changes too often; try again")
 
     async def delete(self, id: str) -> None:
-        """Forget it."""
+        """Delete a webhook."""
         await self.find(id)
         await self._kv.delete(f"{HOOKS}.{id}")
         await self._kv.delete(f"{STATES}.{id}")
 
     async def state(self, id: str) -> DeliveryState:
-        """How far it is."""
+        """Return the delivery state of a webhook."""
         entry = await self._kv.get(f"{STATES}.{id}")
         if entry is None or entry.value is None:
             raise NotFound(f"no webhook '{id}'")
         return DeliveryState.model_validate_json(entry.value)
 
     async def test(self, id: str) -> str:
-        """Post an event of no job once, now; empty, or why it was not taken."""
+        """Post a test event once, now; return '' on success, else the reason."""
         hook = await self.find(id)
         async with open_http() as http:
             try:
@@ -127,17 +127,17 @@ class WebhookStore:
         return ""
 
     async def save(self, id: str, state: DeliveryState) -> None:
-        """Write down how far a webhook is."""
+        """Store the delivery state of a webhook."""
         await self._kv.put(f"{STATES}.{id}", state.model_dump_json().encode())
 
     async def watch(self) -> AsyncIterator[tuple[str, StoredWebhook | None]]:
-        """Every webhook now and on each change; None where it was deleted."""
+        """Yield every webhook now and after each change; None for a deleted one."""
         async for entry in self._kv.watch(HOOKS):
             yield entry.key.removeprefix(f"{HOOKS}."), _readable(entry)
 
 
 def _readable(entry: Entry) -> StoredWebhook | None:
-    """None also for what another version of the API wrote."""
+    """Parse a webhook; None if it was deleted or another version of the API wrote it."""
     if entry.value is None:
         return None
     try:
