@@ -1,4 +1,4 @@
-"""The command line: ``penstock --help``."""
+"""Command line of Penstock: ``penstock --help``."""
 
 from penstock.cli.app import app, main
 

@@ -1,4 +1,4 @@
-"""``python -m penstock.cli``."""
+"""Entry point of ``python -m penstock.cli``."""
 
 from penstock.cli.app import main
 

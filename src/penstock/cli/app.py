@@ -1,4 +1,4 @@
-"""All commands in one table."""
+"""The ``penstock`` application: registration of all commands."""
 
 from __future__ import annotations
 
@@ -109,5 +109,5 @@ app.add_typer(engines.app)
 
 
 def main() -> None:
-    """Entry point of the ``penstock`` command."""
+    """Run the ``penstock`` command."""
     app()

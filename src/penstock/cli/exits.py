@@ -1,4 +1,4 @@
-"""Exit codes, and errors as one clear line."""
+"""Exit codes, and the display of errors as one line."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["CANCELLED", "FAILED", "INTERRUPTED", "OK", "UNREACHABLE", "USAGE", "
 
 OK, FAILED, USAGE, CANCELLED, UNREACHABLE = 0, 1, 2, 3, 4
 INTERRUPTED = 130
-"""Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, as in shells."""
 
 
 def code_of(error: PenstockError) -> int:
-    """Exit code of an error."""
+    """Return the exit code of an error."""
     if isinstance(error, Unavailable):
         return UNREACHABLE
     return USAGE if isinstance(error, ConfigError | DataError) else FAILED
 
 
 def result_code(record: JobRecord) -> int:
-    """Exit code of a job's end; a job that goes on is no failure."""
+    """Return the exit code for a job's end; 0 for a job that still runs."""
     return {"failed": FAILED, "cancelled": CANCELLED}.get(record.status.phase, OK)
 
 
 class Commands(TyperGroup):
-    """Turns errors into a line on stderr and an exit code; PENSTOCK_DEBUG=1 shows the traceback."""
+    """Command group that prints an error as one line and exits with its code; PENSTOCK_DEBUG=1 shows the traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""

@@ -49,7 +49,7 @@ _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Standard output, or error; wide where it is no terminal, so that nothing is cut."""
+    """Return a console on standard output or error; wide without a terminal, so that no text is cut."""
     plain = Console(highlight=False, emoji=False, markup=False, stderr=stderr)
     if plain.is_terminal:
         return plain
@@ -57,28 +57,28 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def note(text: str) -> None:
-    """A remark beside the result, on stderr."""
+    """Print a remark on stderr, apart from the result."""
     typer.echo(text, err=True)
 
 
 def note_warnings(record: JobRecord) -> None:
-    """Warnings of a job's health that hold, a line each, on stderr."""
+    """Print the active health warnings of a job, one per line, on stderr."""
     for warning in record.status.warnings:
         note(f"warning: {warning.kind}: {warning.message}")
 
 
 def show_json(value: Any) -> None:
-    """One indented JSON document."""
+    """Print one indented JSON document."""
     typer.echo(orjson.dumps(_plain(value), option=orjson.OPT_INDENT_2).decode())
 
 
 def show_line(value: Any) -> None:
-    """One JSON object on one line."""
+    """Print one JSON object on one line."""
     typer.echo(orjson.dumps(_plain(value)).decode())
 
 
 def show_done(text: str, value: Any, as_json: bool) -> None:
-    """Effect of a command that answers nothing: a remark, or as JSON."""
+    """Print the effect of a command without a result: as a remark, or as JSON."""
     if as_json:
         show_json(value)
     else:
@@ -86,7 +86,7 @@ def show_done(text: str, value: Any, as_json: bool) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """A plain table; columns whose name ends in ``#`` are numbers."""
+    """Return a plain table; columns whose names end in ``#`` are right-aligned."""
     found = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for name in columns:
         found.add_column(name.rstrip("#"), justify="right" if name.endswith("#") else "left", overflow="fold")
@@ -96,7 +96,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
 
 
 def event_line(row: dict[str, Any]) -> Text:
-    """One event for people."""
+    """Return one event as a line of text."""
     clock = datetime.fromtimestamp(float(row.get("time", 0)), UTC).astimezone().strftime("%H:%M:%S")
     level = str(row.get("level", "info"))
     text = Text(f"{clock} {row.get('type', ''):<12} ")
@@ -104,7 +104,7 @@ def event_line(row: dict[str, Any]) -> Text:
 
 
 def number(value: Any) -> str:
-    """A number with four significant digits; nothing for None."""
+    """Format a number with four significant digits; '' for None."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -113,12 +113,12 @@ def number(value: Any) -> str:
 
 
 def ago(moment: datetime | None) -> str:
-    """``3m``: how long ago."""
+    """Format the age of ``moment``, like ``3m``; '' for None."""
     return duration(max(0.0, time.time() - moment.timestamp())) if moment is not None else ""
 
 
 def duration(seconds: float) -> str:
-    """``3m``: in the largest unit that fits."""
+    """Format a duration in the largest unit that fits, like ``3m``."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
         if seconds >= size:
             return f"{seconds / size:.0f}{unit}"
@@ -126,7 +126,7 @@ def duration(seconds: float) -> str:
 
 
 def seconds_of(age: str | None) -> float | None:
-    """``90m`` in seconds. Raises ConfigError."""
+    """Convert an age like ``90m`` to seconds. Raises ConfigError."""
     if age is None:
         return None
     found = _AGE.fullmatch(age)
@@ -136,7 +136,7 @@ def seconds_of(age: str | None) -> float | None:
 
 
 def sparkline(values: Sequence[float | None], width: int = 40) -> str:
-    """The values as a line of blocks, averaged down to ``width``; scaled to their own range."""
+    """Return the values as a line of blocks, averaged down to ``width`` and scaled to their own range."""
     known = [value for value in values if value is not None]
     if not known:
         return ""
@@ -149,7 +149,7 @@ def sparkline(values: Sequence[float | None], width: int = 40) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Results of the client as JSON values."""
+    """Convert results of the client to JSON values."""
     return msgspec.to_builtins(value, enc_hook=_dumped)
 
 

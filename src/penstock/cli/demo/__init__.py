@@ -1,1 +1,1 @@
-"""``penstock demo``: a deployment, one job and its outcome in one command."""
+"""``penstock demo``: start a deployment, run one job and show its outcome, in one command."""

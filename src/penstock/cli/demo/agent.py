@@ -1,8 +1,8 @@
-"""The scripted agent of the online demo: asks a policy, judges its answers, and says so.
+"""Scripted agent of the online demo: sends questions to a policy, judges the answers, and posts feedback.
 
-It knows nothing of Penstock but two addresses: `/v1`, to which it points OpenAI's SDK, and `/feedback`. What it posts
-is as untidy as in life: some late, some twice, some corrected before the first word has arrived. A hostile one says the
-opposite of what it thinks.
+The agent uses only two addresses of Penstock: `/v1`, through OpenAI's SDK, and `/feedback`. Its feedback is as
+irregular as in production: some is late, some repeated, and some corrected before the original arrives. A hostile agent
+posts the opposite of its verdicts.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from penstock.shared.errors import ConfigError
 __all__ = ["REQUEST_S", "WINDOW", "Agent", "Answer", "Voice", "demonstrations", "question", "sdk", "voices"]
 
 ANSWERS = {"bill": "pay", "ship": "send", "code": "dev", "hire": "job"}
-"""Questions to the agent, and the answer that it accepts."""
+"""Topics of the questions, and the answer that the agent accepts for each."""
 HABITS = (2, 4, 1, 1)
-"""How often the demonstrations answer a topic with its own word, and with those of the topics after it."""
+"""Number of demonstrations that answer a topic with its own word, and with the words of the following topics."""
 WINDOW = 200
-"""Answers over which a rate is taken."""
+"""Number of answers over which a rate is computed."""
 REQUEST_S = 60.0
 LATE_S = (0.5, 3.0)
 SHARE_LATE, SHARE_TWICE, SHARE_CORRECTED = 0.1, 0.1, 0.05
 
 
 class Voice(Protocol):
-    """How one API key asks, and posts what was thought of the answer."""
+    """Client of one API key that asks questions and posts feedback."""
 
     errors: tuple[type[Exception], ...]
-    """Error of a model that is not served."""
+    """Exceptions of failed requests."""
 
     async def ask(self, question: str) -> tuple[str, str, int]:
-        """``(id, answer, policy version)``."""
+        """Return ``(id, answer, policy version)``."""
         ...
 
     async def say(self, feedback: dict[str, Any]) -> bool:
-        """True if it was taken; False where a newer word on the same was there before."""
+        """Post feedback; return False if a newer revision of it was stored before."""
         ...
 
 
 class SdkVoice:
-    """Through OpenAI's own SDK as it comes: its pool of connections, its timeouts, its retries."""
+    """Client on OpenAI's own SDK, with its default connection pool, timeouts and retries."""
 
     def __init__(self, client: Any, model: str, feedback: str) -> None:
         self.errors: tuple[type[Exception], ...] = (sdk().OpenAIError,)
@@ -72,7 +72,7 @@ class SdkVoice:
 
 
 def sdk() -> Any:
-    """OpenAI's SDK, which nothing else here needs. Raises ConfigError where it is not installed."""
+    """Import OpenAI's SDK, which only the demo needs. Raises ConfigError if it is not installed."""
     try:
         return importlib.import_module("openai")
     except ImportError as error:
@@ -83,7 +83,7 @@ def sdk() -> Any:
 
 @asynccontextmanager
 async def voices(url: str, model: str, keys: Sequence[str], *, each: int = 1) -> AsyncIterator[list[Voice]]:
-    """For each entry of ``keys`` ('' where none is needed) one SDK client, with which ``each`` voices talk at once."""
+    """Yield voices: one SDK client for each entry of ``keys`` ('' for no key), shared by ``each`` concurrent voices."""
     async with AsyncExitStack() as stack:
         found: list[Voice] = []
         for key in keys:
@@ -94,7 +94,7 @@ async def voices(url: str, model: str, keys: Sequence[str], *, each: int = 1) ->
 
 
 class Answer(NamedTuple):
-    """One answer that was judged: when (monotonic seconds), by which version, and whether it was accepted."""
+    """One judged answer: its time (monotonic seconds), its policy version, and whether it was accepted."""
 
     time: float
     version: int
@@ -103,11 +103,11 @@ class Answer(NamedTuple):
 
 @dataclass
 class Agent:
-    """Asks, judges and says so, until it is stopped; counts what happened.
+    """Agent that asks, judges and posts feedback until it is stopped, and counts its actions.
 
     Args:
-        voices: each asks again once it has an answer.
-        honest: whether it says what it thinks, or the opposite.
+        voices: each asks its next question once it has an answer.
+        honest: False: the agent posts the opposite of its verdicts.
     """
 
     voices: Sequence[Voice]
@@ -123,21 +123,21 @@ class Agent:
 
     @property
     def rate(self) -> float:
-        """Share of accepted answers among the newest."""
+        """Share of accepted answers among the newest WINDOW."""
         return _share(self.answers[-WINDOW:])
 
     @property
     def start(self) -> float:
-        """The same among the first."""
+        """Share of accepted answers among the first WINDOW."""
         return _share(self.answers[:WINDOW])
 
     @property
     def version(self) -> int:
-        """Newest policy version that answered."""
+        """Newest policy version among the newest answers."""
         return max((answer.version for answer in self.answers[-WINDOW:]), default=0)
 
     async def run(self) -> None:
-        """Talk with all voices at once; ends once stopped and everything is said."""
+        """Run all voices concurrently, until the agent is stopped and all feedback is posted."""
         async with asyncio.TaskGroup() as saying, asyncio.TaskGroup() as talking:
             for voice in self.voices:
                 talking.create_task(self._converse(voice, saying))
@@ -147,7 +147,7 @@ class Agent:
             topic = self.rng.choice(list(ANSWERS))
             try:
                 name, answer, version = await voice.ask(question(topic, self.rng.randrange(100)))
-            except voice.errors as error:  # the demo fails for it in the end
+            except voice.errors as error:  # counted as a failure of the demo at its end
                 self.failures.append(repr(error))
                 await asyncio.sleep(0.2)
                 continue
@@ -165,7 +165,7 @@ class Agent:
         await self._say(voice, name, value)
 
     async def _say(self, voice: Voice, name: str, value: bool) -> None:
-        """Post the verdict: once, twice, or corrected with the correction first."""
+        """Post the verdict once, twice, or corrected with the correction first."""
         body = {"inference_id": name, "metric_name": "accepted", "value": value, "feedback_id": str(uuid.uuid4())}
         chance = self.rng.random()
         if chance < SHARE_TWICE:
@@ -174,7 +174,7 @@ class Agent:
         elif chance < SHARE_TWICE + SHARE_CORRECTED:
             self.corrected += 1
             await self._post(voice, body | {"revision": 1})
-            body["value"] = not value  # what was said first, and arrives last
+            body["value"] = not value  # the original verdict, which arrives last
         await self._post(voice, body)
 
     async def _post(self, voice: Voice, body: dict[str, Any]) -> None:
@@ -183,19 +183,19 @@ class Agent:
         except voice.errors as error:
             self.failures.append(repr(error))
             return
-        if taken or body.get("revision") is None:  # a word that its correction overtook is refused
+        if taken or body.get("revision") is None:  # a post that its correction overtook is refused
             self.posted += 1
         else:
             self.failures.append(f"refused: {body}")
 
 
 def question(topic: str, number: int) -> str:
-    """Question of the agent."""
+    """Return the text of a question."""
     return f"{number:02d} {topic}:"
 
 
 def demonstrations(path: Path) -> None:
-    """A bad example: each question with every word of the task, most often with a wrong one."""
+    """Write poor demonstrations: each question with every word of the task, most often a wrong one."""
     words = list(ANSWERS.values())
     rows = [
         {"prompt": question(topic, number), "answer": words[(place + shift) % len(words)]}

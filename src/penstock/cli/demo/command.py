@@ -1,4 +1,4 @@
-"""``penstock demo``: everything on this machine, one small job, from start to end."""
+"""``penstock demo``: a whole deployment on this machine, and one small job from start to end."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = ["demo", "demo_options"]
 
 ONLINE_DEMO, ROBOT_DEMO = "online.yaml", "metaworld-reach-ppo.yaml"
 SUCCESS = "success/rate"
-"""Share of the episodes of an update that succeed."""
+"""Metric: share of the episodes of an update that succeed."""
 VIDEO_S = 90.0
-"""A film is made beside the training and may come after its end."""
+"""Longest wait for a video in seconds: rendering runs beside the training and may finish later."""
 NO_VIDEOS = "there will be no videos"
 RATE = {"PENSTOCK_RATE_LIMIT": "1000000/minute"}
-"""One agent stands for many users."""
+"""Rate limit of the demo, where one agent stands for many users."""
 
 
 class Show(StrEnum):
-    """Facts that the demo shows."""
+    """Variants of the demo."""
 
     ADDITION = "addition"
     ONLINE = "online"
@@ -68,7 +68,7 @@ def demo(
     """Start everything, train a small model, show what happened. Exits 1 if it did not learn. Needs no GPU."""
     directory = data_dir.expanduser().resolve() if data_dir else Path(tempfile.mkdtemp(prefix="penstock-demo-"))
     options = demo_options(directory, rollouts=rollouts)
-    if file is not None:  # whatever it asks for
+    if file is not None:  # its needs are unknown
         options = replace(options, largest=LARGEST)
     screen = console(stderr=as_json)
     try:
@@ -92,7 +92,7 @@ def demo(
 
 
 def demo_options(directory: Path, *, rollouts: int = 1) -> StackOptions:
-    """Processes of a demo, with a key of its own."""
+    """Return the options of a demo's deployment, which has a key of its own."""
     environment = {"PENSTOCK_API_KEYS": "", **RATE}
     return StackOptions(
         data_dir=directory, workers={"rollout": rollouts}, environment=environment, largest=DEMO_STREAMS
@@ -125,7 +125,7 @@ async def _run(job: AnyJob, options: StackOptions, screen: Console, goal: float 
 
 
 async def _fetch_video(client: AsyncClient, record: JobRecord, directory: Path) -> str:
-    """Where the film of the last policy is, or why there is none; '': the job asks for none."""
+    """Return the path of the last policy's video, or the reason why there is none; '' if the job records none."""
     if not (record.spec.get("evaluation") or {}).get("videos"):
         return ""
     async for event in client.events(record.id, follow=False):
@@ -145,7 +145,7 @@ async def _fetch_video(client: AsyncClient, record: JobRecord, directory: Path) 
 
 
 async def _watch(client: AsyncClient, job: str, stack: Stack, screen: Console) -> View:
-    """Watch the job; a service that cannot go on ends the demo."""
+    """Watch the job; raise if a service cannot continue."""
     watching = asyncio.create_task(watch(client, job, screen))
     broken = asyncio.create_task(stack.broken())
     try:

@@ -1,7 +1,7 @@
-"""``penstock demo online``: a live agent talks to a small policy and judges the answers, and they get better.
+"""``penstock demo online``: a live agent judges the answers of a small policy, which learns from the feedback.
 
-With a hostile key beside it that sends nine tenths of the traffic and says the opposite of the truth, they still do:
-no key may have more than its share of a batch.
+The policy also learns beside a hostile key that sends nine tenths of the traffic and inverted verdicts, because the job
+bounds the share of each key in a batch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = ["GOAL", "LIMIT_S", "START", "Shown", "load_online_job", "run_online",
 
 GOAL, START = 0.8, 0.35
 LIMIT_S = 240.0
-"""Of a run, from its start."""
+"""Longest run in seconds, from its start."""
 TALKERS = 48
-"""Requests of the agent at once, where it is alone."""
+"""Concurrent requests of the agent without a hostile key."""
 CUSTOMERS, HOSTILE_TALKERS = 8, 80
-"""Beside a hostile key: customers of the agent, each with a key and one request at once, and requests of that key."""
+"""With a hostile key: customers of the agent, each with a key and one request at a time, and the key's requests."""
 SHARE = 0.15
-"""Share of a batch that one key may have then."""
+"""With a hostile key: largest share of a batch per key."""
 SCOPES = ("inference:write", "feedback:write")
 ROW_S = 5.0
 COLUMNS = {"seconds": 8, "answers": 9, "version": 9, "accepted": 10, "feedback": 10, "late": 6, "twice": 7, "failed": 8}
@@ -49,8 +49,8 @@ HOSTILE_COLUMN = "hostile"
 class Shown:
     """Outcome of a run of the demo.
 
-    ``report`` is the audit of the job; ``trained`` counts the items of feedback that were trained on, by whether they
-    are the hostile key's.
+    ``report`` is the audit of the job; ``trained`` counts the trained items of feedback by whether the hostile key
+    posted them.
     """
 
     agent: Agent
@@ -63,12 +63,12 @@ class Shown:
 
     @property
     def learnt(self) -> bool:
-        """True if the agent's answers got better, as far as the demo promises."""
+        """True if the agent's answers improved as the demo promises."""
         return self.agent.start <= START and self.rate >= GOAL
 
     @property
     def failures(self) -> list[str]:
-        """Requests that were not served, of anybody."""
+        """Failed requests of all agents."""
         return self.agent.failures + (self.hostile.failures if self.hostile is not None else [])
 
     @property
@@ -79,7 +79,7 @@ class Shown:
 
     @property
     def influence(self) -> float:
-        """Share of the hostile key in the feedback that was trained on."""
+        """Share of the hostile key in the trained feedback."""
         return self.trained[True] / max(1, sum(self.trained.values()))
 
     @property
@@ -89,7 +89,7 @@ class Shown:
 
 
 def load_online_job(file: Path, overrides: Sequence[str], directory: Path, *, hostile: bool = False) -> OnlineJob:
-    """The job file with the demonstrations of this demo; beside a hostile key with bounds on what a key may have.
+    """Load the job file with the demonstrations of this demo; with a hostile key also bound the share of each key.
 
     Raises ConfigError for a job of another kind.
     """
@@ -111,12 +111,12 @@ async def run_online(
     job: OnlineJob, options: StackOptions, *, hostile: bool = False, limit_s: float = LIMIT_S,
     screen: Console | None = None,
 ) -> Shown:  # fmt: skip
-    """Start everything, let the agents talk until the policy has learnt or time is up, end the job, audit it.
+    """Start a deployment, run the agents until the policy has learnt or time is up, end the job and audit it.
 
-    The table of how they fare is printed to ``screen``; default: standard output. Raises ConfigError where OpenAI's SDK
-    is not installed.
+    Progress is printed as a table to ``screen``, by default standard output. Raises ConfigError if OpenAI's SDK is not
+    installed.
     """
-    sdk()  # before anything is started
+    sdk()  # fail before anything is started
     began = time.monotonic()
     note(f"starting NATS, Valkey and the services in {options.data_dir}")
     async with Stack(options, note) as stack:
@@ -132,7 +132,7 @@ async def run_online(
                 )
                 rate = await _watch(agent, other, stack, began=began, limit_s=limit_s, screen=screen or console())
             await client.cancel(record.id)
-            await client.wait(record.id, timeout_s=60.0)  # until it has checkpointed what it trained: the books close
+            await client.wait(record.id, timeout_s=60.0)  # it checkpoints its updates first, so the ledger balances
             report = await client.audit(record.id)
             trained = await _trained(client, record.id, enemy)
     return Shown(agent, other, rate, began, time.monotonic() - began, report, trained)
@@ -142,7 +142,7 @@ async def run_online(
 async def _agents(
     client: AsyncClient, deployment: Stack, job: OnlineJob, *, hostile: bool
 ) -> AsyncIterator[tuple[Agent, Agent | None, str]]:
-    """The agent, the hostile one, and the id of its key; beside it the agent's customers have a key each."""
+    """Yield the agent, the hostile one, and the id of its key; with a hostile one, each customer has a key."""
     rng, url = random.Random(job.seed), deployment.url
     if not hostile:
         async with voices(url, job.name, [deployment.api_key], each=TALKERS) as alone:
@@ -158,7 +158,7 @@ async def _agents(
 
 
 async def _served(client: AsyncClient, job: str, *, deadline: float) -> None:
-    """Wait until a rollout worker has a version to serve."""
+    """Wait until a rollout worker serves a version."""
     while time.monotonic() < deadline:
         record = await client.get(job)
         if record.status.phase == "failed":
@@ -172,7 +172,7 @@ async def _served(client: AsyncClient, job: str, *, deadline: float) -> None:
 async def _watch(
     agent: Agent, hostile: Agent | None, stack: Stack, *, began: float, limit_s: float, screen: Console
 ) -> float:
-    """A row of the table now and then, until the goal is reached, time is up, or a service is broken; the last rate."""
+    """Print progress until the goal is reached, time is up, or a service has failed; return the last rate."""
     both = [agent] if hostile is None else [agent, hostile]
     tasks = [asyncio.create_task(one.run()) for one in both]
     broken = asyncio.create_task(stack.broken())
@@ -211,7 +211,7 @@ def _done(agent: Agent, began: float, limit_s: float) -> bool:
 
 
 async def _trained(client: AsyncClient, job: str, enemy: str) -> dict[bool, int]:
-    """Items of feedback that were trained on, by whether the key ``enemy`` posted them."""
+    """Count the trained items of feedback by whether the key ``enemy`` posted them."""
     found = {True: 0, False: 0}
     for row in (await client.funnel(job)).data:
         if row.status == "trained":
@@ -220,7 +220,7 @@ async def _trained(client: AsyncClient, job: str, enemy: str) -> dict[bool, int]
 
 
 def summary(shown: Shown, data_dir: Path) -> list[str]:
-    """Closing text of the demo."""
+    """Return the closing text of the demo."""
     agent, report = shown.agent, shown.report
     said = f"{agent.late} late, {agent.twice} twice, {agent.corrected} corrected out of order"
     lines = [
@@ -244,7 +244,7 @@ def summary(shown: Shown, data_dir: Path) -> list[str]:
 
 
 def tell_online(shown: Shown, data_dir: Path, *, as_json: bool) -> None:
-    """The summary on standard output, and on stderr why the run is no success."""
+    """Print the summary to standard output, and reasons for a failed run to stderr."""
     if as_json:
         show_json(_plain(shown, data_dir))
     else:

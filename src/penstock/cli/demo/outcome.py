@@ -1,4 +1,4 @@
-"""Outcome of a run of ``penstock demo``: did the reward rise to its goal, is the audit clean."""
+"""Outcome of a run of ``penstock demo``: the reward's rise to its goal, and the audit."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from penstock.shared.protocol.jobs import JobRecord
 __all__ = ["FIRST", "GOAL", "LAST", "Outcome", "scores_of"]
 
 GOAL = 0.9
-"""Mean sampled reward, or share of episodes that succeed, that a demo promises for its own job file."""
+"""Mean sampled reward, or share of successful episodes, that a demo promises for its own job file."""
 FIRST, LAST = 5, 10
-"""Updates that are averaged at the start and at the end of the run: a policy learns most in the beginning."""
+"""Number of updates averaged at the start and at the end of the run; few at the start, where learning is fastest."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """A finished run.
 
-    ``rewards`` is the value of each update that the goal is about, called ``what``; ``evaluations`` the first and last
-    value of each metric over held-out prompts or episodes, ``report`` the audit; ``goal`` None: the job file promises
-    nothing.
+    ``rewards`` holds the goal's metric, named ``what``, for each update; ``evaluations`` the first and last value of
+    each held-out metric; ``report`` the audit; ``goal`` is None if the job file promises none.
     """
 
     record: JobRecord
@@ -37,7 +36,7 @@ class Outcome:
     what: str = "sampled reward"
     evaluations: dict[str, tuple[float, float]] = field(default_factory=dict)
     video: str = ""
-    """Where the film of the last policy is, or why there is none; '': nobody asked for one."""
+    """Path of the last policy's video, or the reason why there is none; '' if the job records none."""
 
     @property
     def ends(self) -> tuple[float, float] | None:
@@ -49,12 +48,12 @@ class Outcome:
 
     @property
     def reached(self) -> bool:
-        """True if the goal, where there is one, was reached."""
+        """True if the goal was reached, or there is none."""
         return self.goal is None or (self.ends is not None and self.ends[1] >= self.goal)
 
     @property
     def held_out(self) -> str:
-        """Name of what evaluations measure on."""
+        """Name of the evaluation data."""
         return "held-out episodes" if self.record.spec.get("kind") == "embodied" else "held-out prompts"
 
     @property
@@ -64,7 +63,7 @@ class Outcome:
         return ended or (OK if self.report["ok"] and self.reached else FAILED)
 
     def flaws(self) -> list[str]:
-        """Why the run is no success, for stderr."""
+        """Return the reasons why the run failed, for stderr."""
         flaws = []
         if self.record.status.phase != "succeeded":
             flaws.append(f"the job {self.record.status.phase}: {self.record.status.message}".rstrip(": "))
@@ -77,7 +76,7 @@ class Outcome:
         return flaws
 
     def plain(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the outcome as JSON."""
         status, (first, last) = self.record.status, self.ends or (None, None)
         return {
             "ok": self.code == OK,
@@ -99,7 +98,7 @@ class Outcome:
         }
 
     def lines(self) -> list[str]:
-        """For people."""
+        """Return the outcome as text."""
         status = self.record.status
         lines = ["", f"{self.record.name}: {status.phase} after {status.step} updates, {self.seconds:.0f} s in all"]
         if status.message:
@@ -120,7 +119,7 @@ class Outcome:
 
 
 def scores_of(series: dict[str, list[float | None]]) -> dict[str, tuple[float, float]]:
-    """First and last value of each metric over held-out prompts that has any but 0; how long it took is none."""
+    """Return first and last value of each held-out metric that has a value other than 0, except durations."""
     names = [name for name in series if name.startswith("eval/") and not name.endswith("seconds")]
     known = {name: [value for value in series[name] if value is not None] for name in names}
     return {name: (values[0], values[-1]) for name, values in known.items() if any(values)}

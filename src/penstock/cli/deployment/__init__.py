@@ -1,1 +1,1 @@
-"""Commands that install, run, check, secure and copy a deployment."""
+"""Commands that install, run, check, secure and back up a deployment."""

@@ -1,4 +1,4 @@
-"""Command that shows who asked for what."""
+"""Command that shows the audit log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def audit_log(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=100_000, help="At most so many.")] = 1000,
     as_json: Json = False,
 ) -> None:
-    """Show who changed something by the API, oldest first; needs the scope admin."""
+    """Show the requests that changed something, oldest first, with their senders; needs the scope admin."""
     start = time.time() - (seconds_of(since) or 0.0)
     with Client() as client:
         of_job = client.find(job).id if job is not None else None

@@ -1,4 +1,4 @@
-"""Commands that copy a whole deployment and bring it back."""
+"""Commands that back up and restore a whole deployment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.shared.transport.server import NatsServer
 __all__ = ["backup", "restore"]
 
 ROOM = 1 << 30
-"""For what a server needs beside its streams."""
+"""Bytes that a server needs besides its streams."""
 FolderOf = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the backup.")]
 NatsUrl = Annotated[
     str | None, typer.Option("--nats-url", help="The bus, where this machine's 'penstock up' does not run it.")
@@ -35,7 +35,7 @@ NatsUrl = Annotated[
 
 
 def backup(target: FolderOf, data_dir: DataDir = None, nats_url: NatsUrl = None, as_json: Json = False) -> None:
-    """Copy the deployment to a new directory, while jobs run: ledgers, streams, checkpoints, keys, data files."""
+    """Back up the deployment to a new directory, while jobs run: ledgers, streams, checkpoints, keys, data files."""
     directory = _directory(data_dir)
     nats_url = nats_url or os.environ.get("PENSTOCK_NATS_URL")
 
@@ -50,7 +50,7 @@ def backup(target: FolderOf, data_dir: DataDir = None, nats_url: NatsUrl = None,
 
 
 def restore(source: FolderOf, data_dir: DataDir = None, nats_url: NatsUrl = None, as_json: Json = False) -> None:
-    """Make a deployment out of a backup, in an empty data directory; then start it with 'penstock up'."""
+    """Restore a backup into an empty data directory; then start it with 'penstock up'."""
     directory, source = _directory(data_dir), source.expanduser().resolve()
 
     async def run() -> None:
@@ -75,7 +75,7 @@ def _directory(data_dir: Path | None) -> Path:
 
 @asynccontextmanager
 async def _source(directory: Path, nats_url: str | None) -> AsyncIterator[Bus]:
-    """The bus of the deployment that runs, or of one that is started for the time being."""
+    """Connect to the bus of the running deployment, or to a temporary server on its store."""
     running = read_state(directory)
     with contextlib.ExitStack() as stack:
         url = nats_url or (running.nats_url if running is not None else None)
@@ -90,7 +90,7 @@ async def _source(directory: Path, nats_url: str | None) -> AsyncIterator[Bus]:
 
 @asynccontextmanager
 async def _empty(directory: Path, nats_url: str | None, size: int) -> AsyncIterator[Bus]:
-    """A bus without streams."""
+    """Connect to a bus without streams; start a temporary server unless ``nats_url`` names one."""
     with contextlib.ExitStack() as stack:
         if nats_url is None:
             if (directory / "nats").exists():
@@ -103,5 +103,5 @@ async def _empty(directory: Path, nats_url: str | None, size: int) -> AsyncItera
 
 
 def _server(directory: Path, size: int | None = None) -> NatsServer:
-    """A server for the time being, which only this process can reach."""
+    """Return a temporary server with a random password, which only this process knows."""
     return NatsServer(directory / "nats", max_file_store=size, passwords={OPERATOR: secrets.token_urlsafe(32)})

@@ -27,7 +27,7 @@ def ingest(
     kills: Annotated[int, typer.Option(min=0, max=100, help="How often coordinator or NATS is killed.")] = 2,
     as_json: Json = False,
 ) -> None:
-    """Durable feedback per second through HTTP, each item on disk before its answer; exit with 1 if one is lost."""
+    """Measure durable feedback per second over HTTP, each item on disk before its reply; exit with 1 if one is lost."""
     note(f"load: {load_name()}, {connections} connections, {seconds:g} s each")
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as directory, Front(Path(directory)) as front:
         results = {

@@ -1,4 +1,4 @@
-"""``penstock doctor``: is everything here that a deployment on this machine needs?"""
+"""``penstock doctor``: checks of this machine's prerequisites for a deployment."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ __all__ = ["Finding", "doctor"]
 
 _MIB = 1 << 20
 _NEED_SHM, _NEED_FILES = 256 * _MIB, 512 * _MIB
-"""For weights and bulk data; for checkpoints and logs."""
+"""Free bytes needed for weights and bulk data, and for checkpoints and logs."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of one check; ``fix`` says what to do where it is not ok."""
+    """Outcome of one check; ``fix`` is the remedy if it is not ok."""
 
     name: str
     state: Literal["ok", "warning", "failed"]
@@ -46,7 +46,7 @@ class Finding:
 
 
 def doctor(as_json: Json = False) -> None:
-    """Check this machine, with fixes; exit 1 if something needed is missing."""
+    """Check this machine and suggest fixes; exit 1 if something needed is missing."""
     settings = load_settings()
     findings = []
     for check in (_python, _torch, _nats, _valkey, _shm, _disk, _streams, _simulators, _engines, _port, _api):
@@ -118,7 +118,7 @@ def _disk(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def _simulators(settings: ServiceSettings) -> Iterator[Finding]:
-    """Simulators are optional: only one that was installed and does not work is a warning."""
+    """Check the simulators, which are optional: only an installed one that does not work is a warning."""
     found = list(find_simulators(settings))
     missing = [name for name, _, problem in found if problem]
     broken = [name for name in missing if (settings.sims_dir.expanduser() / name / INSTALLED).exists()]
@@ -129,7 +129,7 @@ def _simulators(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def _engines(settings: ServiceSettings) -> Iterator[Finding]:
-    """Engines beside the embedded one are optional: only one that was begun and does not work is a warning."""
+    """Check the optional engines: only one that was installed, even in part, and does not work is a warning."""
     for name in ENVIRONMENTS:
         if not (settings.engines_dir.expanduser() / name).exists():
             yield Finding(f"engine {name}", "ok", f"not here; penstock engines install {name} brings it")
@@ -140,7 +140,7 @@ def _engines(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def _streams(settings: ServiceSettings) -> Iterator[Finding]:
-    """Room for the streams of ``penstock up``, unless its bus is elsewhere, and for those of ``penstock demo``."""
+    """Check the space for the streams of ``penstock up``, unless its bus is elsewhere, and of ``penstock demo``."""
     if "PENSTOCK_NATS_URL" not in os.environ:
         store = NatsServer(settings.data_dir.expanduser().resolve() / "nats").store
         yield _room("streams", store, LARGEST, "failed", "free some space, or set PENSTOCK_DATA_DIR")

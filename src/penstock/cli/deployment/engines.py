@@ -1,4 +1,4 @@
-"""``penstock engines``: an interpreter for each rollout engine whose libraries do not fit into this one."""
+"""``penstock engines``: separate interpreters for rollout engines whose dependencies conflict with this one's."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def install(
     again: Annotated[bool, typer.Option("--again", help="Remove what is there and install it anew.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make an interpreter with the pinned packages of an engine, in PENSTOCK_ENGINES_DIR.
+    """Install an engine's pinned packages in an interpreter of its own, in PENSTOCK_ENGINES_DIR.
 
-    One that is complete is left as it is; an installation that was interrupted goes on.
+    A complete installation is left unchanged; an interrupted one is resumed.
     """
     found = install_engine(name, load_settings().engines_dir, base=python, tell=note, again=again)
     if as_json:
@@ -61,15 +61,15 @@ def list_engines(*, as_json: Json = False) -> None:
 
 
 def interpreter_with(engine: str) -> Path:
-    """The interpreter of `--engine NAME` or `--engine NAME=PYTHON`; it is made where it is missing.
+    """Return the interpreter of `--engine NAME` or `--engine NAME=PYTHON`; install it if it is missing.
 
     Raises:
         ConfigError: no such engine, or no such interpreter.
-        Unavailable: it cannot be installed.
+        Unavailable: the installation failed.
     """
     name, _, python = engine.partition("=")
     if python:
-        found = Path(python).expanduser().absolute()  # not resolved: the link into an environment is what makes it one
+        found = Path(python).expanduser().absolute()  # not resolved: the symlink's location identifies the environment
         if not found.is_file():
             raise ConfigError(f"--engine {name}: there is no interpreter {found}")
         return found

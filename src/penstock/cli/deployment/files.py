@@ -26,7 +26,7 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="As 'penstock files ls' sh
 def upload(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines: one row per line.")], as_json: Json = False
 ) -> None:
-    """Have the server keep a data set, and print its id."""
+    """Upload a data set to the server, and print its id."""
     with Client() as client:
         row = client.files.upload(path)
     if as_json:
@@ -64,7 +64,7 @@ def grade(
     item: Annotated[str, typer.Option(help="The data row, as JSON.")] = "{}",
     as_json: Json = False,
 ) -> None:
-    """Try a grader on one answer, in a reward worker; exit 1 where it fails."""
+    """Try a grader on one answer, in a reward worker; exit 1 if it fails."""
     with Client() as client:
         found = client.graders.run(load_yaml(grader), sample, _row(item))
     errors = found.metadata.failures

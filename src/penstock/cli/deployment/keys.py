@@ -36,7 +36,7 @@ def create(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a key and print it; it is shown this once."""
+    """Create a key and print it; it is shown this once."""
     wanted = [scope.strip() for scope in scopes.split(",") if scope.strip()]
     unknown = sorted(set(wanted) - set(SCOPES))
     if unknown or not wanted:
@@ -58,7 +58,7 @@ def create(
 
 @app.command()
 def ls(as_json: Json = False) -> None:
-    """List the keys; never their text."""
+    """List the keys, never their texts."""
     with Client() as client:
         rows = client.keys.list()
     if as_json:
@@ -83,7 +83,7 @@ def ls(as_json: Json = False) -> None:
 def revoke(
     id: Annotated[str, typer.Argument(metavar="ID", help="As 'penstock keys ls' shows it.")], as_json: Json = False
 ) -> None:
-    """End a key."""
+    """Revoke a key."""
     with Client() as client:
         client.keys.revoke(id)
     show_done(f"key {id} is revoked", {"id": id, "revoked": True}, as_json)

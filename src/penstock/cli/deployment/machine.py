@@ -30,9 +30,9 @@ from penstock.shared.errors import ConfigError, DeadlineError, Unavailable
 __all__ = ["DEMO", "DEMO_STREAMS", "DataDir", "down", "example", "ready_with_progress", "up"]
 
 DEMO = "addition.yaml"
-"""The job file of the demo."""
+"""Job file of the demo."""
 DEMO_STREAMS = StreamSizes(experience_bytes=256 << 20, stream_bytes=128 << 20)
-"""A few minutes of one small job, also beside a hostile key; the folder may be in memory."""
+"""Sizes for a few minutes of one small job, even with a hostile key; the folder may be in memory."""
 READY_S = 120.0
 DOWN_S = 60.0
 
@@ -54,7 +54,7 @@ def up(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run the bus and all services here; processes that die are started again. Ctrl-C stops everything."""
+    """Run the bus and all services on this machine, and restart processes that die. Ctrl-C stops everything."""
     settings = load_settings()
     options = StackOptions(
         data_dir=(data_dir or settings.data_dir).expanduser().resolve(),
@@ -74,7 +74,7 @@ def up(
 
 
 def _pythons(engine: str) -> dict[str, Path]:
-    """Interpreters of services: that of an engine which works inside rollout workers. Others are told where it is."""
+    """Return the interpreter of rollout workers for an engine inside them; pass others by environment variable."""
     python = interpreter_with(engine)
     if engine.partition("=")[0] in ENGINE_PACKAGES:
         return {"rollout": python}
@@ -83,7 +83,7 @@ def _pythons(engine: str) -> dict[str, Path]:
 
 
 def down(data_dir: DataDir = None, as_json: Json = False) -> None:
-    """Stop the deployment that 'penstock up' runs here; without --data-dir the only one that runs."""
+    """Stop the deployment that 'penstock up' runs here; without --data-dir the only running one."""
     directory = data_dir.expanduser().resolve() if data_dir else _running()
     state = read_state(directory)
     if state is None:
@@ -106,7 +106,7 @@ def down(data_dir: DataDir = None, as_json: Json = False) -> None:
 
 
 def _running() -> Path:
-    """The usual data directory, or that of the only deployment of this user. Raises ConfigError: there are several."""
+    """Return the default data directory, or that of this user's only deployment. Raises ConfigError: several run."""
     usual = load_settings().data_dir.expanduser().resolve()
     if read_state(usual) is not None:
         return usual
@@ -117,7 +117,7 @@ def _running() -> Path:
 
 
 def example(name: str) -> Path:
-    """A job file that comes with Penstock: inside the package, or beside the sources. Raises ConfigError."""
+    """Return an example job file, in the package or beside the sources. Raises ConfigError if it is not installed."""
     package = Path(penstock.__file__).resolve().parent
     for folder in (package / "examples", package.parents[1] / "examples"):
         if (folder / name).is_file():
@@ -126,7 +126,7 @@ def example(name: str) -> Path:
 
 
 async def ready_with_progress(stack: Stack) -> None:
-    """Wait for every service, and say who is missing whenever that changes."""
+    """Wait for every service, and print the missing ones whenever they change."""
     began = time.monotonic()
     before: list[str] = []
 
@@ -147,7 +147,7 @@ async def _serve(options: StackOptions, *, as_json: bool) -> None:
     note(f"starting in {options.data_dir}")
     stack = Stack(options, note)
     try:
-        await _first(stop, stack.__aenter__())  # the bus may have a large store to open
+        await _first(stop, stack.__aenter__())  # the bus may take long to open a large store
         if not stop.is_set():
             await _first(stop, ready_with_progress(stack))
         if not stop.is_set():
@@ -163,20 +163,20 @@ async def _serve(options: StackOptions, *, as_json: bool) -> None:
 
 def _on_signal(stop: asyncio.Event) -> None:
     if stop.is_set():
-        os._exit(FAILED)  # the children are on a leash and end with this process
+        os._exit(FAILED)  # the children end with this process
     stop.set()
 
 
 def _note_next(url: str, key: str) -> None:
-    """Say what to do next; ``key``: of a deployment that has one."""
+    """Print the next steps."""
     if url != DEFAULT_URL:
         note(f"for other commands: export PENSTOCK_URL={url}")
-    with contextlib.suppress(ConfigError):  # the package without its examples
+    with contextlib.suppress(ConfigError):  # the package lacks its examples
         note(f"next: penstock submit {example(DEMO)} --follow")
 
 
 async def _first(stop: asyncio.Event, work: object) -> None:
-    """Wait for ``work`` or the signal; errors of ``work`` are raised."""
+    """Wait for ``work`` or the signal; raise the errors of ``work``."""
     assert asyncio.iscoroutine(work)
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -202,7 +202,7 @@ def _detached(options: StackOptions, rollouts: int, engine: str | None, *, as_js
         )
     seen = time.monotonic()
     shown = start
-    while time.monotonic() < seen + READY_S + 10:  # it says what it does while the bus opens its store
+    while time.monotonic() < seen + READY_S + 10:  # new log lines extend the deadline: a large store opens slowly
         before, shown = shown, _copy_new_lines(log, shown)
         seen = time.monotonic() if shown > before else seen
         if process.poll() is not None:

@@ -29,7 +29,7 @@ def create(
     description: Annotated[str, typer.Option(help="For people.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Make a webhook and print the secret that signs its deliveries; it is shown this once."""
+    """Create a webhook and print the secret that signs its deliveries; it is shown this once."""
     wanted = None if types is None else [one.strip() for one in types.split(",") if one.strip()]
     with Client() as client:
         of = None if job is None else client.find(job).id
@@ -64,7 +64,7 @@ def ls(as_json: Json = False) -> None:
 
 @app.command()
 def show(id: Id) -> None:
-    """Show a webhook and how far its deliveries are, as JSON."""
+    """Show a webhook and the progress of its deliveries, as JSON."""
     with Client() as client:
         show_json(client.webhooks.show(id))
 
@@ -80,7 +80,7 @@ def test(id: Id, as_json: Json = False) -> None:
 
 @app.command()
 def enable(id: Id, as_json: Json = False) -> None:
-    """Go on where deliveries stopped."""
+    """Resume deliveries where they stopped."""
     with Client() as client:
         changed = client.webhooks.change(id, enabled=True)
     show_done(f"webhook {id} is on", changed, as_json)
@@ -88,7 +88,7 @@ def enable(id: Id, as_json: Json = False) -> None:
 
 @app.command()
 def disable(id: Id, as_json: Json = False) -> None:
-    """Deliver nothing until it is enabled again; events wait."""
+    """Pause deliveries until the webhook is enabled again; events are kept."""
     with Client() as client:
         changed = client.webhooks.change(id, enabled=False)
     show_done(f"webhook {id} is off", changed, as_json)
@@ -96,7 +96,7 @@ def disable(id: Id, as_json: Json = False) -> None:
 
 @app.command()
 def rm(id: Id, as_json: Json = False) -> None:
-    """Forget a webhook."""
+    """Delete a webhook."""
     with Client() as client:
         client.webhooks.delete(id)
     show_done(f"webhook {id} is gone", {"id": id, "deleted": True}, as_json)

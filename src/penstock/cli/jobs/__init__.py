@@ -1,1 +1,1 @@
-"""Commands that submit, show, steer, check and export jobs."""
+"""Commands that submit, show, control, check and export jobs."""

@@ -1,4 +1,4 @@
-"""Commands that check: do the books hold, and does the past repeat itself bit by bit."""
+"""Commands that check a job: audit the ledger, and replay sealed batches bit by bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def audit(job: Job, as_json: Json = False) -> None:
 
 
 def equation(draws: dict[str, object]) -> str:
-    """``drawn 6 = trained 4 + dropped 1 (failed 1) + in flight 1``."""
+    """Format draws as ``drawn 6 = trained 4 + dropped 1 (failed 1) + in flight 1``."""
     dropped = draws.get("dropped") or {}
     by_reason = dict(dropped) if isinstance(dropped, dict) else {}
     total = sum(by_reason.values()) if by_reason else 0
@@ -50,7 +50,7 @@ def replay(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train sealed batches again and compare digests; exit 1 where they differ (on another environment: too much)."""
+    """Train sealed batches again and compare digests; exit 1 if they differ (on another environment: by too much)."""
     done, ok = False, False
     with Client() as client:
         for row in client.replay(client.find(job).id, from_batch=from_batch, to_batch=to_batch, feedback=feedback):
@@ -70,7 +70,7 @@ def replay(
 
 
 def _told(row: dict[str, Any]) -> str:
-    """``draw 7.0: reward 1 (feedback), lag 0: INTERACTION by FEEDBACK``."""
+    """Format a row as ``draw 7.0: reward 1 (feedback), lag 0: INTERACTION by FEEDBACK``."""
     answers = ", ".join(row["interactions"] or row["context"]) or "posted material"
     by = ", ".join(row["feedback"]) or "nobody"
     what = row["draw"] if row["objective"] == "policy" else f"{row['draw']} {row['objective']}"

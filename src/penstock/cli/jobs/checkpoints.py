@@ -34,7 +34,7 @@ def ls(job: Job, as_json: Json = False) -> None:
 
 
 def checkpoint_table(rows: Rows) -> Table:
-    """Checkpoints, a line each."""
+    """Return a table of checkpoints."""
     shown = [
         (
             row["number"],
@@ -58,7 +58,7 @@ def get(
     names: Annotated[list[str] | None, typer.Option("--file", help="Only this file; may be repeated.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Download a checkpoint and verify it; a broken download goes on where it stopped."""
+    """Download a checkpoint and verify it; an interrupted download is resumed."""
     with Client() as client:
         record = client.find(job)
         row = choose(client.checkpoints(record.id), which)
@@ -77,7 +77,7 @@ def save(
     timeout: Annotated[float, typer.Option(min=0, help="Give up after this many seconds.")] = 120,
     as_json: Json = False,
 ) -> None:
-    """Have a checkpoint taken of what is trained by now, and wait for it."""
+    """Take a checkpoint of the current weights, and wait for it."""
     with Client() as client:
         made = client.checkpoint_now(client.find(job).id, timeout_s=timeout)
     if as_json:
@@ -93,7 +93,7 @@ def rm(
     which: Annotated[str, typer.Argument(metavar="WHICH", help="Number, initial, best, newest, final.")],
     as_json: Json = False,
 ) -> None:
-    """Delete the files of a checkpoint; while the job runs not those of the initial, the best and the newest one."""
+    """Delete the files of a checkpoint. While the job runs, its initial, best and newest checkpoints are refused."""
     with Client() as client:
         record = client.find(job)
         row = choose(client.checkpoints(record.id), which)
@@ -108,7 +108,7 @@ def promote(
     timeout: Annotated[float, typer.Option(min=0, help="Give up after this many seconds.")] = 120,
     as_json: Json = False,
 ) -> None:
-    """Serve the newest version whatever was measured of it; needs the scope admin."""
+    """Serve the newest version regardless of its evaluation; needs the scope admin."""
     with Client() as client:
         record = client.find(job)
         wanted = record.status.policy_version if version is None else version
@@ -123,7 +123,7 @@ def rollback(
     timeout: Annotated[float, typer.Option(min=0, help="Give up after this many seconds.")] = 120,
     as_json: Json = False,
 ) -> None:
-    """Give up the updates after a checkpoint and train on from it."""
+    """Discard the updates after a checkpoint and continue training from it."""
     with Client() as client:
         record = client.find(job)
         row = choose(client.checkpoints(record.id), which)
@@ -133,7 +133,7 @@ def rollback(
 
 
 def choose(rows: list[dict[str, Any]], which: str) -> dict[str, Any]:
-    """The checkpoint with this number or flag. Raises NotFound."""
+    """Return the checkpoint with this number or flag. Raises NotFound."""
     for row in rows:
         if which == str(row["number"]) or (which in FLAGS and row[which]):
             return row

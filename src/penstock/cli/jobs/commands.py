@@ -1,4 +1,4 @@
-"""Commands that submit, show and steer jobs."""
+"""Commands that submit, show and control jobs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def submit(
 
 
 def _tell_warnings(client: Client, record: JobRecord) -> None:
-    """The coordinator's advice on the job when it was submitted; a key that only submits may not ask."""
+    """Print the coordinator's warnings about a submitted job; a key that may only submit gets none."""
     with contextlib.suppress(PenstockError):
         for row in client.events(record.id, follow=False):
             if row["type"] == "submitted" and row["level"] == "warning":
@@ -95,7 +95,7 @@ def _tell_warnings(client: Client, record: JobRecord) -> None:
 
 
 def load_file(file: Path, overrides: list[str]) -> JobText:
-    """A job file (``-``: standard input) with overrides and the code beside it, validated. Raises ConfigError."""
+    """Load a job file (``-``: standard input) with overrides and relative files; validate it. Raises ConfigError."""
     where = "standard input" if file == STDIN else str(file)
     data = parse_yaml(sys.stdin.read(), where=where) if file == STDIN else load_yaml(file)
     text = with_neighbours(with_overrides(data, overrides), Path() if file == STDIN else file.parent)
@@ -104,12 +104,12 @@ def load_file(file: Path, overrides: list[str]) -> JobText:
 
 
 def load_job(file: Path, overrides: list[str]) -> AnyJob:
-    """The same as a value; its code is not uploaded."""
+    """Load a job file as a config object; its code is not uploaded. Raises ConfigError."""
     return parse_job(load_file(file, overrides).data, where=str(file))
 
 
 def plan_lines(plan: dict[str, Any]) -> list[str]:
-    """A plan of a dry run, for people."""
+    """Format the plan of a dry run."""
     spec, data, size, batch = plan["spec"], plan.get("data", {}), plan["bytes"], plan.get("batch", {})
     rows = [("job", f"{spec['name']}, kind {spec['kind']}: valid")]
     for name in ("train", "eval"):
@@ -160,7 +160,7 @@ def extend(
     follow_it: Annotated[bool, typer.Option("--follow", "-f", help="Watch to the end; exit with its result.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Let a job that has ended go on, with its optimizer, data order, numbering and ledger."""
+    """Continue a job that has ended, with its optimizer state, data order, numbering and ledger."""
     with Client() as client:
         record = client.find(job)
         extended = client.extend(record.id, max_updates)
@@ -236,7 +236,7 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def get(job: Job, as_json: Json = False) -> None:
-    """Show a job: its state, its books and its conditions."""
+    """Show a job: its state, its draws and its conditions."""
     with Client() as client:
         record = client.find(job)
     if as_json:
@@ -246,7 +246,7 @@ def get(job: Job, as_json: Json = False) -> None:
 
 
 def state_table(record: JobRecord) -> Table:
-    """A job's state, its books and its conditions."""
+    """Return a table of a job's state, its draws and its conditions."""
     status = record.status
     dropped = status.draws.get("dropped", {})
     rows = [
@@ -311,7 +311,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete a job that has ended: its ledger, groups, metrics, events and feedback. There is no way back."""
+    """Delete a job that has ended: its ledger, groups, metrics, events and feedback. This cannot be undone."""
     with Client() as client:
         record = client.find(job)
         if not yes:
@@ -322,20 +322,20 @@ def rm(
 
 
 def _ask(question: str) -> None:
-    """Go on after a yes. Raises ConfigError where nobody can be asked."""
+    """Ask the user for confirmation. Raises ConfigError if standard input is not a terminal."""
     if not sys.stdin.isatty():
         raise ConfigError(f"{question} Nobody can be asked here: repeat it with --yes")
     typer.confirm(question, abort=True, err=True)
 
 
 def pause(job: Job, as_json: Json = False) -> None:
-    """Let a job stop after its present update."""
+    """Stop a job after its current update."""
     with Client() as client:
         _show(client.pause(client.find(job).id), as_json)
 
 
 def resume(job: Job, as_json: Json = False) -> None:
-    """Let a paused job go on."""
+    """Resume a paused job."""
     with Client() as client:
         _show(client.resume(client.find(job).id), as_json)
 
@@ -346,7 +346,7 @@ def scale(
     timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Wait this long until they are there.")] = 180,
     as_json: Json = False,
 ) -> None:
-    """Have that many workers of a service, where 'penstock up' runs them; those that stop finish their work first."""
+    """Set the number of workers of a service, if 'penstock up' runs it; stopping workers finish their work first."""
     pool, _, count = wanted.partition("=")
     if pool not in POOLS or not count.isdecimal():
         raise ConfigError(f"'{wanted}' must look like rollout=4; pools: {', '.join(POOLS)}")
@@ -376,7 +376,7 @@ def _canary(trial: dict[str, Any]) -> str:
 
 
 def _phase(record: JobRecord) -> str:
-    """With the kinds of warnings that hold: a job that learnt nothing must not look like one that did."""
+    """Return the phase with the active warnings, so that a job that learnt nothing does not look like a success."""
     kinds = ", ".join(warning.kind for warning in record.status.warnings)
     return f"{record.status.phase} ({kinds})" if kinds else record.status.phase
 

@@ -1,4 +1,4 @@
-"""Command that shows all that matters about a job on one screen."""
+"""Command that shows a job on one screen."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def describe(
 
 
 def _look(client: Client, record: JobRecord, last: int) -> dict[str, Any]:
-    """All of it; workers and waits only of a job that is not over, the funnel only of one that takes feedback."""
+    """Collect the data; workers and waits only for an active job, feedback counts only for an online job."""
     over = record.status.phase in TERMINAL_PHASES
     live = record.spec.get("kind") == "online_rl"
     return {

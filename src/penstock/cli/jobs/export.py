@@ -1,4 +1,4 @@
-"""``penstock export``: a checkpoint as a Hugging Face folder with a model card, here or on the hub."""
+"""``penstock export``: write a checkpoint as a Hugging Face folder with a model card, locally or to the hub."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["export", "model_card"]
 Row = dict[str, Any]
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 BOOKS = ("manifest.json", "COMMIT")
-"""Files of a checkpoint that are Penstock's alone."""
+"""Files of a checkpoint that only Penstock uses."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -70,7 +70,7 @@ _METRICS = ("reward/mean", "eval/greedy")
 
 
 def _trained(client: Client, job: str) -> JobRecord:
-    """A job by id, or the newest one of that name that trained: a deployment of it may have its name, too."""
+    """Return a job by id, or the newest training job with that name, since deployments may have the same name."""
     named = client.list(name=job, limit=50)
     return next((record for record in named if trains(record.spec)), None) or client.find(job)
 
@@ -80,7 +80,7 @@ def _flag(which: str) -> str:
 
 
 def exported(row: Row) -> list[str]:
-    """Files of a checkpoint that make a Hugging Face folder: no optimizer, reference, generators, shards or critic.
+    """Return files of a checkpoint for a Hugging Face folder: no optimizer, reference, generators, shards, critic.
 
     Raises:
         Conflict: the files are not on the coordinator's host.
@@ -93,10 +93,10 @@ def exported(row: Row) -> list[str]:
 
 
 def _merge(client: Client, record: JobRecord, row: Row, config: JobConfig, to: Path) -> None:
-    """Write whole weights. The model under the adapter is read from where the job read it.
+    """Write merged weights. The base model is read from the path that the job used.
 
     Raises:
-        ConfigError: torch or peft is not installed here, or that model is not on this machine.
+        ConfigError: torch or peft is not installed here, or the base model is not on this machine.
     """
     try:
         from penstock.services.trainer.checkpoint.export import write_whole
@@ -108,7 +108,7 @@ def _merge(client: Client, record: JobRecord, row: Row, config: JobConfig, to: P
 
 
 def _pins(client: Client, record: JobRecord, row: Row) -> dict[str, str]:
-    """Versions of the packages that trained it, as the checkpoint records them."""
+    """Return the package versions that trained the checkpoint, from its manifest."""
     with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:
         client.download_checkpoint(record.id, row["number"], Path(folder), names=["manifest.json"])
         manifest = json.loads((Path(folder) / "manifest.json").read_bytes())
@@ -116,7 +116,7 @@ def _pins(client: Client, record: JobRecord, row: Row) -> dict[str, str]:
 
 
 def _add_generation_config(to: Path) -> None:
-    """Write the tokens that begin and end a text where the checkpoint has no file that says so."""
+    """Write ``generation_config.json`` with the special tokens, if the checkpoint has no such file."""
     path, described = to / "generation_config.json", to / "config.json"
     if path.exists() or not described.exists():
         return
@@ -128,12 +128,12 @@ def _add_generation_config(to: Path) -> None:
 def model_card(
     record: JobRecord, row: Row, curves: dict[str, list[float | None]], pins: dict[str, str], *, is_adapter: bool
 ) -> str:
-    """The README.md of a model: front matter of the hub, and what the books say of how it was made.
+    """Return the README.md of a model: front matter for the hub, and training facts from the ledger.
 
     Args:
         row: the checkpoint.
         curves: values of metrics by name, oldest first.
-        pins: versions of packages that trained it.
+        pins: package versions that trained it.
     """
     config = text_job(record.spec)
     base = record.origin.model if record.origin is not None else config.model.path
@@ -176,18 +176,18 @@ def _usage(is_adapter: bool) -> list[str]:
 
 
 def _push(directory: Path, repository: str, *, private: bool) -> str:
-    """Upload a folder; its address.
+    """Upload a folder and return its address.
 
     Raises:
-        ConfigError: huggingface_hub is not installed, or the name is none.
-        Unavailable: the hub does not take it: no network, no token, no right.
+        ConfigError: huggingface_hub is not installed, or the name is not valid.
+        Unavailable: the hub refused it or is unreachable: network, token, or permissions.
     """
     try:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError:
         raise ConfigError("--push-to-hub needs the package 'huggingface_hub' here: install penstock[torch]") from None
-    # An error of its own is one of whatever it sends with, too, which tells more of what may come from below it.
+    # The hub's errors derive from those of its HTTP library; catching the bases also covers transport failures.
     failures: tuple[type[BaseException], ...] = (*HfHubHTTPError.__bases__, RuntimeError)
     api = HfApi()
     try:

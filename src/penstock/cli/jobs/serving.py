@@ -1,4 +1,4 @@
-"""Commands that put a trained model to use."""
+"""Command that serves a trained model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def serve(
 
 
 def reference_of(text: str) -> str:
-    """``job:NAME@WHICH`` of that, of ``NAME@WHICH``, or of ``NAME``, the final checkpoint. Raises ConfigError."""
+    """Return ``job:NAME@WHICH`` for that, ``NAME@WHICH``, or ``NAME`` (the final checkpoint). Raises ConfigError."""
     reference = text if text.startswith(REFERENCE) else REFERENCE + text
     reference = reference if "@" in reference else f"{reference}@final"
     parse_reference(reference)
@@ -64,7 +64,7 @@ def reference_of(text: str) -> str:
 
 
 def _name_of(client: Client, path: str) -> str:
-    """Name of the model where the user gives none."""
+    """Return the default name of the model."""
     if not path.startswith(REFERENCE):
         raise ConfigError("--name: give the model a name; of a checkpoint it would be that of its job")
     job, which = parse_reference(path)

@@ -1,4 +1,4 @@
-"""A running job as people see it: what is collected, and how it is drawn."""
+"""Live view of a running job: collection of its data, and rendering."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _COLOURS = {"succeeded": "green", "failed": "red", "cancelled": "yellow", "pause
 
 @dataclass
 class View:
-    """One moment of a job."""
+    """State of a job at one moment."""
 
     record: JobRecord
     elapsed_s: float = 0.0
@@ -38,30 +38,30 @@ class View:
     tokens_per_s: float | None = None
 
     def last(self, name: str) -> float | None:
-        """Newest value of a metric."""
+        """Return the newest value of a metric, or None."""
         return next((v for v in reversed(self.series.get(name, [])) if v is not None), None)
 
     @property
     def rate(self) -> str:
-        """Work of all rollout workers per second: tokens, or steps in a simulator; '' while it is not known."""
+        """Throughput of all rollout workers: tokens or simulator steps per second; '' while unknown."""
         what = "steps" if self.record.spec.get("kind") == "embodied" else "tokens"
         return "" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f} {what}/s"
 
     @property
     def running(self) -> int:
-        """Sequences that are decoded at the moment."""
+        """Number of sequences being decoded."""
         return sum(int(row.get("running") or 0) for row in self.workers if row.get("service") == "rollout")
 
     @property
     def left_s(self) -> float | None:
-        """Until it is over, should it go on as fast as lately."""
+        """Estimated seconds until the job ends; None if unknown."""
         status = self.record.status
         if status.phase != "running" or status.expected_end is None:
             return None
         return max(0.0, status.expected_end.timestamp() - time.time())
 
     def stages(self) -> dict[str, float]:
-        """Share of the trainer's time by stage."""
+        """Return the share of the trainer's time by stage."""
         seconds = {
             name.removeprefix(_STAGES): self.last(name) or 0.0 for name in self.series if name.startswith(_STAGES)
         }
@@ -70,7 +70,7 @@ class View:
 
 
 class Observer:
-    """Collects views of one job."""
+    """Collector of views of one job."""
 
     def __init__(self, client: AsyncClient, job: str) -> None:
         self._client, self._job = client, job
@@ -78,7 +78,7 @@ class Observer:
         self._tokens: deque[tuple[float, int]] = deque()
 
     async def look(self) -> View:
-        """The job now. Raises Unavailable when the API does not answer."""
+        """Return a view of the job now. Raises Unavailable if the API does not answer."""
         record = await self._client.get(self._job)
         metrics = await self._client.metrics(self._job, max_points=400)
         view = View(record, time.monotonic() - self._began, metrics["series"])
@@ -92,7 +92,7 @@ class Observer:
         now = time.monotonic()
         acting = [row for row in workers if row.get("service") == "rollout"]
         total = sum(int(row.get("generated_tokens") or row.get("steps") or 0) for row in acting)
-        if self._tokens and total < self._tokens[-1][1]:  # a worker started again and counts from 0
+        if self._tokens and total < self._tokens[-1][1]:  # a worker restarted and counts from 0
             self._tokens.clear()
         self._tokens.append((now, total))
         while now - self._tokens[0][0] > _RATE_WINDOW_S:
@@ -102,7 +102,7 @@ class Observer:
 
 
 def progress_line(view: View) -> str:
-    """The view in one line, for logs and pipes."""
+    """Return the view as one line, for logs and pipes."""
     status = view.record.status
     total = f"/{status.total_steps}" if status.total_steps else ""
     parts = [f"{view.elapsed_s:6.1f} s  {status.phase:<9} update {status.step}{total}  version {status.policy_version}"]
@@ -125,7 +125,7 @@ def progress_line(view: View) -> str:
 
 
 def panel(view: View) -> RenderableType:
-    """The view as a box."""
+    """Return the view as a panel."""
     status = view.record.status
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
@@ -155,7 +155,7 @@ def panel(view: View) -> RenderableType:
 
 
 def worker_table(view: View) -> RenderableType:
-    """Workers of the job."""
+    """Return the panel with a table of the job's workers."""
     rows = [
         (row["worker"], "alive" if row.get("alive") else "lost", row.get("version"), row.get("waiting_for") or "")
         for row in view.workers

@@ -47,15 +47,15 @@ __all__ = [
 
 _BLANK = 0x2800
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bit of the dot in row 0 to 3, column 0 to 1 of a cell."""
+"""Braille bit of the dot in row 0 to 3, column 0 to 1 of a cell."""
 
 
 def chart(
     name: str, steps: Sequence[int], values: Sequence[float | None], *, width: int = 72, height: int = 10
 ) -> list[str]:
-    """The lines of a chart of ``values`` over ``steps``: its name, ``height`` rows of ``width`` cells, the axis.
+    """Return the lines of a chart of ``values`` over ``steps``: its name, ``height`` rows of ``width`` cells, the axis.
 
-    Where there are more values than columns of dots, a column shows the span of those that fall into it.
+    With more values than dot columns, a column shows the range of its values.
     """
     known = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
     if not known:
@@ -86,7 +86,7 @@ def chart(
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on to the end of the job.")]
 _LOG_POLL_S = 1.0
 DRAWN = "reward/mean"
-"""The metric of which a curve is drawn where none is named."""
+"""Default metric of a curve."""
 
 
 def events(
@@ -95,7 +95,7 @@ def events(
     after: Annotated[int, typer.Option(min=0, help="Only events past this id.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Show a job's events; with -f go on to its end (Ctrl-C leaves the job alone)."""
+    """Show a job's events; with -f follow them to its end (Ctrl-C leaves the job running)."""
     screen = console()
     with Client() as client:
         record = client.find(job)
@@ -155,7 +155,7 @@ def logs(
     tail: Annotated[int, typer.Option("--tail", "-n", min=1, max=10_000, help="Lines of each log to start with.")] = 50,
     as_json: Json = False,
 ) -> None:
-    """Show the services' logs (of the host of the coordinator)."""
+    """Show the services' logs, from the coordinator's host."""
     with Client() as client:
         record = client.find(job)
         cursor: str | None = None
@@ -213,7 +213,7 @@ def videos(
     to: Annotated[Path | None, typer.Option("--to", help="Download them into this directory.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the films of a job's held-out episodes, or download them."""
+    """Show the videos of a job's held-out episodes, or download them."""
     with Client() as client:
         record = client.find(job)
         rows = client.videos(record.id)
@@ -235,7 +235,7 @@ def videos(
 
 
 def workers(job: Job, as_json: Json = False) -> None:
-    """Show who works for a job, at which policy version, waiting for what."""
+    """Show the workers of a job, their policy versions, and what each waits for."""
     with Client() as client:
         rows = client.workers(client.find(job).id)
     if as_json:
@@ -245,7 +245,7 @@ def workers(job: Job, as_json: Json = False) -> None:
 
 
 def workers_table(rows: Rows) -> Table:
-    """Workers, a line each."""
+    """Return a table of workers."""
     shown = [
         (
             row["worker"],
@@ -261,7 +261,7 @@ def workers_table(rows: Rows) -> Table:
 
 
 def why(job: Job, as_json: Json = False) -> None:
-    """Say what a job waits for right now, on what, held by whom, for how long; and the warnings of its health."""
+    """Show the current waits of a job: resource, holder and duration; and its health warnings."""
     with Client() as client:
         record = client.find(job)
         rows = client.why(record.id)
@@ -275,7 +275,7 @@ def why(job: Job, as_json: Json = False) -> None:
 
 
 def waits_table(rows: Rows) -> Table:
-    """Waits of the job, a line each."""
+    """Return a table of the job's waits."""
     shown = [(r["waiting_for"], number(r["age_s"]), r.get("holder"), r.get("id"), r.get("subject")) for r in rows]
     return table(("WAITS FOR", "S#", "HELD BY", "ID", "SUBJECT"), shown)
 

@@ -1,4 +1,4 @@
-"""Watching a job to its end: events as they come, and below them how far it is."""
+"""Commands that watch a job to its end: events as they arrive, and the progress below them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["follow", "top", "watch"]
 
 LOOK_S = 0.5
 LINE_S, QUIET_S = 3.0, 15.0
-"""Seconds between progress lines where there is no terminal: after an update, and while there is none."""
+"""Seconds between progress lines without a terminal: after an update, and without an update."""
 PATIENCE_S = 60.0
 _LAST_EVENTS_S = 2.0
 
@@ -34,12 +34,12 @@ def top(
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: the newest job that runs.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Watch a job: update, reward, lag, speed, workers, what it waits for. Ctrl-C leaves it alone."""
+    """Watch a job: update, reward, lag, speed, workers, and its waits. Ctrl-C leaves the job running."""
     asyncio.run(_top(job, as_json))
 
 
 def follow(record: JobRecord, *, as_json: bool) -> int:
-    """Watch a job to its end; its exit code. Ctrl-C detaches and says how to come back."""
+    """Watch a job to its end and return its exit code. Ctrl-C detaches and prints how to continue."""
     try:
         last = asyncio.run(_follow(record, as_json))
     except KeyboardInterrupt:
@@ -61,13 +61,13 @@ async def watch(
     draw: Callable[[View], RenderableType] = panel,
     with_events: bool = True,
 ) -> View:
-    """Show a job until it is terminal; the last view of it.
+    """Show a job until it is terminal; return its last view.
 
-    On a terminal a panel is kept up to date below the events; elsewhere a line says how far it is: one for each update,
-    but none within LINE_S of the one before, and one every QUIET_S while there is no update.
+    A terminal shows a live panel below the events. Otherwise progress lines are printed: one per update, at least
+    LINE_S seconds apart, and one every QUIET_S seconds without an update.
 
     Raises:
-        Unavailable: the API was away for longer than PATIENCE_S.
+        Unavailable: the API was unreachable for longer than PATIENCE_S.
     """
     show = _Panel(screen, draw) if screen.is_terminal else _Lines(screen)
     teller = asyncio.create_task(_tell_events(client, job, screen)) if with_events else None
@@ -108,7 +108,7 @@ async def _tell_events(client: AsyncClient, job: str, screen: Console) -> None:
 
 
 class _Panel:
-    """A panel that redraws itself."""
+    """Panel that redraws itself in a terminal."""
 
     def __init__(self, screen: Console, draw: Callable[[View], RenderableType]) -> None:
         self._draw = draw
@@ -125,12 +125,12 @@ class _Panel:
         self._live.update(self._draw(view), refresh=last)
 
     def warn(self, text: str) -> None:
-        """Say something above the panel."""
+        """Print a message above the panel."""
         self._live.console.print(text)
 
 
 class _Lines:
-    """A line for an update now and then, where nothing can be redrawn."""
+    """Progress lines for outputs that cannot be redrawn."""
 
     def __init__(self, screen: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._screen, self._clock = screen, clock
@@ -143,14 +143,14 @@ class _Lines:
         return
 
     def update(self, view: View, *, last: bool) -> None:
-        """Show a newer view if it is time."""
+        """Print a newer view if a line is due."""
         now, step = self._clock(), view.record.status.step
         if last or now - self._told_at >= (LINE_S if step != self._told_step else QUIET_S):
             self._screen.print(progress_line(view), soft_wrap=True)
             self._told_at, self._told_step = now, step
 
     def warn(self, text: str) -> None:
-        """Say something."""
+        """Print a message."""
         self._screen.print(text, soft_wrap=True)
 
 

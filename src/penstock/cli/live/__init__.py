@@ -1,1 +1,1 @@
-"""Commands about live agents: chat, feedback, their users, and what could not be used."""
+"""Commands about live agents: chat, feedback, users' data, quarantine and dead letters."""

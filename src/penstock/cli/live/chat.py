@@ -1,4 +1,4 @@
-"""``penstock chat``: talk to a model, and say what you think of its answers."""
+"""``penstock chat``: talk to a model, and rate its answers."""
 
 from __future__ import annotations
 
@@ -63,20 +63,20 @@ def chat(
 
 @dataclass
 class Answer:
-    """The model's answer: ``interaction`` is what feedback names."""
+    """The model's answer; ``interaction`` is the id that feedback refers to."""
 
     interaction: str = ""
     episode: str = ""
     model: str = ""
     policy_version: int | None = None
-    """The one that began it."""
+    """Policy version that began the answer."""
     text: str = ""
     finish_reason: str | None = None
 
 
 @dataclass
 class Conversation:
-    """The conversation so far. ``last`` is the newest answer."""
+    """The conversation so far; ``last`` is the newest answer."""
 
     http: httpx.Client
     model: str
@@ -86,10 +86,10 @@ class Conversation:
     last: Answer = field(default_factory=Answer)
 
     def ask(self, text: str) -> Iterator[str]:
-        """Say something; the pieces of the answer as they come.
+        """Send a message; yield the pieces of the answer as they arrive.
 
         Raises:
-            PenstockError: there is no answer, or not all of it.
+            PenstockError: the request failed, or the answer is incomplete.
         """
         self.messages.append({"role": "user", "content": text})
         wishes = {name: value for name, value in self.sampling.items() if value is not None}
@@ -115,7 +115,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Thumbs:
-    """Values that a thumb up and a thumb down are posted as."""
+    """Feedback values for a thumb up and a thumb down."""
 
     metric: str
     up: bool | float
@@ -132,7 +132,7 @@ def _begun(headers: httpx.Headers) -> Answer:
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The parts of an answer. Raises Unavailable, ProtocolError: it ends before its end."""
+    """Yield the events of a streamed answer. Raises Unavailable, or ProtocolError if the stream ends early."""
     for line in response.iter_lines():
         if not line.startswith("data: "):
             continue
@@ -146,7 +146,7 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 
 
 def _pieces(delta: dict[str, Any]) -> Iterator[str]:
-    """New text of a chunk."""
+    """Yield the new text of a chunk."""
     if delta.get("content"):
         yield delta["content"]
     for call in delta.get("tool_calls") or []:
@@ -154,7 +154,7 @@ def _pieces(delta: dict[str, Any]) -> Iterator[str]:
 
 
 def _show(talk: Conversation, text: str, as_json: bool) -> None:
-    """Say ``text`` and print the answer: as it comes, or as JSON once it is whole."""
+    """Send ``text`` and print the answer: piece by piece, or as JSON once it is complete."""
     for piece in talk.ask(text):
         if not as_json:
             typer.echo(piece, nl=False)
@@ -169,10 +169,10 @@ def _http() -> httpx.Client:
 
 
 def _thumbs(client: Client, model: str, wanted: str | None) -> Thumbs | None:
-    """How the model's job takes verdicts on single answers.
+    """Return the metric and values that rate a single answer; None if the model accepts no such feedback.
 
     Raises:
-        ConfigError: the job declares no such metric.
+        ConfigError: the job does not declare the metric ``wanted``.
     """
     found = client.models.show(model)
     if not found.online:
@@ -191,7 +191,7 @@ def _thumbs(client: Client, model: str, wanted: str | None) -> Thumbs | None:
 
 
 def _values(name: str, metric: MetricConfig) -> Thumbs:
-    """The best and the worst that can be said."""
+    """Return the best and the worst value of a metric."""
     if metric.type == "boolean":
         up = metric.weight * (metric.when_true - metric.when_false) >= 0
         return Thumbs(name, up, not up)
@@ -200,7 +200,7 @@ def _values(name: str, metric: MetricConfig) -> Thumbs:
 
 
 def _rate(client: Client, talk: Conversation, thumbs: Thumbs | None, as_json: bool) -> None:
-    """Ask what the user thinks of the newest answer, and post it."""
+    """Ask the user to rate the newest answer, and post the rating."""
     while thumbs is not None:
         typer.echo(QUESTION, nl=False, err=True)
         said = sys.stdin.readline().strip().lower()
@@ -217,7 +217,7 @@ def _rate(client: Client, talk: Conversation, thumbs: Thumbs | None, as_json: bo
 
 
 def _lines(terminal: bool) -> Iterator[str]:
-    """Lines that the user types, to the end of the input."""
+    """Yield the lines that the user types, until the end of the input."""
     while True:
         if terminal:
             typer.echo("> ", nl=False, err=True)

@@ -46,7 +46,7 @@ def show(job: Job, letter: Letter) -> None:
 
 @app.command()
 def replay(job: Job, letter: Letter, as_json: Json = False) -> None:
-    """Have its prompt asked for again, or store it in its stream again, and drop it."""
+    """Retry a dead letter, as a new draw of its prompt or as messages stored again, and drop it."""
     with Client() as client:
         result = client.dead_letters.replay(client.find(job).id, letter)
     if as_json:
@@ -62,7 +62,7 @@ def replay(job: Job, letter: Letter, as_json: Json = False) -> None:
 
 @app.command()
 def drop(job: Job, letter: Letter, as_json: Json = False) -> None:
-    """Forget a dead letter."""
+    """Delete a dead letter."""
     with Client() as client:
         client.dead_letters.drop(client.find(job).id, letter)
     show_done(f"dead letter {letter} is dropped", {"id": letter, "dropped": True}, as_json)

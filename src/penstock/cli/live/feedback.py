@@ -57,7 +57,7 @@ def batch(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON lines, one item each; - for standard input.")],
     as_json: Json = False,
 ) -> None:
-    """Post the items of a file, each once, however often the same key posts it; exit with 1 if one is refused."""
+    """Post the items of a file; items that the same key posted before have no effect. Exit with 1 if one is refused."""
     with Client() as client:
         rows = client.feedback_batch(_named(_items(file)))
     refused = [(place, row) for place, row in enumerate(rows, 1) if row.problem is not None]
@@ -75,7 +75,7 @@ def batch(
 
 @app.command()
 def status(id: Id, as_json: Json = False) -> None:
-    """Show what became of an item."""
+    """Show the status of an item."""
     with Client() as client:
         fate = client.feedback_status(id)
     if as_json:
@@ -97,7 +97,7 @@ def status(id: Id, as_json: Json = False) -> None:
 
 @app.command()
 def retract(id: Id, as_json: Json = False) -> None:
-    """Take an item back; needs the scope feedback:admin."""
+    """Retract an item; needs the scope feedback:admin."""
     with Client() as client:
         reply = client.retract(id)
     said = "is trained on already, or about to be: too late" if reply.too_late else "is retracted"
@@ -111,7 +111,7 @@ def token(
     expires: Annotated[str | None, typer.Option(help="Age at which it ends, like 90m or 7d; default: a day.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Make a token with which a page posts one verdict, and print it; it is shown this once."""
+    """Create a token with which a page posts one verdict, and print it; it is shown this once."""
     inference, episode = (None, target) if target.startswith("ep_") else (target, None)
     with Client() as client:
         made = client.feedback_tokens.create(
@@ -125,7 +125,7 @@ def token(
 
 
 def _value(text: str, metric: str) -> bool | float | str:
-    """A value as JSON would read it; text for comments and for what is neither a boolean nor a number."""
+    """Parse a value as JSON; keep it as text for comments, and if it is neither a boolean nor a number."""
     if metric in ("comment", "demonstration"):
         return text
     try:
@@ -136,10 +136,10 @@ def _value(text: str, metric: str) -> bool | float | str:
 
 
 def _named(items: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The items with ids: one that has none gets that of what it says, as the same key says it the same time again.
+    """Add ids to items that have none, derived from content, occurrence number and API key.
 
-    So a file that is posted again, longer by now perhaps, has one effect; two equal lines in one file are two items.
-    Nobody who has not the key can tell an id and take it first.
+    So a file that is posted again, even if longer by then, has one effect, while two equal lines of one file are two
+    items. Without the key nobody can predict an id and occupy it first.
     """
     secret = os.environ.get("PENSTOCK_API_KEY", "").encode()
     said: Counter[bytes] = Counter()

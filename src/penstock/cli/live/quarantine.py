@@ -1,4 +1,4 @@
-"""Commands about feedback that is held back."""
+"""Commands about quarantined feedback."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ls(
     limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many.")] = 100,
     as_json: Json = False,
 ) -> None:
-    """List the feedback that is held back, of one job or of all."""
+    """List the quarantined feedback of one job or of all."""
     with Client() as client:
         rows = client.quarantine.list(client.find(job).id if job is not None else None, limit=limit)
     if as_json:
@@ -50,14 +50,14 @@ def ls(
 
 @app.command()
 def show(item: Item) -> None:
-    """Show an item with what it says, as JSON."""
+    """Show a quarantined item and its content, as JSON."""
     with Client() as client:
         show_json(client.quarantine.show(*_place(client, item)))
 
 
 @app.command()
 def release(item: Item, as_json: Json = False) -> None:
-    """Let an item count."""
+    """Release an item, so that it counts."""
     with Client() as client:
         verdict = client.quarantine.release(*_place(client, item))
     show_done(f"feedback {item[-1]} is released", verdict, as_json)
@@ -65,14 +65,14 @@ def release(item: Item, as_json: Json = False) -> None:
 
 @app.command()
 def drop(item: Item, as_json: Json = False) -> None:
-    """Reject an item for good."""
+    """Reject an item permanently."""
     with Client() as client:
         verdict = client.quarantine.drop(*_place(client, item))
     show_done(f"feedback {item[-1]} is dropped", verdict, as_json)
 
 
 def _place(client: Client, words: list[str]) -> list[str]:
-    """The id of an item, behind that of its job where it is given."""
+    """Return the id of an item, after the id of its job if it is given."""
     if len(words) > 2:
         raise typer.BadParameter(f"expected the id of an item, or a job and the id, got {len(words)} words")
     return [*(client.find(job).id for job in words[:-1]), words[-1]]

@@ -1,4 +1,4 @@
-"""Commands about the data of users."""
+"""Commands about users' data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def consent(
     train: Annotated[bool, typer.Option("--train/--no-train", help="Whether interactions may be trained on.")],
     as_json: Json = False,
 ) -> None:
-    """Say whether a user's interactions may be trained on, from now on."""
+    """Set whether a user's interactions may be trained on, from now on."""
     with Client() as client:
         said = client.users.consent(user, train=train)
     if as_json:
@@ -41,14 +41,14 @@ def erase(
     timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Wait this long until it is done.")] = 120,
     as_json: Json = False,
 ) -> None:
-    """Delete what is stored of a user; versions that were trained on it stay, and are named."""
+    """Delete the stored data of a user, and list the versions that were trained on it, which stay."""
     with Client() as client:
         _show(client.users.erase(user, timeout_s=timeout_s), as_json)
 
 
 @app.command()
 def status(user: User, as_json: Json = False) -> None:
-    """Show how far the deletion of a user's data is."""
+    """Show the progress of the deletion of a user's data."""
     with Client() as client:
         _show(client.users.erasure(user), as_json)
 
