@@ -88,7 +88,7 @@ class WebhookList(BaseModel):
 
 
 class Trial(BaseModel):
-    """Result of a test: True if the receiver accepted the event."""
+    """Result of a test event: ``delivered`` if the receiver accepted it, else ``error``."""
 
     delivered: bool
     error: str = ""

@@ -137,7 +137,7 @@ class JobPage(_Page):
 
 
 class Event(BaseModel):
-    """A message about a job, for people."""
+    """A message about a job for its users."""
 
     id: str
     object: Literal["fine_tuning.job.event"] = "fine_tuning.job.event"

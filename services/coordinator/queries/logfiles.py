@@ -22,10 +22,11 @@ _JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
 def read_logs(
     directory: Path, *, job: str, service: str | None, tail: int, after: str | None, unnamed: bool = True
 ) -> dict[str, Any]:
-    """Read ``{"lines": [{"service", "worker", "text"}], "next": cursor}``: the last ``tail``, or all past ``after``.
+    """Return ``{"lines": [{"service", "worker", "text"}], "next": cursor}``.
 
-    Lines that name only other jobs are skipped, and without ``unnamed`` also lines that name no job. Files are read one
-    after the other; a truncated file is read from its start. Blocks on the disk: call it in a thread.
+    The lines are the last ``tail`` ones, or those past the cursor ``after``. Lines that name only other jobs are
+    skipped, and without ``unnamed`` also lines that name no job. Files are read one after the other; a truncated file
+    is read from its start. Blocks on the disk: call it in a thread.
 
     Raises:
         NotFound: no log of ``service`` (a service or one worker).

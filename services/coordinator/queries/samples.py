@@ -245,7 +245,7 @@ def _of_piece(piece: str) -> str:
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """Return the byte of each letter: printable ones map to themselves, the others to U+0100 and up."""
+    """Return the byte of each letter: printable bytes are their own letters, the others are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

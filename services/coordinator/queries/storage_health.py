@@ -75,7 +75,7 @@ class WriteProbe:
         self._asking = asyncio.Lock()
 
     async def flaw(self, deadline_s: float) -> str:
-        """Return the reason why writes fail; '' if one succeeded within ``deadline_s`` and the monitor reports none."""
+        """Return the storage's flaw: a write that failed within ``deadline_s`` or the monitor's report; '' for none."""
         async with self._asking:
             if time.monotonic() >= self._until:
                 said, refused = await asyncio.gather(

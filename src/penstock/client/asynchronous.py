@@ -93,7 +93,7 @@ class AsyncClient:
         return await complete_async(flows.submit(job, idempotency_key), self._send)
 
     async def dry_run(self, job: JobFile) -> Row:
-        """Validate a job and show what it would do; its code is uploaded, and tried by a reward worker."""
+        """Validate a job and show what it would do; code and data are uploaded, and a reward worker tries the code."""
         return await complete_async(flows.dry_run(job), self._send)
 
     async def get(self, job: str) -> JobRecord:
@@ -249,7 +249,7 @@ class AsyncClient:
     ) -> AsyncIterator[Row]:
         """Train sealed batches again and compare; yield progress rows, the last with ``done``, ``ok`` and ``summary``.
 
-        ``feedback``: rows list in ``told`` the answers of live agents that a batch trained, and their feedback.
+        ``feedback``: add ``told`` to each row: the answers of live agents that the batch trained, and their feedback.
         """
         body = calls.replay_of(from_batch, to_batch, feedback=feedback)
         async with aclosing(self._streams.rows(f"/v1/jobs/{job}/replay", body)) as rows:

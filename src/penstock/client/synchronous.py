@@ -92,7 +92,7 @@ class Client:
         return complete(flows.submit(job, idempotency_key), self._send)
 
     def dry_run(self, job: JobFile) -> Row:
-        """Validate a job and show what it would do; its code is uploaded, and tried by a reward worker."""
+        """Validate a job and show what it would do; code and data are uploaded, and a reward worker tries the code."""
         return complete(flows.dry_run(job), self._send)
 
     def get(self, job: str) -> JobRecord:
@@ -243,7 +243,7 @@ class Client:
     ) -> Iterator[Row]:
         """Train sealed batches again and compare; yield progress rows, the last with ``done``, ``ok`` and ``summary``.
 
-        ``feedback``: rows list in ``told`` the answers of live agents that a batch trained, and their feedback.
+        ``feedback``: add ``told`` to each row: the answers of live agents that the batch trained, and their feedback.
         """
         body = calls.replay_of(from_batch, to_batch, feedback=feedback)
         yield from self._streams.rows(f"/v1/jobs/{job}/replay", body)

@@ -1,7 +1,7 @@
 """Idempotency-Key: a repeated POST has one effect and one reply (IETF draft-ietf-httpapi-idempotency-key-header).
 
-Claims and replies are stored in this process, and in Redis for restarts and replicas. Without Redis they are not shared
-and do not survive a restart.
+Claims and replies are stored in this process, and also in Redis, which shares them with replicas and across restarts.
+Without Redis only that is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.shared.errors import Unavailable
 __all__ = ["Idempotency", "ReplyStore", "StoredReply", "token_of"]
 
 KEEP_S = 24 * 3600
-"""Seconds for which a reply is repeated."""
+"""Seconds for which a reply is kept for repetitions."""
 CLAIM_S = 60
 """Seconds after which a claim without a reply is void, because its process has died."""
 MAX_ENTRIES, MAX_BYTES = 4096, 64 << 20

@@ -51,7 +51,7 @@ def byte_range(wanted: str, size: int) -> tuple[int, int] | None:
 
 
 def reply_of(file: BinaryIO, size: int, part: tuple[int, int] | None, *, etag: str) -> StreamingResponse:
-    """Stream ``file``, or its part [start, stop), and close it at the end."""
+    """Return a response that streams ``file``, or its part [start, stop), and closes it at the end."""
     start, stop = part or (0, size)
     headers = {"ETag": etag, "Accept-Ranges": "bytes", "Content-Length": str(stop - start)}
     if part is not None:

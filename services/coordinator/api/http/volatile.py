@@ -19,7 +19,7 @@ from penstock.shared.errors import Unavailable
 __all__ = ["CALL_TIMEOUT_S", "Volatile"]
 
 CALL_TIMEOUT_S = 0.25
-"""Longest time that a request spends on Redis before it continues without, in seconds."""
+"""Longest time in seconds that a request waits for Redis before it continues without it."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 5.0
 
 T = TypeVar("T")

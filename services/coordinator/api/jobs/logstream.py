@@ -21,7 +21,7 @@ LOOK_S = 0.5
 async def follow_logs(
     backend: Backend, job: str, *, service: str | None, tail: int, after: str | None, unnamed: bool
 ) -> AsyncIterator[tuple[str, Row]]:
-    """Yield ``(cursor, {"type": "log", "lines": [...]})`` whenever there are new lines, after the last ``tail`` lines.
+    """Yield ``(cursor, {"type": "log", "lines": [...]})``: the last ``tail`` lines, then new ones as they come.
 
     Ends once the job is terminal and a last read is done. Clients at the same cursor share a read.
     """

@@ -46,7 +46,7 @@ PARQUET = "application/vnd.apache.parquet"
 
 
 def as_csv(found: dict[str, Any]) -> bytes:
-    """Return a header line and one line per step; a cell is empty where a step has no value."""
+    """Return CSV with a header line and one line per step; a cell is empty where a step has no value."""
     text = io.StringIO()
     writer = csv.writer(text)
     writer.writerow(["step", "wall", *found["series"]])
@@ -55,7 +55,7 @@ def as_csv(found: dict[str, Any]) -> bytes:
 
 
 def as_parquet(found: dict[str, Any]) -> bytes:
-    """Return a table with the columns ``step`` (int64), ``wall`` and each series (float64, null where a step has none).
+    """Return Parquet with the columns ``step`` (int64), ``wall`` and each series (float64, null for missing values).
 
     Raises:
         HttpProblem: 406 pyarrow is not installed.
@@ -266,7 +266,7 @@ async def video(
 
 @router.get("/why", response_model=RowList, dependencies=READ)
 async def why(job: JobId, backend: BackendDep) -> Response:
-    """List the current waits of the job: the waiting party, the resource, its holder, and the time waited."""
+    """List the current waits of the job: awaited event, subject, holder, and age in seconds."""
     return _rows(await backend.control.why(job))
 
 

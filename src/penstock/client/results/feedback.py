@@ -141,7 +141,7 @@ class Consent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Erasure(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of the deletion of a user's data (``status`` `running` or `done`), and the deleted numbers.
+    """Progress of the deletion of a user's data (``status`` `running` or `done`), and the numbers of deleted items.
 
     ``trained_versions``: by job, versions that were trained on the data; they stay.
     """
