@@ -111,7 +111,7 @@ class Audited:
                 replied = True
                 headers = MutableHeaders(scope=message)
                 headers.setdefault("x-request-id", request.id)
-                await self._tell(request, message["status"], headers)
+                await self._store(request, message["status"], headers)
             await send(message)
 
         try:
@@ -119,10 +119,10 @@ class Audited:
         except Exception as error:
             if not replied:
                 status = from_error(error).status if isinstance(error, PenstockError) else 500
-                await self._tell(request, status, Headers())
+                await self._store(request, status, Headers())
             raise
 
-    async def _tell(self, request: _Request, status: int, reply: Headers) -> None:
+    async def _store(self, request: _Request, status: int, reply: Headers) -> None:
         """Log the request, and store its record if the caller has the scope of the route."""
         record = request.record(status, reply)
         fields = msgspec.to_builtins(record)
@@ -146,7 +146,7 @@ class _Request:
         self.id = f"req_{uuid6.uuid7().hex}"
         self._scope, self._route, self._backend = scope, route, backend
         self._caller: Caller = scope["state"]["caller"]
-        self._path = {name: self._shown(name, value) for name, value in path.items()}
+        self._path = {name: self._stored_value(name, value) for name, value in path.items()}
         self._digest, self._has_body = hashlib.sha256(), False
 
     @property
@@ -181,7 +181,7 @@ class _Request:
             body_sha256=self._digest.hexdigest() if self._has_body else "", trace=current_trace(),
         )  # fmt: skip
 
-    def _shown(self, name: str, value: str) -> str:
+    def _stored_value(self, name: str, value: str) -> str:
         """Return a path parameter as stored, cut to MAX_VALUE; a user as pseudonym ('' while these are unavailable)."""
         if name != "user":
             return value[:MAX_VALUE]

@@ -234,7 +234,7 @@ class Gateway:
                 self.withdraw(answer)
                 why, full = Unavailable("all rollout workers are full"), True
             if clock() + RETRY_S > end:
-                raise _full(served) if full else _nobody(served, why)
+                raise _full(served) if full else _no_worker(served, why)
             with contextlib.suppress(Unavailable):
                 self._table.find(served.job)
             await asyncio.sleep(RETRY_S)
@@ -401,6 +401,6 @@ def _full(served: Served) -> HttpProblem:
     return HttpProblem(429, "capacity", text, headers={"Retry-After": "1", "retry-after-ms": "500"})
 
 
-def _nobody(served: Served, why: Unavailable) -> HttpProblem:
+def _no_worker(served: Served, why: Unavailable) -> HttpProblem:
     text = f"no rollout worker serves model '{served.name}' within {served.hold_s:g} s: {why}"
     return HttpProblem(503, "no_worker", text, headers={"Retry-After": "1", "retry-after-ms": "1000"})

@@ -123,7 +123,7 @@ class Relay:
 
     async def run(self) -> None:
         """Send all chunks; stop early if the other gateway cancels the answer or is gone."""
-        async with await self._bus.subscribe(subjects.inference_worker(self.name), self._on_word):
+        async with await self._bus.subscribe(subjects.inference_worker(self.name), self._on_message):
             sending = asyncio.create_task(self._send_all())
             unwanted = asyncio.create_task(self._until_unwanted())
             try:
@@ -166,7 +166,7 @@ class Relay:
             except Unavailable:
                 await asyncio.sleep(RETRY_S)
 
-    def _on_word(self, subject: str, data: bytes) -> None:
+    def _on_message(self, subject: str, data: bytes) -> None:
         with contextlib.suppress(ProtocolError):
             if unpack(data, Present)[0].gateway == self._claimer:
                 self._heard.set()

@@ -82,11 +82,11 @@ def _name(digest: bytes) -> str:
 def _digests(owner: Sequence[str], messages: Iterable[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], bytes]]:
     digest = blake2b(json.dumps(list(owner)).encode(), digest_size=16)
     for message in messages:
-        digest.update(json.dumps(_said(message)).encode())
+        digest.update(json.dumps(_comparable(message)).encode())
         yield message, digest.digest()
 
 
-def _said(message: dict[str, Any]) -> list[Any]:
+def _comparable(message: dict[str, Any]) -> list[Any]:
     """Return the parts of a message to compare; clients add fields of their own when they send an answer back."""
     content = message.get("content")
     if isinstance(content, list):

@@ -208,7 +208,7 @@ def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, 
     return InferenceRequest(
         ids=[],
         gateway="",
-        **_asked(body),
+        **_prompt_fields(body),
         n=body.n or 1,
         sampling=_sampling(body),
         constraint=form,
@@ -225,7 +225,7 @@ def draft_of(body: ChatBody | CompletionBody, raw: bytes, headers: Mapping[str, 
     )
 
 
-def _asked(body: ChatBody | CompletionBody) -> dict[str, Any]:
+def _prompt_fields(body: ChatBody | CompletionBody) -> dict[str, Any]:
     """Return the fields of the request that hold the prompts."""
     if isinstance(body, CompletionBody):
         return {"kind": "completion", "prompts": body.prompts, "echo": bool(body.echo)}

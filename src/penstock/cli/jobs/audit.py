@@ -63,13 +63,13 @@ def replay(
                 verdict = "identical" if row.get("match") else "near" if row.get("near") else "DIFFERENT"
                 typer.echo(f"batch {row.get('batch')}: {verdict}  {row.get('detail', '')}".rstrip())
                 for one in row.get("told", []):
-                    typer.echo(f"  {_told(one)}")
+                    typer.echo(f"  {_feedback_line(one)}")
     if not done:
         raise Unavailable("the replay ended without a verdict; try again")
     raise typer.Exit(OK if ok else FAILED)
 
 
-def _told(row: dict[str, Any]) -> str:
+def _feedback_line(row: dict[str, Any]) -> str:
     """Format a row as ``draw 7.0: reward 1 (feedback), lag 0: INTERACTION by FEEDBACK``."""
     answers = ", ".join(row["interactions"] or row["context"]) or "posted material"
     by = ", ".join(row["feedback"]) or "nobody"

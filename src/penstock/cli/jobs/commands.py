@@ -75,7 +75,7 @@ def submit(
                 typer.echo("\n".join(plan_lines(plan)))
             return
         record = client.submit(job, idempotency_key=key)
-        _tell_warnings(client, record)
+        _print_warnings(client, record)
     if not follow_it:
         if as_json:
             show_json(record)
@@ -86,7 +86,7 @@ def submit(
     raise typer.Exit(follow(record, as_json=as_json))
 
 
-def _tell_warnings(client: Client, record: JobRecord) -> None:
+def _print_warnings(client: Client, record: JobRecord) -> None:
     """Print the coordinator's warnings about a submitted job; a key that may only submit gets none."""
     with contextlib.suppress(PenstockError):
         for row in client.events(record.id, follow=False):
@@ -194,7 +194,7 @@ def clone(
             show_json(client.dry_run(copy))
             return
         made = client.submit(copy)
-        _tell_warnings(client, made)
+        _print_warnings(client, made)
     if as_json:
         show_json(made)
     else:

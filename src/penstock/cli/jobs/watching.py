@@ -70,7 +70,7 @@ async def watch(
         Unavailable: the API was unreachable for longer than PATIENCE_S.
     """
     show = _Panel(screen, draw) if screen.is_terminal else _Lines(screen)
-    teller = asyncio.create_task(_tell_events(client, job, screen)) if with_events else None
+    teller = asyncio.create_task(_print_events(client, job, screen)) if with_events else None
     try:
         with show:
             view = await _look_until_done(Observer(client, job), show)
@@ -102,7 +102,7 @@ async def _look_until_done(observer: Observer, show: _Panel | _Lines) -> View:
         await asyncio.sleep(LOOK_S)
 
 
-async def _tell_events(client: AsyncClient, job: str, screen: Console) -> None:
+async def _print_events(client: AsyncClient, job: str, screen: Console) -> None:
     async for row in client.events(job):
         screen.print(event_line(row), soft_wrap=True)
 
