@@ -1,4 +1,4 @@
-"""API keys in the `keys` bucket and the audit log in AUDIT, which the server lets nobody change."""
+"""Stores API keys (bucket `keys`) and the audit log (stream AUDIT, which the server makes append-only)."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ __all__ = ["AuditLog", "KeyStore"]
 
 SECRET = "episode-keys"
 APPEND_S = 2.0
-"""Longest wait for a record, because its request is done and its reply waits; about one fail-over of the bus."""
+"""Deadline for storing one record (seconds), while the response waits; about one fail-over of the bus."""
 
 
 class AuditLog:
-    """Records are added and read, never changed. Every method may raise Unavailable."""
+    """Append-only log of requests. Every method may raise Unavailable."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def append(self, record: AuditRecord) -> None:
-        """Store a record; on disk when this returns."""
+        """Append a record; it is on disk when this returns."""
         subject = subjects.audit(record.key, record.job)
         await self._bus.publish(subject, encode_record(record), msg_id=record.request, deadline_s=APPEND_S)
 
     async def page(
         self, *, key: str, job: str, since: float | None, after: int, limit: int
     ) -> list[tuple[int, AuditRecord]]:
-        """At most ``limit`` records with a sequence above ``after``, oldest first, each with its sequence.
+        """Return at most ``limit`` records with a sequence above ``after``, oldest first, each with its sequence.
 
-        ``key`` and ``job`` ('': any) filter by equality; ``since`` (Unix seconds): only those stored from then on.
+        ``key`` and ``job`` ('': any) filter by equality; ``since``: only those stored from then on (Unix seconds).
         """
         start = after + 1 if since is None else max(after + 1, await self._first_since(since))
         found: list[tuple[int, AuditRecord]] = []
@@ -66,7 +66,7 @@ class AuditLog:
 
 
 class KeyStore:
-    """API keys, the same on every replica. Every method may raise Unavailable."""
+    """API keys, shared by all replicas. Every method may raise Unavailable."""
 
     def __init__(self, bus: Bus) -> None:
         self._kv, self._private = bus.kv(subjects.KEYS), bus.kv(subjects.PRIVACY)
@@ -76,7 +76,8 @@ class KeyStore:
         self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None,
         models: list[str] | None = None, max_weight: float = 1.0, code_modules: list[str] | None = None,
     ) -> tuple[StoredKey, str]:  # fmt: skip
-        """Store a new key durably; the key and its text, which nobody will ever see again."""
+        """Store a new key durably; return the record and the key's text, which is not stored and cannot be shown
+        again."""
         id, text, digest = new_key()
         key = StoredKey(
             id=id, name=name, scopes=scopes, created_at=bus_datetime(), expires_at=expires_at,
@@ -86,12 +87,12 @@ class KeyStore:
         return key, text
 
     async def find(self, id: str) -> StoredKey | None:
-        """A key, None where there is none."""
+        """Return the key with this id, or None."""
         entry = await self._kv.get(id)
         return StoredKey.model_validate_json(entry.value) if entry is not None and entry.value is not None else None
 
     async def list_all(self) -> list[StoredKey]:
-        """Every key, oldest first."""
+        """Return all keys, oldest first."""
         entries = await self._kv.entries()
         return [StoredKey.model_validate_json(entry.value) for entry in entries if entry.value is not None]
 
@@ -102,7 +103,7 @@ class KeyStore:
         await self._kv.delete(id)
 
     async def secret(self) -> bytes:
-        """Secret that signs the keys of episodes: 32 bytes, made once for the deployment."""
+        """Return the 32-byte secret that signs episode keys, created once per deployment."""
         if not self._secret:
             if await self._private.get(SECRET) is None:
                 with contextlib.suppress(Conflict):  # another replica was faster

@@ -1,4 +1,4 @@
-"""Callers: bearer keys with scopes, or this machine alone."""
+"""Authenticates callers: by bearer keys with scopes, or by the loopback address where no keys are configured."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = ["ANONYMOUS", "Caller", "KeyRing", "is_loopback", "needs_key"]
 logger = logging.getLogger(__name__)
 
 TRUST_S = 1.0
-"""A key that was looked up is trusted for so long: a revoked one may work this much longer on other replicas."""
+"""Time that a looked-up key is cached (seconds): a revoked key may work this much longer on other replicas."""
 MAX_KNOWN = 1024
 CONFIGURED = "PENSTOCK_API_KEYS"
-"""Name of the keys of the configuration: where they stand."""
+"""Name shown for keys from the configuration: the variable that holds them."""
 
 
 @dataclass(frozen=True)
@@ -42,29 +42,30 @@ class Caller:
     scopes: frozenset[Scope]
     rate_limit: str | None = None
     episode: str = ""
-    """The only episode (`ep_` and a UUID) that it may speak in and judge; ``id`` is then the key that made its key."""
+    """The only episode (`ep_` and a UUID) that the caller may use and judge; ``id`` is then the key that made its
+    key."""
     token: FeedbackGrant | None = None
-    """The only verdict that it may give; ``id`` is then the key that made its token."""
+    """The only feedback that the caller may give; ``id`` is then the key that made the token."""
     models: frozenset[str] | None = None
-    """Names and ids of the only jobs that it reaches; None: all."""
+    """Names and ids of the only jobs that the caller may reach; None: all."""
     max_weight: float = 1.0
-    """Largest weight of its feedback."""
+    """Largest weight of the caller's feedback."""
     name: str = ""
-    """Of the key, for people."""
+    """Name of the key, for display."""
     code_modules: frozenset[str] | None = None
-    """Modules that its job files may name functions of, within those of the deployment; None: all of these."""
+    """Modules whose functions the caller's job files may name, of those the deployment allows; None: all of these."""
 
     @property
     def sender(self) -> str:
-        """Identity that tells apart the keys and tokens made by one key."""
+        """Identity that distinguishes the keys and tokens made by one key."""
         return self.id + self.episode + (self.token.id if self.token is not None else "")
 
     def may(self, scope: Scope) -> bool:
-        """True if the key has ``scope``, by itself or through ``admin``."""
+        """Return True if the key has ``scope``, by itself or through ``admin``."""
         return scope in self.scopes or "admin" in self.scopes
 
     def may_use(self, name: str, job: str) -> bool:
-        """True if it reaches the model ``name``, which is ``job``."""
+        """Return True if the caller may reach the model ``name`` of job ``job``."""
         return self.models is None or not self.models.isdisjoint((name, job))
 
 
@@ -73,12 +74,12 @@ ANONYMOUS = Caller("local", frozenset({"admin"}))
 
 
 def needs_key(settings: ServiceSettings) -> bool:
-    """True if requests without a key are refused."""
+    """Return True if requests without a key are refused."""
     return bool(_configured(settings))
 
 
 class KeyRing:
-    """The keys of a deployment: those of its configuration, which may do everything, and those of the store.
+    """All keys of a deployment: those of the configuration, which have every scope, and those of the store.
 
     Raises:
         ConfigError: the API would be open without a key, to the network or to every user of this machine.
@@ -104,15 +105,15 @@ class KeyRing:
 
     @property
     def required(self) -> bool:
-        """Requests need a key."""
+        """True if requests need a key."""
         return bool(self._digests)
 
     async def caller(self, headers: Headers) -> Caller:
-        """Sender of a request with these headers.
+        """Return the sender of a request with these headers.
 
         Raises:
-            HttpProblem: 401 without a valid key; 403 where no keys exist and the request comes by way of a web page.
-            Unavailable: the bus cannot say whether the key is valid.
+            HttpProblem: 401 without a valid key; 403 if no keys exist and the request comes from a web page.
+            Unavailable: the bus does not answer, so the key cannot be checked.
         """
         text = _presented(headers)
         presented = hashlib.sha256(text.encode()).digest()
@@ -140,7 +141,7 @@ class KeyRing:
         return replace(_holder(key), scopes=frozenset(key.scopes))
 
     async def _of_episode(self, text: str) -> Caller:
-        """The bearer of an episode's key, which lives no longer than the key that made it."""
+        """Return the bearer of an episode key, which expires no later than the key that made it."""
         grant = read_episode_key(text, await self._store.secret())
         if grant is None:
             raise _unauthorized("this key of an episode was not made here")
@@ -149,7 +150,7 @@ class KeyRing:
         return replace(await self._maker(grant.maker), scopes=frozenset(grant.scopes), episode=grant.episode)
 
     async def _of_token(self, text: str) -> Caller:
-        """The bearer of a token for one verdict."""
+        """Return the bearer of a token for one feedback."""
         grant = TOKENS.read(text, await self._store.secret())
         if grant is None:
             raise _unauthorized("this token was not made here")
@@ -158,7 +159,8 @@ class KeyRing:
         return replace(await self._maker(grant.maker), scopes=frozenset({"feedback:write"}), token=grant)
 
     async def _maker(self, maker: str) -> Caller:
-        """The key that signed something, without its scopes. Raises HttpProblem: 401 it does not exist any more."""
+        """Return the owner of the key behind an episode key or token, without scopes. Raises HttpProblem: 401 if it is
+        gone."""
         if maker in self._configured_ids() or (maker == ANONYMOUS.id and not self._digests):
             return Caller(maker, frozenset())
         found = await self._find(maker)
@@ -180,12 +182,12 @@ class KeyRing:
         return key
 
     def forget(self, id: str) -> None:
-        """A key was revoked here."""
+        """Drop a key that was revoked on this replica from the cache."""
         self._known.pop(id, None)
 
 
 def _holder(key: StoredKey) -> Caller:
-    """Owner of a key, without its scopes."""
+    """Return the owner of a key, without its scopes."""
     models = None if key.models is None else frozenset(key.models)
     modules = frozenset(key.code_modules or ()) if key.code_modules is not None or models is not None else None
     return Caller(
@@ -200,7 +202,7 @@ def _holder(key: StoredKey) -> Caller:
 
 
 def _id_of(digest: bytes) -> str:
-    """Names a configured key."""
+    """Return the id of a configured key: 16 hex digits of its SHA-256."""
     return digest.hex()[:16]
 
 
@@ -226,7 +228,8 @@ def _presented(headers: Headers) -> str:
 
 
 def _refuse_foreign_pages(headers: Headers) -> None:
-    """Without keys, loopback is the only protection: a page in the user's browser must not get around it."""
+    """Refuse requests for other hosts or from other origins, as web pages send them: without keys, loopback is the only
+    protection."""
     host = _host_name(headers.get("host", "localhost"))
     origin = headers.get("origin")
     origin_host = _host_name(origin.partition("://")[2]) if origin else "localhost"
@@ -246,7 +249,7 @@ def _host_name(netloc: str) -> str:
 
 @lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
-    """True if only this machine can reach what listens on ``host``."""
+    """Return True if only this machine can reach a server that listens on ``host``."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""The coordinator behind the HTTP API: reads from the streams, writes job records, asks the runners."""
+"""Operations behind the HTTP API: read the streams, write job records, call the leaders of jobs."""
 
 from __future__ import annotations
 
@@ -72,21 +72,21 @@ Row = dict[str, Any]
 """A JSON object: str keys; values are JSON values (non-finite floats are sent as null)."""
 
 FILM_S = 60.0
-"""A renderer's first picture may take many seconds on a busy CPU."""
+"""Deadline for describing a simulator with a camera (seconds): its first rendered frame is slow on a busy CPU."""
 DESCRIBE_S = 30.0
-"""A submission waits so long for an env worker to make a simulator; the job itself waits as long as it takes."""
+"""Deadline for an env worker to create and describe a simulator at submission (seconds); a job has no such limit."""
 AUDIT_CHUNK_BYTES = 64 << 20
-"""The audit holds groups of at most this many bytes at once, or a single one."""
+"""Bytes of groups that the audit holds in memory at once; a larger group is held alone."""
 KEPT_STATES = 8
-"""Finished jobs whose fold is kept in memory: every part of a download asks for it."""
+"""Number of finished jobs whose folded ledger stays in memory, because every part of a download reads it."""
 
 
 class CoordinatorControl:
-    """The coordinator, as seen from HTTP.
+    """Operations of the coordinator that the HTTP API calls.
 
     Every method that takes ``job`` (a full job id) raises NotFound for an unknown one. Every method may raise
-    Unavailable (the bus does not answer: HTTP 503) or DeadlineError (HTTP 504). Replies are plain values: the API
-    never keeps or changes them.
+    Unavailable (the bus does not answer: HTTP 503) or DeadlineError (HTTP 504). Return values are plain data, which the
+    API neither keeps nor changes.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class CoordinatorControl:
         self._browser, self._artifacts = SampleBrowser(bus, self.archive), Artifacts(settings.data_dir / "checkpoints")
         self._videos = VideoBrowser(bus)
         self._finished: OrderedDict[tuple[str, int], LedgerState] = OrderedDict()
-        """By job and how often it was extended."""
+        """Folded ledgers of finished jobs, by job id and number of extensions; least recently used first."""
         self._folding = asyncio.Lock()
 
     # -- jobs --------------------------------------------------------------------------------------------------------
@@ -119,11 +119,11 @@ class CoordinatorControl:
     async def submit(self, spec: AnyJob, raw: Row, *, key: str = "", fine_tuning: Row | None = None) -> JobRecord:
         """Store a new job durably and return its record; ``raw`` is the job file as the user wrote it.
 
-        With the same ``key`` (of its sender and request) it is the same job, on every replica. ``fine_tuning``: the
-        request that the job file was made from.
+        A repeated submission with the same ``key`` (made of its sender and request) returns the same job, on every
+        replica. ``fine_tuning`` is the fine-tuning request that the job file was made from.
 
         Raises:
-            ConfigError: the job is valid as a file but cannot run here (data missing, memory, budgets).
+            ConfigError: the job file is valid but the job cannot run here (data missing, memory, budgets).
             HttpProblem: 507, the ledger has no room for another job.
             StreamFull: no room; the client may retry.
         """
@@ -142,7 +142,7 @@ class CoordinatorControl:
         return record
 
     async def dry_run(self, spec: AnyJob) -> Row:
-        """Effects of ``submit``, without it: resolved batch algebra, data summary, memory.
+        """Return the effects of ``submit`` without submitting: resolved batch sizes, data summary, memory.
 
         Raises:
             ConfigError: as for ``submit``.
@@ -168,7 +168,7 @@ class CoordinatorControl:
         return await describe_environment(self.bus, spec, deadline_s=FILM_S if camera else DESCRIBE_S, camera=camera)
 
     async def _state(self, job: str) -> LedgerState:
-        """The fold of the job's ledger, to read only. A finished job has one for good and no snapshots any more."""
+        """Return the folded ledger of the job, read-only; cached for a finished job, whose snapshots are purged."""
         record = await self.store.get(job)
         if record.status.phase not in TERMINAL_PHASES:
             return await Journal(self.bus, job, archive=self.archive).load()
@@ -182,19 +182,18 @@ class CoordinatorControl:
         return state
 
     async def get(self, job: str) -> JobRecord:
-        """The newest record (from memory or the bucket; called up to four times a second by each long poll)."""
+        """Return the newest record, from memory or the bucket. Each long poll calls this up to four times a second."""
         return await self.store.get(job)
 
     async def list_jobs(
         self, *, after: str | None, limit: int, order: Order, phase: str | None, name: str | None, kind: str | None,
         labels: Mapping[str, str], models: frozenset[str] | None = None,
     ) -> list[JobRecord]:  # fmt: skip
-        """At most ``limit`` records in id order (id = creation time), strictly past ``after`` in that order.
+        """Return at most ``limit`` records in id order (id = creation time), strictly past ``after`` in that order.
 
-        ``phase``, ``name``, ``kind`` and each of ``labels`` (of ``metadata``) filter by equality; of ``models`` are
-        jobs with one of these names or ids. An
-        ``after`` that does not exist is still a place in the order.
-        The API asks for one more than a page holds to learn whether there is a next one.
+        ``phase``, ``name``, ``kind`` and each of ``labels`` (of ``metadata``) filter by equality; ``models`` keeps only
+        jobs with one of these names or ids. ``after`` need not exist: it is only a position in the order. The API asks
+        for one more record than a page holds, to learn if there is a next page.
         """
         index = await self.store.index()
         page = index.page(
@@ -203,17 +202,17 @@ class CoordinatorControl:
         return [entry.record() for entry in page]
 
     async def job_entries(self, models: frozenset[str] | None = None) -> list[JobEntry]:
-        """Every job in short, oldest first, or those with one of these names or ids; costs no read of the records."""
+        """Return summaries of all jobs, or of those with one of these names or ids, oldest first; reads no records."""
         index = await self.store.index()
         return index.all() if models is None else index.of_models(models)
 
     async def delete(self, job: str, *, checkpoints: bool) -> None:
-        """Remove a finished job with its ledger, groups, metrics, events and feedback; safe to repeat.
+        """Delete a finished job with its ledger, groups, metrics, events and feedback; safe to repeat.
 
-        ``checkpoints``: their files on the coordinator's host, too.
+        ``checkpoints``: also delete its checkpoint files on the coordinator's host.
 
         Raises:
-            Conflict: it has not ended, or a job that runs began with one of these checkpoints.
+            Conflict: the job has not ended, or a running job started from one of these checkpoints.
         """
         folder = self.settings.data_dir / "checkpoints" if checkpoints else None
         await delete_job(self.bus, self.store, job, checkpoints=folder, archive=self.archive)
@@ -221,10 +220,10 @@ class CoordinatorControl:
             del self._finished[key]
 
     async def extend(self, job: str, max_updates: int, *, by: str) -> tuple[JobRecord, list[str]]:
-        """Let a job that has ended go on until ``max_updates`` are done; and what changes by that, for people.
+        """Continue a finished job until ``max_updates``; return its record and messages for the user on what changes.
 
         Raises:
-            Conflict: it has not ended, or cannot go on; says why.
+            Conflict: the job has not ended, or cannot continue (the message says why).
         """
         record = await self.store.get(job)
         if record.status.phase not in TERMINAL_PHASES:
@@ -238,7 +237,7 @@ class CoordinatorControl:
     # -- events, metrics, samples ------------------------------------------------------------------------------------
 
     async def events(self, job: str, *, after: int, limit: int) -> list[tuple[int, Row]]:
-        """At most ``limit`` events with a sequence above ``after``, oldest first, each with its sequence.
+        """Return at most ``limit`` events with a sequence above ``after``, oldest first, each with its sequence.
 
         A row has at least ``time`` (Unix seconds), ``level`` (info|warning|error), ``type`` (such as ``phase``,
         ``step``, ``checkpoint``, ``worker``) and ``message``.
@@ -254,14 +253,14 @@ class CoordinatorControl:
         return found
 
     async def newest_event(self, job: str) -> int:
-        """Sequence of the newest event of a job; 0: it has none."""
+        """Return the sequence of the newest event of a job, or 0 if it has none."""
         last = await self.bus.last(subjects.EVENTS, subjects.events(job))
         return last.seq if last is not None else 0
 
     async def follow_events(self, job: str, *, after: int) -> AsyncIterator[tuple[int, Row]]:
-        """As ``events``, without a limit: waits for new ones. Ends after the last event of a terminal job.
+        """Yield events and wait for new ones; see ``events``. Ends after the last event of a terminal job.
 
-        An async generator; the API closes it when the client goes away. Sequences rise strictly.
+        The API closes this async generator when the client disconnects. Sequences rise strictly.
         """
         record = await self.store.get(job)
         last = await self.bus.last(subjects.EVENTS, subjects.events(job))
@@ -280,7 +279,7 @@ class CoordinatorControl:
                     return
 
     async def keeps_event(self, seq: int) -> bool:
-        """True if an event with this sequence is there; where it is not, those after it may be gone, too."""
+        """Return True if the event with this sequence is still stored; if not, later ones may be gone, too."""
         try:
             await self.bus.get(subjects.EVENTS, seq)
         except NotFound:
@@ -290,9 +289,9 @@ class CoordinatorControl:
     async def metrics(
         self, job: str, *, names: list[str] | None, step_from: int | None, step_to: int | None, max_points: int
     ) -> Row:
-        """``{"steps": [int], "wall": [Unix seconds], "series": {name: [float | None]}}``: all lists equally long.
+        """Return ``{"steps": [int], "wall": [Unix seconds], "series": {name: [float | None]}}``; lists equally long.
 
-        ``names`` None: all of them. Bounds are inclusive. At most ``max_points`` columns (first and last kept).
+        ``names`` None: all metrics. Bounds are inclusive. At most ``max_points`` columns, with the first and last kept.
         """
         await self.store.get(job)
         messages = await self.bus.read(subjects.METRICS, subjects.metrics(job))
@@ -300,7 +299,7 @@ class CoordinatorControl:
         return await asyncio.to_thread(lambda: wanted(_rows(messages)))
 
     async def workers(self, job: str) -> list[Row]:
-        """One row per live or recently lost worker of the job.
+        """Return one row per live or recently lost worker of the job.
 
         ``service``, ``worker``, ``host``, ``pid``, ``ready``, ``age_s`` (of the last heartbeat), ``alive``, and the
         heartbeat's entry for this job (``version``, ``running``, ``waiting_for``, ``since``, ...).
@@ -314,13 +313,13 @@ class CoordinatorControl:
         ]
 
     async def metric_names(self, job: str) -> list[Row]:
-        """``name``, ``count``, ``first_step``, ``last_step`` and ``last`` value of every metric."""
+        """Return ``name``, ``count``, ``first_step``, ``last_step`` and ``last`` value of every metric."""
         await self.store.get(job)
         messages = await self.bus.read(subjects.METRICS, subjects.metrics(job))
         return await asyncio.to_thread(lambda: metric_names(_rows(messages)))
 
     async def timeline(self, job: str, *, step: int | None, limit: int) -> list[Row]:
-        """Spans (``step``, ``stage``, ``start``, ``end``) of update ``step``, or of the newest ``limit``."""
+        """Return spans (``step``, ``stage``, ``start``, ``end``) of update ``step``, or of the newest ``limit``."""
         await self.store.get(job)
         entries = await read_ledger(self.bus, job, self.archive)
         return await asyncio.to_thread(_timeline, [entry.data for entry in entries], step, limit)
@@ -329,15 +328,15 @@ class CoordinatorControl:
         self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None,
         min_reward: float | None, env: str | None,
     ) -> list[Row]:  # fmt: skip
-        """Groups and their completions, newest step first unless ``step`` is given; an evaluation job has step 0.
+        """Return groups with completions, newest step first unless ``step`` is given; an evaluation job has step 0.
 
         ``sort``: ``reward``, ``-reward``, ``length``, ``-length`` or None (order in the batch). ``after``: id of the
-        last row of the page before. ``env``: only those whose prompts are from the source of that name. A row has
+        last row of the page before. ``env``: only rows whose prompts are from the source of that name. A row has
         ``id``, ``step``, ``draw``, ``index``, ``env``, ``prompt``, ``completion``, ``answer``, ``reward``,
         ``advantage``, ``tokens``, ``min_version``, ``max_version``, ``worker``.
 
         Raises:
-            NotFound: there is no such job, or it has no source of that name.
+            NotFound: the job is unknown, or it has no source of that name.
         """
         spec = (await self.store.get(job)).spec
         return await self._browser.page(
@@ -345,12 +344,12 @@ class CoordinatorControl:
         )
 
     async def sample(self, job: str, row_id: str) -> Row:
-        """One of these rows, with its tokens, their texts, log-probs, mask, versions; siblings. Raises NotFound."""
+        """Return one row with tokens, token texts, log-probs, mask, versions and siblings. Raises NotFound."""
         row = await self._browser.one(job, row_id, trains=trains((await self.store.get(job)).spec))
         return row | {"token_texts": await self._texts(job, row["token_ids"])} if "token_ids" in row else row
 
     async def _texts(self, job: str, token_ids: list[int]) -> list[str] | None:
-        """Texts of tokens by the tokenizer of the initial checkpoint; None where it is not on this host."""
+        """Decode tokens with the tokenizer of the initial checkpoint; None if that is not on this host."""
         try:
             path, _ = await self.checkpoint_file(job, 0, "tokenizer.json")
             return await asyncio.to_thread(token_texts, path, token_ids)
@@ -358,23 +357,23 @@ class CoordinatorControl:
             return None
 
     async def videos(self, job: str) -> list[Row]:
-        """Films of held-out episodes, by version and reset id.
+        """Return the videos of held-out episodes, by policy version and reset id.
 
         ``name``, ``version``, ``reset_id``, ``task``, ``success``, ``reward`` (return), ``steps``, ``error`` (why there
-        is none) and ``href``.
+        is no video) and ``href``.
         """
         await self.store.get(job)
         return await self._videos.rows(job)
 
     async def video(self, job: str, name: str) -> bytes:
-        """An MP4 file. Raises NotFound."""
+        """Return the bytes of an MP4 file. Raises NotFound."""
         await self.store.get(job)
         return await self._videos.data(job, name)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     async def checkpoints(self, job: str) -> list[Row]:
-        """The checkpoints of a job, oldest first.
+        """Return the checkpoints of a job, oldest first.
 
         ``number``, ``version``, ``digest``, ``path``, ``time``, ``reason``, ``nbytes``, ``files`` (``name``,
         ``nbytes``, ``sha256``), ``available`` (the files are on the coordinator's host) and the flags ``initial``,
@@ -384,12 +383,12 @@ class CoordinatorControl:
         return await asyncio.to_thread(checkpoint_rows, state, self.settings.data_dir)
 
     async def checkpoint(self, job: str, number: int) -> Row:
-        """One of them. Raises NotFound."""
+        """Return one row of ``checkpoints``. Raises NotFound."""
         state = await self._state(job)
         return await asyncio.to_thread(checkpoint_row, state, self.settings.data_dir, number)
 
     async def checkpoint_file(self, job: str, number: int, name: str) -> tuple[Path, str]:
-        """Path and sha256 of a file of a committed checkpoint.
+        """Return the path and SHA-256 of a file of a committed checkpoint.
 
         Raises:
             NotFound: no such checkpoint, or its manifest does not name such a file.
@@ -400,17 +399,17 @@ class CoordinatorControl:
         return path, file.sha256
 
     async def delete_checkpoint(self, job: str, number: int) -> None:
-        """Remove the files of a checkpoint. Raises NotFound, or Conflict: the run needs it, or they are not here."""
+        """Delete the files of a checkpoint. Raises NotFound, or Conflict: needed by the run, or not here."""
         await asyncio.to_thread(delete_checkpoint, await self._state(job), self.settings.data_dir, number)
 
     async def artifact(self, sha256: str) -> Path:
-        """A file of some committed checkpoint with this content. Raises NotFound."""
+        """Return the path of a checkpoint file with this SHA-256, from any committed checkpoint. Raises NotFound."""
         return await asyncio.to_thread(self._artifacts.find, sha256)
 
     # -- diagnosis ---------------------------------------------------------------------------------------------------
 
     async def why(self, job: str) -> list[Row]:
-        """Waits of the job now, most important first; empty when it waits for nothing.
+        """Return what the job waits for now, most important first; empty if it waits for nothing.
 
         ``waiting_for`` (a phrase), ``subject``, ``id``, ``holder`` (worker or None), ``age_s``.
         """
@@ -420,9 +419,9 @@ class CoordinatorControl:
         return [*await self.leader.why(job), *await ledger_waits(self.bus)]
 
     async def audit(self, job: str) -> Row:
-        """Check the ledger against itself and the streams.
+        """Check the ledger for consistency, by itself and with the streams.
 
-        ``{"ok": bool, "equation": {...}, "checks": [{"name", "ok", "detail"}], "violations": [str]}``.
+        Returns ``{"ok": bool, "equation": {...}, "checks": [{"name", "ok", "detail"}], "violations": [str]}``.
         """
         record = await self.store.get(job)
         config = parse_job(record.spec)
@@ -451,8 +450,10 @@ class CoordinatorControl:
         return audit.report()
 
     async def logs(self, job: str, *, service: str | None, tail: int, after: str | None, unnamed: bool) -> Row:
-        """``{"lines": [{"service", "worker", "text"}], "next": cursor}``: the last ``tail`` lines, or those after a
-        cursor that an earlier reply gave. The cursor is opaque to the API."""
+        """Return ``{"lines": [{"service", "worker", "text"}], "next": cursor}``: the last lines.
+
+        At most ``tail`` lines, or those after the cursor of an earlier reply. The cursor is opaque to the API.
+        """
         await self.store.get(job)
         folder = self.settings.data_dir / "logs"
         return await asyncio.to_thread(
@@ -462,13 +463,13 @@ class CoordinatorControl:
     async def replay(
         self, job: str, *, from_batch: int | None, to_batch: int | None, feedback: bool = False
     ) -> AsyncIterator[Row]:
-        """Have the trainer repeat sealed batches from a retained checkpoint and compare; rows of progress.
+        """Have the trainer repeat sealed batches from a retained checkpoint and compare; yield rows of progress.
 
-        An async generator. Rows: ``{"batch", "total", "match", "detail"}``; the last one has ``"done": true``,
-        ``"ok": bool`` and ``"summary": str``. With ``feedback`` each has ``"told"``: see ``told_by_batch``.
+        Rows are ``{"batch", "total", "match", "detail"}``; the last one has ``"done": true``, ``"ok": bool`` and
+        ``"summary": str``. With ``feedback`` each has ``"told"``: see ``told_by_batch``.
 
         Raises:
-            Conflict: nothing can be replayed now (before the first row).
+            Conflict: nothing can be replayed now (raised before the first row).
         """
         record = await self.store.get(job)
         if not trains(record.spec):
@@ -483,7 +484,7 @@ class CoordinatorControl:
     # -- the deployment ----------------------------------------------------------------------------------------------
 
     async def limits(self) -> Row:
-        """Facts for ``GET /v1/limits`` beside the API's own: ``durability`` (fsync|page-cache|unverified), bytes."""
+        """Return facts for ``GET /v1/limits``: ``durability`` (fsync|page-cache|unverified), sizes in bytes."""
         return {
             "durability": await durability(self.settings.nats_monitor_url),
             "experience_bytes": self.settings.experience_bytes,
@@ -492,7 +493,7 @@ class CoordinatorControl:
         }
 
     async def health(self) -> tuple[bool, Row]:
-        """Ready to serve, and ``{check: {"ok": bool, "detail": str}}``. Bounded by 1 s; never raises."""
+        """Return readiness to serve, and ``{check: {"ok": bool, "detail": str}}``. Takes at most 1 s; never raises."""
         checks: Row = {
             "nats": {"ok": self.bus.connected, "detail": "connected" if self.bus.connected else "no connection"}
         }
@@ -509,7 +510,7 @@ class CoordinatorControl:
 
 
 def chunks_of(sizes: Mapping[int, int]) -> list[list[int]]:
-    """Cut the keys of ``sizes`` (key -> bytes), in order, into runs of at most AUDIT_CHUNK_BYTES, or of one key."""
+    """Split the keys of ``sizes`` (key -> bytes), in order, into runs of at most AUDIT_CHUNK_BYTES, or of one key."""
     chunks: list[list[int]] = []
     room = 0
     for key, nbytes in sizes.items():
@@ -522,7 +523,7 @@ def chunks_of(sizes: Mapping[int, int]) -> list[list[int]]:
 
 
 def largest_size(config: AnyTraining, group: SealedGroup) -> int:
-    """Upper bound of a stored group with as many tokens as the ledger says, in bytes."""
+    """Return an upper bound of the stored bytes of a group, from its token count in the ledger."""
     if isinstance(config, EmbodiedJob):
         return config.max_group_bytes
     tokens = config.data.prompt.max_tokens + group.tokens
@@ -543,6 +544,6 @@ def _timeline(entries: Sequence[bytes], step: int | None, limit: int) -> list[Ro
 
 
 def is_last_event(data: bytes, since: float = 0.0) -> bool:
-    """True if an event says that its job reached a terminal phase, and did so after it was extended (Unix seconds)."""
+    """Return True if an event reports a terminal phase, at or after ``since`` (last extension, Unix seconds)."""
     row = msgspec.json.decode(data)
     return row["time"] >= since and row["type"] == "phase" and str(row["message"]).split(":")[0] in TERMINAL_PHASES

@@ -1,4 +1,4 @@
-"""Checkpoints that are served because somebody asked for one: ``model: job:NAME@final`` of a chat."""
+"""Serves checkpoints on request: a chat with ``model: job:NAME@final`` deploys that checkpoint."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from penstock.shared.protocol.jobs import JobRecord, ModelOrigin
 __all__ = ["Deployments"]
 
 BY_REQUEST = {"deployed": "on request"}
-"""Label of a deployment that a chat began."""
+"""Label of a deployment that a chat request started."""
 LISTED = 100
-"""Finished jobs, newest first, among which models to be served are looked for."""
+"""Number of newest finished jobs that are searched for servable models."""
 FULL_RETRY_S = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Servable:
-    """A model that is served once somebody asks for it: the final checkpoint of a job. ``ended``: Unix seconds."""
+    """A model that can be served on request: the final checkpoint of a job. ``ended`` is in Unix seconds."""
 
     id: str
     name: str
@@ -39,7 +39,7 @@ class Servable:
 
 
 class Deployments:
-    """Checkpoints of jobs as models. Every method may raise Unavailable.
+    """Deploys checkpoints of jobs as models. Every method may raise Unavailable.
 
     Args:
         submit: ``CoordinatorControl.submit``.
@@ -51,15 +51,15 @@ class Deployments:
         self._store, self._origins, self._submit, self._settings = store, origins, submit, settings
 
     async def find(self, reference: str) -> ModelOrigin:
-        """The checkpoint `job:NAME@WHICH`. Raises NotFound, or ConfigError where it cannot be read as one."""
+        """Return the checkpoint `job:NAME@WHICH`. Raises NotFound, or ConfigError if the reference is malformed."""
         return (await self._origins.find(reference))[0]
 
     async def deploy(self, origin: ModelOrigin) -> str:
-        """Have it served, if it is not; the id of the deployment.
+        """Deploy the checkpoint unless it is served already; return the id of the deployment.
 
         Raises:
-            ConfigError: it cannot be served here.
-            HttpProblem: 404 only people deploy here, 503 as many are served on request as may be.
+            ConfigError: the checkpoint cannot be served here.
+            HttpProblem: 404 if deployment on request is off, 503 if the limit of such deployments is reached.
         """
         index = await self._store.index()
         unfinished = index.unfinished()
@@ -72,7 +72,7 @@ class Deployments:
             "kind": "serving", "name": name, "model": {"path": origin.checkpoint}, "metadata": BY_REQUEST,
             "serving": {"idle_s": self._settings.deploy_idle_s},
         }  # fmt: skip
-        # Whoever asks for it at the same time, here or at another coordinator, counts the same deployments before it.
+        # The key counts earlier deployments, so concurrent requests, here or at another replica, get the same job.
         key = f"deploy\n{origin.checkpoint}\n{sum(_serves(job, origin) for job in index.all())}"
         raw: dict[str, Any] = {"checkpoint": origin.checkpoint}
         return (await self._submit(ServingJob.parse(spec), raw, key=key)).id
@@ -92,7 +92,8 @@ class Deployments:
             raise HttpProblem(503, "deployments_full", text, headers={"Retry-After": str(FULL_RETRY_S)})
 
     async def servable(self, models: frozenset[str] | None) -> list[Servable]:
-        """Models that ``deploy`` takes, oldest first; ``models``: only jobs of these names or ids."""
+        """Return the models that ``deploy`` accepts, oldest first; ``models``: only jobs with one of these names or
+        ids."""
         if not self._settings.deploy_most:
             return []
         index = await self._store.index()
@@ -106,12 +107,12 @@ def _serves(job: JobEntry, origin: ModelOrigin) -> bool:
 
 
 def _with_final(entries: Iterable[JobEntry]) -> list[Servable]:
-    """Those whose final checkpoint is on this host, oldest first."""
+    """Return the jobs whose final checkpoint is on this host, oldest first."""
     found = []
     for entry in entries:
         try:
             record = entry.record()
-        except ProtocolError:  # of another release
+        except ProtocolError:  # written by another release
             continue
         path, end = record.status.checkpoint, record.status.finished_at or record.created_at
         if path is not None and (Path(path) / COMMIT).is_file():

@@ -1,8 +1,8 @@
-"""Uploaded data sets in the data directory: ``files/ID/rows.jsonl`` and, once that is on disk, ``files/ID/file.json``;
-and code of users by its content: ``code/SHA256.py``.
+"""Stores uploaded files in the data directory: data sets in ``files/ID/rows.jsonl``, with a record
+``files/ID/file.json`` written once the rows are on disk, and user code in ``code/SHA256.py``.
 
-``files/keys/DIGEST`` names the file of an Idempotency-Key, and ``files/ID/key`` the other way round.
-Services read them by path, like checkpoints: they must see the same data directory.
+``files/keys/DIGEST`` maps an Idempotency-Key to its file, and ``files/ID/key`` maps back. Services read the files by
+path, like checkpoints: they must see the same data directory.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_LINE_BYTES = 8 << 20
 MAX_FLAWS = 20
 MAX_CODE_FILES = 10_000
 ABANDONED_S = 3600.0
-"""An upload takes less; what is half written for longer was left by a crash."""
+"""Age after which a half-written upload is removed (seconds): no upload takes so long, so a crash left it."""
 
 
 class FileRecord(BaseModel):
@@ -55,7 +55,7 @@ class FileRecord(BaseModel):
 
 
 class CodeRecord(BaseModel):
-    """An uploaded file of Python; job files name what is in it by ``NAME@SHA256:FUNCTION``."""
+    """An uploaded Python file; job files name its functions by ``NAME@SHA256:FUNCTION``."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -73,14 +73,14 @@ class FileStore:
     def __init__(self, root: Path, *, max_bytes: int, max_files: int) -> None:
         self._root, self._max_bytes, self._max_files = root, max_bytes, max_files
         self._lock = threading.Lock()
-        """Held while room is taken: by one upload after another."""
+        """Held while an upload checks for room and takes it, so that uploads do so one at a time."""
 
     def add(self, source: BinaryIO, filename: str, purpose: Purpose, *, key: str = "") -> FileRecord:
-        """Keep a copy of ``source``; it is on disk when this returns. The same ``key`` and bytes are the same file.
+        """Store a copy of ``source``, on disk when this returns. Same ``key`` and bytes: the same file.
 
         Raises:
-            HttpProblem: 422, not JSON lines; points at each bad line. 422, the key was used for other bytes. 507, no
-                room for it.
+            HttpProblem: 422 if it is not JSON lines (points at each bad line) or the key was used for other bytes; 507
+                if there is no room.
         """
         self._clear_away()
         id = f"file-{uuid6.uuid7().hex}"
@@ -105,10 +105,10 @@ class FileStore:
         return earlier or record
 
     def add_code(self, source: str) -> CodeRecord:
-        """Keep a file of Python under the SHA-256 of its UTF-8; on disk when this returns. The same file is kept once.
+        """Store Python source under the SHA-256 of its UTF-8, once; it is on disk when this returns.
 
         Raises:
-            HttpProblem: 422, not Python; names the line. 507, no room for it.
+            HttpProblem: 422 if it is not Python (names the line); 507 if there is no room.
         """
         try:
             data = source.encode()
@@ -130,7 +130,7 @@ class FileStore:
         return record
 
     def _publish(self, folder: Path, record: FileRecord, key: str) -> None:
-        """From now on the file is there, also after a crash."""
+        """Make the file visible, durably: it is found from now on, also after a crash."""
         if key:
             _write(folder / KEY, _digest(key).encode())
         _write(folder / RECORD, record.model_dump_json().encode())
@@ -141,7 +141,7 @@ class FileStore:
             _sync(directory)
 
     def _earlier(self, key: str, record: FileRecord) -> FileRecord | None:
-        """The file uploaded with this key. Raises HttpProblem: 422, it was another file."""
+        """Return the file uploaded with this key, or None. Raises HttpProblem: 422 if it was a different file."""
         try:
             found = self.find((self._root / KEYS / _digest(key)).read_text()) if key else None
         except (OSError, NotFound):  # never used, or that file is deleted
@@ -153,7 +153,7 @@ class FileStore:
         return found
 
     def _check_room(self, nbytes: int) -> None:
-        """Raises HttpProblem: 507, no room for a further file of this size."""
+        """Raise HttpProblem (507) if there is no room for a further file of this size."""
         known = self.list_all()
         total = sum(record.bytes for record in known) + nbytes
         if len(known) >= self._max_files or total > self._max_bytes:
@@ -165,9 +165,9 @@ class FileStore:
             )
 
     def _clear_away(self) -> None:
-        """Remove what crashes left half written, or half deleted."""
+        """Remove files that crashes left half written or half deleted."""
         self._root.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self._root) as probe:  # the clock of this file system, as of the others
+        with tempfile.NamedTemporaryFile(dir=self._root) as probe:  # the file system's clock, not ours
             old = Path(probe.name).stat().st_mtime - ABANDONED_S
         for folder in self._root.glob("file-*"):
             with contextlib.suppress(OSError):
@@ -175,14 +175,14 @@ class FileStore:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def find(self, id: str) -> FileRecord:
-        """Raises NotFound."""
+        """Return the record of a file. Raises NotFound."""
         if is_uploaded(id):
             with contextlib.suppress(OSError, ValidationError):
                 return FileRecord.model_validate_json((self._root / id / RECORD).read_bytes())
         raise NotFound(f"no file '{id[:80]}'")
 
     def list_all(self) -> list[FileRecord]:
-        """Every file, oldest first, but what is being written or deleted."""
+        """Return all complete files, oldest first."""
         found = []
         for path in sorted(self._root.glob(f"*/{RECORD}")):
             with contextlib.suppress(NotFound):
@@ -190,20 +190,20 @@ class FileStore:
         return found
 
     def content(self, id: str) -> Path:
-        """Where its bytes are. Raises NotFound."""
+        """Return the path of the file's rows. Raises NotFound."""
         return self._root / self.find(id).id / ROWS
 
     def delete(self, id: str) -> None:
-        """Raises NotFound."""
+        """Delete a file. Raises NotFound."""
         folder = self._root / self.find(id).id
         with contextlib.suppress(OSError):
             (self._root / KEYS / (folder / KEY).read_text()).unlink(missing_ok=True)
-        (folder / RECORD).unlink(missing_ok=True)  # first: a removal that breaks off leaves nothing that looks whole
+        (folder / RECORD).unlink(missing_ok=True)  # first: an interrupted deletion leaves no complete file
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _copy_rows(source: BinaryIO, path: Path) -> tuple[int, int, str]:
-    """Size in bytes, rows and sha256 of what was copied."""
+    """Copy and check JSON lines; return size in bytes, number of rows and SHA-256. Raises HttpProblem: 422."""
     digest, rows, nbytes = hashlib.sha256(), 0, 0
     flaws: list[Flaw] = []
     with path.open("wb") as file:
@@ -228,7 +228,7 @@ def _copy_rows(source: BinaryIO, path: Path) -> tuple[int, int, str]:
 
 
 def _problem(line: bytes) -> str:
-    """Flaw of a line; empty lines are passed over."""
+    """Return the flaw of a line, or ''; empty lines are allowed."""
     if len(line) > MAX_LINE_BYTES:
         return f"longer than {MAX_LINE_BYTES} bytes"
     if not line.strip():
@@ -254,7 +254,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Names in a directory are on disk only after this."""
+    """Flush a directory, which makes new names in it durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

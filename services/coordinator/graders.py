@@ -1,4 +1,4 @@
-"""Graders on request: what they become as scorers of a job, and one answer graded by a reward worker."""
+"""Runs graders outside of jobs: turns a grader into a scorer and has a reward worker grade one answer."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["GraderBench", "scorer_of"]
 
 DEADLINE_S = 30.0
 GRACE_S = 5.0
-"""A worker that is busy with another request has this much longer to answer."""
+"""Extra time for a worker that is busy with another request (seconds)."""
 MODEL_DEADLINE_S = 60.0
-"""Limit for all completions of a group in a job whose grader asks a model."""
+"""Time limit for all completions of a group in a job whose grader calls a model (seconds)."""
 
 
 class GraderBench:
@@ -32,10 +32,10 @@ class GraderBench:
         self._bus, self._settings = bus, settings
 
     async def grade(self, grader: AnyGrader, sample: str | None, item: dict[str, Any]) -> GradeReply:
-        """One score for each part of ``grader``, in their order; without a sample its parts are only opened.
+        """Return one score for each part of ``grader``, in their order; without a sample the parts are only opened.
 
         Raises:
-            ConfigError: the deployment has no model for it.
+            ConfigError: the deployment has no model for the grader.
             Unavailable: no reward worker answers.
         """
         scorers = [scorer_of(part, self._settings) for part in parts_of(grader).values()]
@@ -45,7 +45,7 @@ class GraderBench:
         self, scorers: Sequence[ScorerConfig], sample: str | None, *, prompt: str = "", answer: str | None = None,
         row: dict[str, Any],
     ) -> GradeReply:  # fmt: skip
-        """Have a reward worker open these scorers in a process of their own, and score one completion, if there is one.
+        """Have a reward worker open these scorers in a separate process, and score ``sample`` if it is given.
 
         Raises:
             Unavailable: no reward worker answers.
@@ -62,10 +62,10 @@ class GraderBench:
 
 
 def scorer_of(grader: AnyGrader, settings: ServiceSettings) -> GraderScorer:
-    """``grader`` as a scorer of a job file, with the address of models that the deployment names.
+    """Return ``grader`` as a scorer of a job file, with the model address that the deployment configures.
 
     Raises:
-        ConfigError: it needs a model, and the deployment names no address.
+        ConfigError: the grader needs a model, and the deployment configures no address.
     """
     asks = any(isinstance(part, ScoreModelGrader) for part in parts_of(grader).values())
     if asks and not settings.grader_url:

@@ -1,4 +1,4 @@
-"""Checkpoints of other jobs as models: what ``job:NAME@final`` in a job file means at the moment of its submission."""
+"""Resolves checkpoints of other jobs as models: ``job:NAME@final`` in a job file, at the time of its submission."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Origins", "warnings_of"]
 
 
 def warnings_of(spec: AnyJob, origin: ModelOrigin | None) -> list[str]:
-    """Settings with which training that begins with a checkpoint of another job likely makes its policy worse."""
+    """Return warnings about settings that likely harm a policy that starts from a checkpoint of another job."""
     if origin is None or not isinstance(spec, JobConfig):
         return []
     found, start = [], spec.optimizer
@@ -33,7 +33,7 @@ def warnings_of(spec: AnyJob, origin: ModelOrigin | None) -> list[str]:
             f"({origin.model}), towards the reference answers alone: leave the section out"
         )
     if start.warmup_updates == 0:
-        # A first step of Adam is the gradient over its own size, so it moves every weight by the whole learning rate.
+        # Adam's first step divides the gradient by its own magnitude, so every weight moves by the whole learning rate.
         found.append(
             f"optimizer.warmup_updates: 0: the optimizer begins anew, and its first updates move every weight of "
             f"{origin.model} by about the whole learning rate ({start.learning_rate:g}), however small its gradient: "
@@ -47,9 +47,9 @@ class Origins:
     """Finds checkpoints by name.
 
     Args:
-        index: all jobs as they are now.
-        ledger: the folded ledger of a job.
-        data_dir: where checkpoints lie.
+        index: returns the current index of all jobs.
+        ledger: returns the folded ledger of a job.
+        data_dir: data directory that holds the checkpoints.
     """
 
     def __init__(
@@ -58,11 +58,13 @@ class Origins:
         self._index, self._ledger, self._data_dir = index, ledger, data_dir
 
     async def resolve(self, spec: AnyJob) -> tuple[AnyJob, ModelOrigin | None]:
-        """``spec`` with the directory of the checkpoint that ``model.path`` names, and which one that is; a job file
-        without such a path as it is, and None. A deployment also takes over what it leaves open.
+        """Replace a reference in ``model.path`` by the checkpoint's directory; return the new spec and the origin.
+
+        Without such a reference, return ``spec`` unchanged and None. A deployment also takes the settings that it
+        leaves unset from the job that made the checkpoint.
 
         Raises:
-            ConfigError: no such job or checkpoint, or its files are gone; names what comes nearest.
+            ConfigError: no such job or checkpoint, or its files are gone; names the closest match.
         """
         path = None if isinstance(spec, EmbodiedJob) else spec.model.path
         if isinstance(spec, EmbodiedJob) or path is None or not path.startswith(REFERENCE):
@@ -76,10 +78,10 @@ class Origins:
         return spec.model_copy(update={"model": spec.model.model_copy(update={"path": origin.path})}), origin
 
     async def find(self, reference: str) -> tuple[ModelOrigin, JobConfig]:
-        """The checkpoint ``job:JOB@WHICH``, and the job that made it: by id, or the newest one of that name.
+        """Return the checkpoint ``job:JOB@WHICH`` and the config of its job, found by id or as the newest of that name.
 
         Raises:
-            ConfigError: the reference cannot be read, or is of a job that trains no language model.
+            ConfigError: the reference is malformed, or the job trains no language model.
             NotFound: no such job or checkpoint, or its files are not on this host.
         """
         job, which = parse_reference(reference)
@@ -103,7 +105,7 @@ class Origins:
         return origin, config
 
     async def job(self, job: str) -> JobEntry:
-        """A job by id, or the newest one of a name that can have checkpoints. Raises NotFound."""
+        """Return a job by id, or the newest job of a name, preferring jobs that train. Raises NotFound."""
         index = await self._index()
         if (known := index.get(job)) is not None:
             return known

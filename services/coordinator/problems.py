@@ -1,4 +1,4 @@
-"""Refusals that the HTTP API shows as they are: the status, a code for programs, and the places that are wrong."""
+"""Errors that the HTTP API returns as they are: a status, a machine-readable code, and the invalid fields."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Flaw", "HttpProblem"]
 
 
 class Flaw(BaseModel):
-    """One thing wrong with a request."""
+    """One flaw of a request."""
 
     pointer: str = Field(description="JSON pointer into the body, or the parameter as /query/NAME, /path/NAME")
     detail: str
 
 
 class HttpProblem(PenstockError):  # noqa: N818
-    """A request that is refused, with the reply that says so."""
+    """A refused request, with its HTTP response."""
 
     def __init__(
         self,

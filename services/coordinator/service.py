@@ -1,7 +1,7 @@
 """The coordinator process: one leader runs every job; any replica may answer HTTP.
 
-``leases/coordinator`` decides who leads. A leader that loses it stops its job tasks at once; a write it still had under
-way is refused by the ledger (Fenced).
+The lease ``leases/coordinator`` selects the leader. A leader that loses it stops its job tasks at once; the ledger
+refuses writes that it still had in flight (Fenced).
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 ROOM_EVERY_S = 5.0
 ARCHIVE_SHARE, ARCHIVED_AT_ONCE = 0.5, 64
-"""Above this share of LEDGER finished jobs leave it, whatever they have there; so many of them at a time."""
+"""Above this share of LEDGER, finished jobs are archived whatever their size there; at most this many at a time."""
 BROKEN_TRIES = 3
-"""A job whose leader breaks this often on something unexpected is marked failed."""
+"""A job is marked failed after its leader crashes this often on an unexpected error."""
 WOKEN_AT_ONCE = 16
-"""Leaders of jobs that look at new workers in one turn of the loop."""
+"""Number of job leaders that are woken for worker changes per turn of the event loop."""
 SOUND_S = 300.0
-"""Failures from before a leader that led for this long count no more."""
+"""A leader that ran for this long (seconds) resets the count of crashes."""
 
 
 class CoordinatorService:
-    """Wires bus, jobs and API; see the module docstring."""
+    """Connects bus, jobs and API; see the module docstring."""
 
     name = "coordinator"
 
@@ -119,7 +119,7 @@ class CoordinatorService:
             self.ready = True
 
     async def drain(self) -> None:
-        """Stop taking requests and let those in hand end; jobs go on under the next leader."""
+        """Stop accepting requests and let those in progress end; jobs continue under the next leader."""
         self.ready = False
         self._stopping.set()
         if self._server is not None:
@@ -128,7 +128,7 @@ class CoordinatorService:
             await asyncio.wait({self._http})
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Per job: what this leader sees."""
+        """Return the status of each job that this replica leads."""
         return {job: runner.status() for job, runner in self.runners.items() if runner.ready}
 
     async def _serve_http(self) -> None:
@@ -178,7 +178,7 @@ class CoordinatorService:
             await lease.release()
 
     async def _lead(self, epoch: int, lease: Lease) -> None:
-        """Run every job that is not terminal, until the lease is lost."""
+        """Run every unfinished job, until the lease is lost."""
         courier = Courier(self.bus, self.control.webhooks, private=self.settings.webhook_private)
         parts = (
             self._watch_jobs(epoch), lease.keep(), self.control.leader.serve(), self.feedback.finish_deletions(),
@@ -206,7 +206,7 @@ class CoordinatorService:
                 self._tasks[job.id] = asyncio.create_task(self._run_job(job.id, epoch))
 
     async def _run_job(self, job: str, epoch: int) -> None:
-        """Lead one job; an error of one job never ends another. What keeps breaking for no known reason is failed."""
+        """Lead one job; its errors never end another one. A job that keeps crashing is marked failed."""
         broken, began = 0, time.monotonic()
         while (error := await unexpected(self._lead_job(job, epoch))) is not None:
             expected = _only(error, Fenced, Unavailable)
@@ -223,13 +223,13 @@ class CoordinatorService:
         await release_memory()
         self._tasks.pop(job, None)
         entry = (await self.store.index()).get(job)
-        if entry is not None and not entry.finished:  # it was extended meanwhile
+        if entry is not None and not entry.finished:  # extended in the meantime
             self._tasks.setdefault(job, asyncio.create_task(self._run_job(job, epoch)))
 
     async def _lead_job(self, job: str, epoch: int) -> None:
-        """Lead a job as its record says now, until it is over."""
+        """Lead a job by its current record, until it ends."""
         record = await self.store.find(job)
-        if record is None or record.status.phase in TERMINAL_PHASES:  # it ended, and may be deleted meanwhile
+        if record is None or record.status.phase in TERMINAL_PHASES:  # it ended meanwhile, and may be deleted
             return
         with bound(job=job), tracing(record.trace):
             logger.info("leading job %s", job)
@@ -256,7 +256,7 @@ class CoordinatorService:
         )
 
     async def clean_up(self, job: str) -> None:
-        """Give up what nobody needs of a finished job; again while the bus is away, for nobody comes back to it."""
+        """Delete unneeded data of a finished job; retry while the bus is away, because this runs only once."""
         while (error := await unexpected(self._give_up_rest(job))) is not None:
             expected = _only(error, Unavailable)
             logger.warning("cleaning up after job %s: %s", job, error, exc_info=None if expected else error)
@@ -265,7 +265,7 @@ class CoordinatorService:
             await asyncio.sleep(RETRY_S)
 
     async def _give_up_rest(self, job: str) -> None:
-        """A finished job leaves no tickets, raw groups and snapshots; its groups stay for audit and replay."""
+        """Purge tickets, raw groups and snapshots of a finished job and archive its ledger; groups stay for replay."""
         await self.bus.purge(subjects.SNAPSHOTS, subjects.snapshots(job))
         for stream, subject in ((subjects.TICKETS, subjects.tickets(job)), (subjects.RAW, subjects.raw(job))):
             await self.bus.purge(stream, subject)
@@ -274,7 +274,7 @@ class CoordinatorService:
         await self._archive(job, MIN_SEGMENT_BYTES)
 
     async def _archive(self, job: str, least: int) -> None:
-        """Move the ledger of a finished job to the archive, if it has ``least`` bytes in LEDGER."""
+        """Move the ledger of a finished job to the archive, if LEDGER holds at least ``least`` bytes of it."""
         try:
             await archive_whole(self.bus, job, self.control.archive, least=least)
         except Fenced as error:
@@ -290,7 +290,7 @@ class CoordinatorService:
         self.runners.clear()
 
     async def _keep_room(self) -> None:
-        """While a stream is nearly full, give up what jobs can do without there, finished and old ones first."""
+        """While a stream is nearly full, drop data that jobs can do without there, finished and old jobs first."""
         while True:
             await asyncio.sleep(ROOM_EVERY_S)
             if not self.leading or self.bus.held:
@@ -304,7 +304,7 @@ class CoordinatorService:
                 logger.info("room is not checked: %s", error)
 
     async def archive_ledgers(self) -> None:
-        """While LEDGER is half full, archive what jobs have there: finished ones, then those that run."""
+        """While LEDGER is half full, archive what it holds of finished jobs, then of running jobs."""
         state = await self.bus.stream_state(subjects.LEDGER)
         if state.bytes <= ARCHIVE_SHARE * state.max_bytes:
             return
@@ -317,7 +317,7 @@ class CoordinatorService:
                 runner.outbox.later(runner.journal.keep_up, keep=False)
 
     async def watch_ledger(self) -> None:
-        """Warn once when the ledger fills, and again after it had room."""
+        """Warn once when the ledger fills, and again only after it had room."""
         state = await self.bus.stream_state(subjects.LEDGER)
         filled, self._ledger_fills = self._ledger_fills, is_filling(state)
         if not self._ledger_fills or filled:
@@ -328,7 +328,7 @@ class CoordinatorService:
                 runner.outbox.event("warning", "ledger_filling", describe_ledger(state))
 
     async def make_room(self, stream: str) -> None:
-        """Give up what one job can do without in ``stream`` if that is nearly full."""
+        """Drop data of one job that it can do without in ``stream``, if the stream is nearly full."""
         state = await self.bus.stream_state(stream)
         if state.bytes <= FULL_SHARE * state.max_bytes:
             return
@@ -349,14 +349,14 @@ class CoordinatorService:
             await self.bus.purge(stream, GIVEN_UP[stream](job))
 
     async def _drop_interactions(self) -> None:
-        """Have one job give up its interactions; a subject for each is too much to count them by subject."""
+        """Purge the interactions of one job. Each has its own subject, so counting messages by subject is too slow."""
         for job in without_interactions((await self.store.index()).all()):
             if count := await self.bus.purge(subjects.INTERACTIONS, subjects.interactions(job)):
                 logger.warning("INTERACTIONS is nearly full: giving up the %d of job %s", count, job)
                 return
 
     async def _shorten_batches(self) -> None:
-        """No finished job is left to make room: those that run give up what their newest checkpoint covers."""
+        """Make room in BATCHES without finished jobs: running jobs drop manifests older than their checkpoint."""
         for job, runner in list(self.runners.items()):
             if isinstance(runner, JobRunner) and runner.ready and (newest := runner.run.state.checkpoint) is not None:
                 start = earliest_start(runner.run.state, newest.number)
@@ -365,7 +365,7 @@ class CoordinatorService:
 
 
 def _only(error: BaseException, *kinds: type[Exception]) -> bool:
-    """True if an error, or every leaf of a group of errors, is of these kinds."""
+    """Return True if an error, or every leaf of an exception group, is of these kinds."""
     if isinstance(error, BaseExceptionGroup):
         return all(_only(inner, *kinds) for inner in error.exceptions)
     return isinstance(error, kinds)

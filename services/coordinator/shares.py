@@ -28,15 +28,15 @@ OVERHEAD_BYTES = 160
 RETRY_S = 1.0
 LOOK_S = 5.0
 KEY_SHARE = 0.95
-"""Of what a job may have: share of one key in what its other keys leave."""
+"""Share of one key in the space that its job may use and the job's other keys leave free."""
 PLACES = 1024
-"""Sequences that are counted together."""
+"""Number of consecutive stream sequences that are counted together."""
 LOOKED_AT = 0.25
-"""Above this share of the stream, the oldest remaining messages of owners are looked up."""
+"""Share of the stream above which a job's oldest remaining message is looked up, to stop counting removed ones."""
 
 
 class EntryShares:
-    """Entries of a bucket by owner, with the time at which each expires."""
+    """Entries of a bucket by owner, each with its expiry time."""
 
     def __init__(self, share: float) -> None:
         self.max_bytes = 0
@@ -75,8 +75,10 @@ class EntryShares:
 
 
 class FeedbackShares:
-    """Bytes of FEEDBACK by job, and by key inside of it, read from the headers of its messages, whichever replica
-    stored them. A key may have ``KEY_SHARE`` of what its job may have and other keys have not."""
+    """Counts bytes of FEEDBACK by job and key, from the message headers, whichever replica stored the messages.
+
+    A key may use the share ``KEY_SHARE`` of the space that its job may use and the job's other keys leave free.
+    """
 
     def __init__(self, bus: Bus, share: float) -> None:
         self._bus, self._share = bus, share
@@ -96,7 +98,7 @@ class FeedbackShares:
                     self._bytes += nbytes if message.seq > self._looked_at else 0
 
     def has_room(self, job: str, key_id: str, nbytes: int) -> bool:
-        """Return True if ``nbytes`` more of the key in ``job`` may be stored."""
+        """Return True if ``key_id`` may store ``nbytes`` more in ``job``."""
         if self._share >= 1 or not self._max_bytes:
             return True  # a full stream refuses the message itself
         of_job = self._jobs.get(job) or _JobBytes()
@@ -106,7 +108,7 @@ class FeedbackShares:
         return of_key + nbytes <= KEY_SHARE * (room - (own - of_key))
 
     async def _look(self) -> None:
-        """Learn the fill level of the stream, and which messages are gone: the oldest ones of a job, or all of them."""
+        """Refresh the fill level of the stream, and stop counting messages that the stream has removed."""
         while True:
             try:
                 state = await self._bus.stream_state(subjects.FEEDBACK)
@@ -128,9 +130,9 @@ class FeedbackShares:
 
 
 class _JobBytes:
-    """Bytes of one job, those of PLACES sequences together: of all its items, and by the numbers of their keys.
+    """Bytes of one job, counted per range of PLACES sequences: in total, and by sender number.
 
-    Keys have at most NUM_SENDERS numbers, and a message has no more of them than items.
+    Keys map to at most NUM_SENDERS numbers, and a message has at most as many as it has items.
     """
 
     def __init__(self) -> None:
@@ -138,7 +140,7 @@ class _JobBytes:
         self.by_sender: Counter[int] = Counter()
         self._places: dict[int, tuple[int, Counter[int]]] = {}
         self._senders: dict[int, int] = {}
-        """Of the newest message that says so: the later parts of one stand directly behind it, and do not."""
+        """Items by sender number, from the newest first part; the later parts of a message follow it without one."""
 
     def add(self, message: Message, nbytes: int) -> None:
         """Count a message."""
@@ -153,8 +155,8 @@ class _JobBytes:
         self.used += nbytes
 
     def drop_before(self, first: int) -> None:
-        """Stop counting what lies in places before ``first``."""
+        """Stop counting ranges of sequences before range ``first``."""
         for place in [place for place in self._places if place < first]:
             used, by_sender = self._places.pop(place)
             self.used -= used
-            self.by_sender -= by_sender  # entries of nothing go, too
+            self.by_sender -= by_sender  # also deletes entries that reach 0

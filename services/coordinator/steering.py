@@ -1,4 +1,4 @@
-"""Requests of users about existing jobs: stored in their records, and reported as events with the API key."""
+"""User requests about existing jobs: stored in the job records, and reported as events with the id of the API key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VERBS: dict[DesiredState, str] = {"running": "resume", "paused": "pause", "cance
 
 
 class Steering:
-    """Carries out requests. Every method raises NotFound for an unknown job and Conflict for a finished one."""
+    """Applies requests to job records. Every method raises NotFound (unknown job) and Conflict (finished job)."""
 
     def __init__(self, bus: Bus, store: JobStore, settings: ServiceSettings) -> None:
         self._bus, self._store, self._settings = bus, store, settings
@@ -37,14 +37,14 @@ class Steering:
     async def set_desired(
         self, job: str, state: DesiredState, *, by: str, force: bool = False, checkpoint: bool = True
     ) -> JobRecord:
-        """Write what the user wants and return the record after the write; the same state twice changes nothing.
+        """Write the desired state and return the record after the write; a repeat of the same state changes nothing.
 
-        ``by``: id of the key that asks, for the events of the job.
+        ``by``: id of the requesting key, for the events of the job.
 
         With ``cancelled``: ``force``, do not drain, do not checkpoint; without ``checkpoint``, drain only.
 
         Raises:
-            Conflict: the job is terminal, or is being cancelled and something else is asked.
+            Conflict: the job is terminal, or is being cancelled and another state is requested.
         """
         before = await self._store.get(job)
         record = await self._store.set_desired(job, state, force=force, checkpoint=checkpoint)
@@ -54,13 +54,13 @@ class Steering:
         return record
 
     async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob], *, by: str) -> JobRecord:
-        """Write the job file that ``edit`` makes of the record, in one atomic step; ``edit`` may be called again.
+        """Replace the job file by what ``edit`` makes of the record, atomically; ``edit`` may be called more than once.
 
         ``by``: as for ``set_desired``.
 
         Raises:
             Conflict: the job is terminal.
-            ConfigError: the job has no room here any more (byte budget).
+            ConfigError: the job no longer fits here (byte budget).
         """
         others = [entry for entry in (await self._store.index()).unfinished() if entry.id != job]
         before = await self._store.get(job)
@@ -68,19 +68,19 @@ class Steering:
 
         def checked(record: JobRecord) -> AnyJob:
             config = edit(record)
-            if not isinstance(config, ServingJob):  # which stores no groups
+            if not isinstance(config, ServingJob):  # serving jobs store no groups
                 check_room(others, config.limits.byte_budget, experience_bytes=self._settings.experience_bytes)
             return config
 
         record = await self._store.amend(job, checked)
         if record.generation != before.generation:
             keys = changed_keys(parse_job(before.spec), parse_job(record.spec))
-            sections = {key.rpartition(".")[0] for key in keys}  # an empty value has a key of its own
+            sections = {key.rpartition(".")[0] for key in keys}  # an empty value has its own key
             await self._tell(job, "amend", by, {"keys": [key for key in keys if key not in sections]})
         return record
 
     async def extend(self, job: str, max_updates: int, *, by: str) -> JobRecord:
-        """Let a job that has ended go on, to ``max_updates``. Raises Conflict: it goes on already."""
+        """Continue a finished job until ``max_updates``. Raises Conflict if it runs already."""
         others = (await self._store.index()).unfinished()
 
         def longer(record: JobRecord) -> AnyJob:
@@ -94,7 +94,7 @@ class Steering:
         return record
 
     async def _check_smaller_budget(self, record: JobRecord, edit: Callable[[JobRecord], AnyJob]) -> None:
-        """Refuse a byte budget in which groups of the job no longer fit; the largest size of a group never changes."""
+        """Refuse a byte budget too small for the groups of the job; the largest size of a group never changes."""
         if record.status.phase in TERMINAL_PHASES:
             return
         config, known = edit(record), parse_job(record.spec)
@@ -105,13 +105,13 @@ class Steering:
             await check_budget(config, stores_parts=parts)
 
     async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
-        """Have something done; the record's ``operations`` tell when it was. Raises Conflict: the job is terminal."""
+        """Request an operation; ``operations`` of the record show its end. Raises Conflict: the job is terminal."""
         record = await self._store.begin_operation(job, operation)
         await self._tell(job, operation.kind, operation.by, {**operation.args, "operation": operation.id})
         return record
 
     async def _tell(self, job: str, action: str, by: str, details: dict[str, Any]) -> None:
-        """Publish the event of a request that is in the record already, if the bus accepts it."""
+        """Publish the event of a request that is already in the record; log an error if the bus does not accept it."""
         shown = ", ".join(f"{name} {value}" for name, value in details.items() if name not in ("keys", "operation"))
         what = " ".join((action.replace("_", " "), *details.get("keys", ()))) + (f" ({shown})" if shown else "")
         row = {

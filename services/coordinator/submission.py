@@ -1,4 +1,4 @@
-"""Checks of a submitted job, and its effects."""
+"""Checks of a submitted job, the preview of its effects, and job ids by submission key."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ __all__ = ["SubmissionIds", "beginning_note", "check_budget", "check_groups", "c
 SEALED_BYTES, REWARD_BYTES = 140, 9
 """Bytes of a group in the ledger and in the manifest of its batch, and of each of its rewards."""
 ENTRY_ROOM = 128 << 10
-"""Kept in an entry of the ledger for what else is decided with a batch."""
+"""Bytes reserved in a ledger entry for other events of the same decision as a batch."""
 JOB_PREFIX = "job"
 SERVED = ("online_rl", "serving")
-"""Kinds of jobs that clients address by their names."""
+"""Kinds of jobs that clients address by name."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
 )  # fmt: skip
-"""A directory with none of them is no tokenizer."""
+"""Files of which a tokenizer directory must hold at least one."""
 
 
 async def plan_job(
@@ -69,16 +69,16 @@ async def plan_job(
     stores_parts: bool,
     describe: Callable[[EmbodiedJob], Awaitable[EnvSpec]] | None = None,
 ) -> dict[str, Any]:
-    """Effects of a job here.
+    """Check that a job can run here, and return its effects (resolved batch, data, bytes, warnings).
 
     Args:
-        members: the workers; None: nothing is known of them.
-        stores_parts: whether EXPERIENCE takes groups above 1 MiB.
-        describe: asks an env worker for the simulator of an embodied job; None: it is checked when the job begins.
+        members: the workers; None: unknown.
+        stores_parts: True if EXPERIENCE accepts groups above 1 MiB.
+        describe: has an env worker describe the simulator of an embodied job; None: checked when the job begins.
 
     Raises:
-        ConfigError: it cannot run: model or data missing, a package missing everywhere, groups too large, or no room
-            beside the jobs that run.
+        ConfigError: the job cannot run: model or data missing, a package missing everywhere, groups too large, or no
+            room beside the running jobs.
     """
     if isinstance(spec, EmbodiedJob):
         return await _plan_embodied(spec, running, settings, members, stores_parts=stores_parts, describe=describe)
@@ -150,7 +150,7 @@ def _plan_serving(spec: ServingJob, running: Sequence[JobEntry]) -> dict[str, An
 
 
 async def tell(bus: Bus, job: str, warnings: Sequence[str]) -> None:
-    """Put warnings among the events of a job, which is submitted by now whatever becomes of them."""
+    """Publish warnings as events of a job. A failure is ignored, because the job is already submitted."""
     for text in warnings:
         row = {"time": bus_time(), "level": "warning", "type": "submitted", "message": text, "data": {}}
         with contextlib.suppress(Unavailable, StreamFull):
@@ -158,7 +158,7 @@ async def tell(bus: Bus, job: str, warnings: Sequence[str]) -> None:
 
 
 async def check_budget(spec: AnyJob, *, stores_parts: bool) -> None:
-    """``check_groups`` of a job whose rows were not measured yet. Raises ConfigError, also for data that is gone."""
+    """Run ``check_groups`` for a job whose rows are not measured yet. Raises ConfigError, also if the data is gone."""
     if isinstance(spec, ServingJob):
         return
     row_bytes = 0 if isinstance(spec, EmbodiedJob) else (await _open_data(spec)).row_bytes
@@ -169,10 +169,10 @@ def check_groups(spec: TextJob | EmbodiedJob, row_bytes: int, *, stores_parts: b
     """Refuse a job whose groups, with their rows, are larger than what can be stored.
 
     Args:
-        row_bytes: what the largest row adds to a group.
+        row_bytes: bytes that the largest row adds to a group.
 
     Raises:
-        ConfigError: names the numbers.
+        ConfigError: a group, or the groups of a batch, do not fit; names the numbers.
     """
     size = spec.max_group_bytes + row_bytes
     if isinstance(spec, EmbodiedJob):
@@ -199,10 +199,10 @@ def check_groups(spec: TextJob | EmbodiedJob, row_bytes: int, *, stores_parts: b
 
 
 def check_packages(spec: AnyJob, members: Members, now: float) -> list[str]:
-    """Warnings about workers that lack a package which a job needs; it would fail at the first of them.
+    """Return warnings about workers that lack a package of the job; the job would fail at the first of them.
 
     Raises:
-        ConfigError: all workers that run lack it.
+        ConfigError: every running worker lacks it.
     """
     warnings = []
     for need in needs(spec):
@@ -233,7 +233,7 @@ def _engine_missing(need: Need) -> str:
 
 
 def _warnings(spec: TextJob, http_host: str) -> list[str]:
-    """Warnings: settings that are allowed and likely a mistake, where the API listens on ``http_host``."""
+    """Return warnings about allowed settings that are likely mistakes, given the address of the API."""
     if is_loopback(http_host) or not isinstance(spec, OnlineJob) or spec.online.is_defended:
         return []
     return [
@@ -264,7 +264,7 @@ def _batch_of(spec: AnyTraining) -> dict[str, int]:
 
 
 def _check_entry(spec: AnyTraining) -> None:
-    """A batch is one message of the ledger, and one of BATCHES."""
+    """Refuse batches that do not fit: a batch is one message of the ledger, and one of BATCHES."""
     nbytes = SEALED_BYTES + REWARD_BYTES * spec.completions_per_group
     if spec.groups_per_batch * nbytes > MAX_INLINE_BYTES - ENTRY_ROOM:
         raise ConfigError(
@@ -274,7 +274,7 @@ def _check_entry(spec: AnyTraining) -> None:
 
 
 def check_alias(spec: OnlineJob | ServingJob, running: Sequence[JobEntry]) -> None:
-    """Refuse a job to be served whose name clients already use for another one that runs.
+    """Refuse a job to be served whose name already addresses another running job.
 
     Raises:
         ConfigError: names that job.
@@ -288,10 +288,10 @@ def check_alias(spec: OnlineJob | ServingJob, running: Sequence[JobEntry]) -> No
 
 
 def _with_unmeasured(spec: TextJob, data: DataSummary) -> DataSummary:
-    """``data`` with a note on held-out sources that no evaluation reaches.
+    """Return ``data`` with a note on each held-out source that evaluation does not reach.
 
     Raises:
-        ConfigError: what is measured on one of them is to decide something.
+        ConfigError: early stopping or the choice of the best checkpoint uses a metric of such a source.
     """
     size, starts = spec.evaluation.num_prompts, accumulate((source.rows for source in data.eval), initial=0)
     unmeasured = [source.name for source, start in zip(data.eval, starts, strict=False) if start >= size]
@@ -335,8 +335,12 @@ def _check_tokenizer(model: ModelConfig) -> None:
 
 
 def _check_model(model: ModelConfig, longest: int, where: str) -> None:
-    """Look at the directory of a model. Raises ConfigError: it is none, or completions of ``longest`` tokens, as
-    ``where`` says, leave no room for a prompt."""
+    """Check the directory of a model, and its tokenizer.
+
+    Raises:
+        ConfigError: the directory is no model, or completions of ``longest`` tokens leave no room for a prompt;
+            ``where`` names the key that sets ``longest``.
+    """
     _check_tokenizer(model)
     path = model.path
     if path is not None and (path.startswith((".", "/", "~")) or Path(path).exists()):
@@ -344,16 +348,16 @@ def _check_model(model: ModelConfig, longest: int, where: str) -> None:
         if not folder.is_dir():
             raise ConfigError(f"model.path: '{path}' does not exist (as seen by the coordinator)")
         if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
-            return  # an adapter: the model under it is described where that lies
+            return  # an adapter: its base model is not checked here
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path: '{path}' holds no config.json; is it a Hugging Face model directory?")
         _check_room(folder / "config.json", longest, where)
 
 
 def beginning_note(spec: TextJob) -> list[str]:
-    """Note on the first token of plain prompts where the job file leaves it to a tokenizer on this host.
+    """Return a note on the first token of plain prompts, if the job file leaves it to a tokenizer on this host.
 
-    The post-processor of its file decides, as it does in the library that the workers read it with.
+    The post-processor in the tokenizer's file decides, as in the library that the workers load it with.
     """
     prompt = spec.data_config.prompt
     source = spec.model.tokenizer or spec.model.path or "char"
@@ -373,7 +377,7 @@ def beginning_note(spec: TextJob) -> list[str]:
 
 
 def _first_tokens(rules: Any) -> set[str]:
-    """Special tokens that the post-processors of a tokenizer's file put before a single text."""
+    """Return the special tokens that the post-processors of a tokenizer file put before a single text."""
     if not isinstance(rules, dict):
         return set()
     inner = [_first_tokens(each) for each in rules.get("processors", ())]
@@ -382,7 +386,7 @@ def _first_tokens(rules: Any) -> set[str]:
 
 
 def _check_room(file: Path, longest: int, where: str) -> None:
-    """Look whether a prompt fits beside a completion, for a model whose longest sequence is written in its file."""
+    """Refuse completions that leave no room for a prompt in the longest sequence that config.json allows."""
     try:
         config = msgspec.json.decode(file.read_bytes())
     except (OSError, msgspec.DecodeError) as error:
@@ -395,18 +399,18 @@ def _check_room(file: Path, longest: int, where: str) -> None:
 class SubmissionIds:
     """Job ids by submission key, so that a repeated submission is the same job on every coordinator.
 
-    The id is stored first, under the key in the bucket `answers`, for half an hour; then the record of the job is
-    made. A client that repeats the submission creates the same record, or finds it.
+    The id is stored first, under the key in the bucket `answers`, for half an hour; then the job's record is created. A
+    client that repeats the submission creates the same record, or finds it.
     """
 
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.ANSWERS)
 
     async def job_id(self, key: str, body: bytes) -> str:
-        """Return the id for a submission with this key: a new one, or that of the same submission before.
+        """Return the id for a submission with this key: a new one, or that of the earlier equal submission.
 
         Raises:
-            HttpProblem: 422 the key came with another body before.
+            HttpProblem: 422 if the key was used with another body before.
             Unavailable: the bus does not answer.
         """
         name = f"{JOB_PREFIX}.{hashlib.sha256(key.encode()).hexdigest()[:32]}"

@@ -1,4 +1,4 @@
-"""Code of users that a job file names: is it there, and does a reward worker get along with it?"""
+"""Checks of user code that a job file names: is it uploaded, and can a reward worker run it?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["check_uploaded", "try_functions"]
 
 
 class Example(NamedTuple):
-    """The first row of a job's data, as a scorer sees it. ``answer``: None where rows have no reference answer."""
+    """The first row of a job's data, as a scorer receives it. ``answer``: None where rows have no reference answer."""
 
     prompt: str
     answer: str | None
@@ -32,10 +32,10 @@ class Example(NamedTuple):
 
 
 def check_uploaded(spec: AnyJob, data_dir: Path) -> None:
-    """Look for the uploaded files that a job file names.
+    """Check that the files of user code that a job file names were uploaded.
 
     Raises:
-        ConfigError: one is missing; names the key.
+        ConfigError: a file is missing; names the key.
     """
     for key, name in named(spec, "code"):
         stem, at, digest = name.partition(":")[0].partition("@")
@@ -49,10 +49,10 @@ def check_uploaded(spec: AnyJob, data_dir: Path) -> None:
 async def try_functions(spec: AnyJob, bench: GraderBench, members: Members) -> list[str]:
     """Have a reward worker import the scorer functions of a job, and score the reference answer of the first row.
 
-    Returns warnings: nobody could try them, or they raised on that answer, which need not be a fault.
+    Returns warnings: no worker could try them, or they raised on that answer, which need not be an error.
 
     Raises:
-        ConfigError: one cannot be imported, or takes other arguments.
+        ConfigError: a function cannot be imported, or takes other arguments.
     """
     if isinstance(spec, EmbodiedJob | ServingJob):
         return []
@@ -80,7 +80,7 @@ async def try_functions(spec: AnyJob, bench: GraderBench, members: Members) -> l
 
 
 def _example_of(spec: TextJob) -> Example | None:
-    """Read the first row; None where there is none, or it cannot be used: the check of the data says why."""
+    """Return the first row, or None if there is none or it is invalid; the data check reports the reason."""
     config = spec.data if isinstance(spec, JobConfig) else spec.data_config
     form = config.prompt
     try:

@@ -1,8 +1,8 @@
-"""The HTTP server of the API: which proxies it believes, and what one client may occupy of it.
+"""The HTTP server of the API: trusted proxies, and limits on what one client may use.
 
-Bounds are kept at the connection, before a request reaches the application: how many connections there are, in all and
-per address, how long a head or a body may take, and how many bytes a head may have. The parser itself has no such
-bounds, and its work on one header grows with the square of its length.
+The limits apply to the connection, before a request reaches the application: the number of connections, in all and per
+address, the time that a head or a body may take, and the bytes of a head. The parser itself has no such limits, and its
+work on one header grows with the square of its length.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ from penstock.shared.runtime import metrics
 __all__ = ["server_of"]
 
 MAX_PIPELINED = 16
-"""Requests of one connection that wait for the one before."""
+"""Number of pipelined requests of one connection that may wait."""
 WRITE_S, WRITE_BYTES = 60.0, 16 << 10
-"""A client that takes less than this of its answer within this time is dropped, while more waits for it."""
+"""A client with pending output that takes fewer than WRITE_BYTES in WRITE_S seconds is disconnected."""
 FLUSH_S = 5.0
-"""So long a client has to take the answer that ends its connection."""
+"""Time that a client has to read the response that ends its connection (seconds)."""
 PER_TURN = 32
-"""Connections that end in one turn of the loop."""
+"""Number of connections that are cleaned up per turn of the event loop."""
 KEEP_ALIVE_S = 20
-"""A connection stays open so long without a request: longer than clients keep one (httpx and what is built on it: 5 s).
-So it is they who close it, and none of them sends a request into a connection that is being closed."""
+"""Idle time before the server closes a connection (seconds). Longer than clients keep one (httpx and libraries on it: 5
+s), so that clients close first and none sends a request into a connection that is being closed."""
 SPARE_FILES = 512
-"""Descriptors for everything but clients."""
+"""File descriptors reserved for everything but clients."""
 
 REFUSED = metrics.counter("http_connections_refused", "Connections ended by a bound of the server.", ("reason",))
 OPEN = metrics.gauge("http_connections", "Connections of clients.")
 
 
 def server_of(app: ASGIApp, settings: ServiceSettings) -> uvicorn.Server:
-    """A server of ``app`` that leaves signals alone.
+    """Return a uvicorn server of ``app`` that installs no signal handlers.
 
     Raises:
-        ConfigError: PENSTOCK_FORWARDED_ALLOW_IPS names what is no address and no network.
+        ConfigError: PENSTOCK_FORWARDED_ALLOW_IPS has an entry that is neither an address nor a network.
     """
     proxies = _proxies(settings.forwarded_allow_ips)
     bounds = _Bounds(settings, proxies)
@@ -62,7 +62,7 @@ def server_of(app: ASGIApp, settings: ServiceSettings) -> uvicorn.Server:
     def protocol(**given: Any) -> asyncio.Protocol:
         return _BoundedProtocol(bounds, **given)
 
-    given: Any = protocol  # a function makes protocols as well as a class
+    given: Any = protocol  # uvicorn calls it like a class
     config = uvicorn.Config(
         app, host=settings.http_host, port=settings.http_port, log_config=None, access_log=False,
         timeout_graceful_shutdown=3, lifespan="on", proxy_headers=bool(proxies), forwarded_allow_ips=proxies,
@@ -86,7 +86,7 @@ class _Bounds:
         self._ending: deque[Callable[[], None]] = deque()
 
     def enter(self, host: str) -> str:
-        """Count a connection from ``host``; why there is no room for it, or ''."""
+        """Count a connection from ``host``; return the limit that it exceeds, or ''."""
         address = subscriber(host)
         self._open[address] += 1
         OPEN.set(self._open.total())
@@ -95,7 +95,7 @@ class _Bounds:
         return "address" if self._open[address] > self._most_of_one and not self._is_proxy(host) else ""
 
     def leave(self, host: str) -> None:
-        """A connection from ``host`` is gone."""
+        """Stop counting a connection from ``host``."""
         address = subscriber(host)
         self._open[address] -= 1
         if not self._open[address]:
@@ -103,7 +103,7 @@ class _Bounds:
         OPEN.set(self._open.total())
 
     def later(self, loop: asyncio.AbstractEventLoop, end: Callable[[], None]) -> None:
-        """End a connection that is gone, few in one turn of the loop: the tasks of all of them wake."""
+        """Schedule the cleanup of a closed connection, a few per turn of the loop, because each cleanup wakes tasks."""
         if not self._ending:
             loop.call_soon(self._end_some, loop)
         self._ending.append(end)
@@ -115,7 +115,7 @@ class _Bounds:
             loop.call_soon(self._end_some, loop)
 
     def _is_proxy(self, host: str) -> bool:
-        """Many clients share the address of a proxy."""
+        """Return True if ``host`` is a proxy, whose address many clients share."""
         if self._everyone:
             return True
         with contextlib.suppress(ValueError):
@@ -124,7 +124,7 @@ class _Bounds:
 
 
 class _BoundedProtocol(HttpToolsProtocol):
-    """One connection. A head or a body that is too slow ends it with 408, a head that is too long with 431."""
+    """One connection. Ends with 408 if a head or a body is too slow, and with 431 if a head is too long."""
 
     def __init__(self, bounds: _Bounds, **given: Any) -> None:
         super().__init__(**given)
@@ -133,14 +133,14 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._is_counted = self._is_refused = False
         self._in_body = False
         self._silent_bytes = 0
-        """Bytes since the parser last ended a head or a message, or gave a part of a body."""
+        """Bytes since the parser last completed a head or a message, or returned a part of a body."""
         self._body_bytes = 0
         self._began = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._writer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Serve it, or refuse it where there are too many."""
+        """Accept the connection, or refuse it with 503 if there are too many."""
         super().connection_made(transport)
         self._host = self.client[0] if self.client else ""
         self._is_counted = True
@@ -151,7 +151,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._begin(self._bounds.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give its place back."""
+        """Release the connection's slot."""
         self._stop_timer()
         if self._writer is not None:
             self._writer.cancel()
@@ -159,11 +159,11 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._is_counted = False
             self._bounds.leave(self._host)
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # at once: what writes to it until its end has its turn would raise
+            self.cycle.disconnected = True  # now: before its cleanup runs, a write would raise
         self._bounds.later(self.loop, partial(HttpToolsProtocol.connection_lost, self, exc))
 
     def data_received(self, data: bytes) -> None:
-        """Parse, in pieces none of which can be more than a head may have."""
+        """Parse the data in pieces that are never longer than a head may be."""
         if not self._in_body and self._timer is None and not self._is_refused:
             self._begin(self._bounds.head_s)
         while data and not self._is_refused and not self.transport.is_closing():
@@ -176,39 +176,39 @@ class _BoundedProtocol(HttpToolsProtocol):
             super().data_received(piece)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header, or trailer."""
+        """Store one header or trailer; refuse the request if it has too many."""
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
             self._refuse_head(f"the request has more than {MAX_HEADERS} headers")
 
     def on_headers_complete(self) -> None:
-        """Start the request: its head is there."""
+        """Start the request once its head is complete."""
         if self._is_refused:
             return
         if len(self.pipeline) >= MAX_PIPELINED:
             self._end_behind_pipeline()
             return
-        super().on_headers_complete()  # raises where the target is no URL
+        super().on_headers_complete()  # raises for an invalid target
         self._silent_bytes = self._body_bytes = 0
         self._in_body = True
         self._begin(self._bounds.body_s)
 
     def _end_behind_pipeline(self) -> None:
-        """Answer the requests that wait, and end the connection behind them: the client sends the others again."""
+        """Answer the requests that wait, then close the connection; the client sends the remaining ones again."""
         self._is_refused = True
         REFUSED.labels("pipeline").inc()
         self._stop_timer()
         self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Pass a part of the body to the application."""
         self._silent_bytes = 0
         self._body_bytes += len(body)
         if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is there as a whole."""
+        """Complete the request."""
         self._in_body = False
         self._silent_bytes = 0
         self._stop_timer()
@@ -216,23 +216,23 @@ class _BoundedProtocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Bytes that are no HTTP."""
+        """Refuse bytes that are not HTTP."""
         if not self._is_refused:
             self._refuse(400, "malformed_request", msg, "malformed")
 
     def pause_writing(self) -> None:
-        """The client reads slower than it is answered."""
+        """Start the write timeout: the client reads slower than the response is written."""
         super().pause_writing()
         self._watch_writing(self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
-        """The client has read on."""
+        """Stop the write timeout: the client has read on."""
         super().resume_writing()
         if self._writer is not None:
             self._writer.cancel()
 
     def _look_at_writing(self, before: int) -> None:
-        """Drop a client that took too little of the ``before`` bytes that waited for it at the last look."""
+        """Disconnect a client that read too little since the last check, when ``before`` bytes waited."""
         left = self.transport.get_write_buffer_size()
         if left > before - WRITE_BYTES:
             self.transport.abort()
@@ -243,10 +243,10 @@ class _BoundedProtocol(HttpToolsProtocol):
         self._writer = self.loop.call_later(WRITE_S, self._look_at_writing, left)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A client that offers another protocol is answered in this one, as the standard has it."""
+        """Skip uvicorn's warning: a request to upgrade is answered in HTTP/1.1, as the standard allows."""
 
     def _begin(self, seconds: float) -> None:
-        """From now on a head or a body has this long."""
+        """Start the deadline of a head or a body."""
         self._stop_timer()
         self._began = self.loop.time()
         self._timer = self.loop.call_later(seconds, self._look)
@@ -257,7 +257,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _look(self) -> None:
-        """The deadline passed: of a body that comes fast enough, or that the application does not read, it moves."""
+        """Enforce the deadline; a body that arrives fast enough, or that the application leaves unread, gets more."""
         self._timer = None
         if self.transport.is_closing():
             return
@@ -271,7 +271,7 @@ class _BoundedProtocol(HttpToolsProtocol):
                 return
             self._refuse(408, "slow_body", "the body of the request did not come in time", "slow body")
         elif self._silent_bytes and self.cycle is not None and not self.cycle.response_complete:
-            self._timer = self.loop.call_later(self._bounds.head_s, self._look)  # the answer before it goes on
+            self._timer = self.loop.call_later(self._bounds.head_s, self._look)  # the previous response continues
         elif self._silent_bytes:
             self._refuse(408, "slow_head", "the head of the request did not come in time", "slow head")
         elif self.cycle is None or self.cycle.response_complete:
@@ -283,13 +283,13 @@ class _BoundedProtocol(HttpToolsProtocol):
 
     @property
     def _can_answer(self) -> bool:
-        """True if what is written now is the answer to the request that is refused."""
+        """Return True if a response written now would answer the refused request."""
         if self._in_body:
             return self.cycle is not None and not self.cycle.response_started and not self.pipeline
         return self.cycle is None or self.cycle.response_complete
 
     def _refuse(self, status: int, code: str, detail: str, reason: str) -> None:
-        """Answer, unless an answer has begun, and end the connection."""
+        """Send the error, unless a response has begun, and close the connection."""
         if self._is_refused:
             return
         self._is_refused = True
@@ -305,7 +305,7 @@ class _BoundedProtocol(HttpToolsProtocol):
 
 
 def _file_limit(wanted: int) -> int:
-    """Raise the soft limit of open files to ``wanted``, as far as the hard one allows; the limit then."""
+    """Raise the soft limit of open files to ``wanted``, as far as the hard limit allows; return the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return wanted
@@ -315,7 +315,7 @@ def _file_limit(wanted: int) -> int:
 
 
 def _proxies(text: str) -> list[str]:
-    """Read here first: what uvicorn cannot read it takes for a name, which no client ever has."""
+    """Return the trusted proxies. Checked here, because uvicorn treats an invalid entry as a host name."""
     found = [part.strip() for part in text.split(",") if part.strip()]
     if found == ["*"]:
         return found
