@@ -76,8 +76,7 @@ class KeyStore:
         self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None,
         models: list[str] | None = None, max_weight: float = 1.0, code_modules: list[str] | None = None,
     ) -> tuple[StoredKey, str]:  # fmt: skip
-        """Store a new key durably; return the record and the key's text, which is not stored and cannot be shown
-        again."""
+        """Store a new key durably; return the record and the key's text, which cannot be shown again."""
         id, text, digest = new_key()
         key = StoredKey(
             id=id, name=name, scopes=scopes, created_at=bus_datetime(), expires_at=expires_at,

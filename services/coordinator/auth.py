@@ -42,8 +42,7 @@ class Caller:
     scopes: frozenset[Scope]
     rate_limit: str | None = None
     episode: str = ""
-    """The only episode (`ep_` and a UUID) that the caller may use and judge; ``id`` is then the key that made its
-    key."""
+    """The only episode (`ep_` and a UUID) that the caller may use and judge; ``id`` is then the maker of its key."""
     token: FeedbackGrant | None = None
     """The only feedback that the caller may give; ``id`` is then the key that made the token."""
     models: frozenset[str] | None = None
@@ -159,8 +158,7 @@ class KeyRing:
         return replace(await self._maker(grant.maker), scopes=frozenset({"feedback:write"}), token=grant)
 
     async def _maker(self, maker: str) -> Caller:
-        """Return the owner of the key behind an episode key or token, without scopes. Raises HttpProblem: 401 if it is
-        gone."""
+        """Return the owner of the key that signed a key or token, without scopes. Raises HttpProblem: 401 if gone."""
         if maker in self._configured_ids() or (maker == ANONYMOUS.id and not self._digests):
             return Caller(maker, frozenset())
         found = await self._find(maker)

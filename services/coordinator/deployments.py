@@ -92,8 +92,7 @@ class Deployments:
             raise HttpProblem(503, "deployments_full", text, headers={"Retry-After": str(FULL_RETRY_S)})
 
     async def servable(self, models: frozenset[str] | None) -> list[Servable]:
-        """Return the models that ``deploy`` accepts, oldest first; ``models``: only jobs with one of these names or
-        ids."""
+        """Return the models that ``deploy`` accepts, oldest first; ``models``: only jobs of these names or ids."""
         if not self._settings.deploy_most:
             return []
         index = await self._store.index()

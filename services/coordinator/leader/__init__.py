@@ -1,4 +1,4 @@
-"""The leader of a job: reads its streams, decides, writes the ledger and carries the effects out.
+"""The leader of a job: reads its streams, decides, writes the ledger and publishes the effects of its decisions.
 
-The service starts a leader for each job whose lease it has. It imports `training/`, `jobs/` and protocols of `api/`.
+The leading coordinator starts one leader per job. This package imports `training/`, `jobs/` and protocols of `api/`.
 """

@@ -1,4 +1,4 @@
-"""State of a job as conditions, one for each aspect. Pure."""
+"""Derives the conditions of a job, one for each aspect of its state. Pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Type = Literal[
 def conditions(
     run: JobRun, job: str, members: Members, before: Sequence[Condition], *, clock: float, now: datetime
 ) -> list[Condition]:
-    """Return every condition; its transition time stays while its status does."""
+    """Return every condition; its transition time changes only when its status changes."""
     known = {condition.type: condition for condition in before}
     found = []
     for type_, (status, reason, message) in _facts(run, job, members, clock).items():
@@ -32,7 +32,7 @@ def conditions(
 
 
 Fact = tuple[Literal["True", "False", "Unknown"], str, str]
-"""Status, reason in one word, and a sentence."""
+"""Status, reason as one word, and message."""
 
 
 def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, Fact]:
@@ -68,7 +68,7 @@ def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, 
 
 
 def _clocks(run: JobRun, members: Members, clock: float) -> Fact:
-    """Compare the clocks of coordinators and workers; the time of the bus decides in any case."""
+    """Compare the clocks of coordinators and workers with that of the bus, which all decisions use."""
     alive = [member.beat for service in ("coordinator", *run.config.services) for member in members.of(service, clock)]
     known = [(beat.worker, beat.clock_skew_s) for beat in alive if beat.clock_skew_s is not None]
     wrong = [f"{worker} {skew_s:+.1f} s" for worker, skew_s in known if abs(skew_s) > MAX_SKEW_S]

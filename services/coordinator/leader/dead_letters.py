@@ -1,8 +1,8 @@
-"""Dead letters: finds messages past their deliveries, and reads, shows and drops the copies in DEAD.
+"""Dead letters: finds messages past their deliveries, and reads, shows and deletes the copies in DEAD.
 
-The server sends an advisory about a message past its deliveries once. If no coordinator listens then, the advisory is
-lost, so the work queues are scanned, too. A message that was delivered, was not acknowledged and is not under lease is
-dead. The server does not say which messages are under lease, only how many.
+The server sends one advisory about a message past its deliveries. If no coordinator listens then, the advisory is lost,
+so the work queues are scanned, too. A message that was delivered, was not acknowledged and is not under lease is dead.
+The server does not say which messages are under lease, only how many.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ Row = dict[str, Any]
 
 logger = logging.getLogger(__name__)
 WORKERS = {subjects.TICKETS: "rollout", subjects.RAW: "reward"}
-"""Work queue -> service that takes from it; the consumer is named after the service and the job."""
+"""Work queue -> service that consumes it; the consumer is named after the service and the job."""
 SCAN_EVERY_S = 5.0
 SUSPECT_LEASES = 2.0
-"""A message must look dead for this many leases."""
+"""Number of lease durations for which a message must look dead."""
 LIVE = frozenset({subjects.INTERACTIONS, subjects.FEEDBACK})
-"""Streams whose dead letters stand for themselves, and for no draw."""
+"""Streams whose dead letters belong to no draw."""
 SHOWN_BYTES = 4096
-"""Part of a payload that the API shows."""
+"""Bytes of a payload that the API shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +101,14 @@ class Suspects:
 
 
 class DeadLetterScanner:
-    """Finds dead messages of all jobs, and hands them to the leaders of these."""
+    """Finds dead messages of all jobs, and passes them to the leaders of these jobs."""
 
     def __init__(self, bus: Bus, members: Members, runners: Mapping[str, Leader]) -> None:
         self._bus, self._members, self._runners = bus, members, runners
         self._suspects: dict[_Queue, Suspects] = {}
 
     async def run(self) -> None:
-        """Listen and scan until cancelled."""
+        """Receive advisories and scan until cancelled."""
         advisories: asyncio.Queue[tuple[str, int]] = asyncio.Queue(maxsize=10_000)
 
         def on_advisory(stream: str, consumer: str, seq: int) -> None:
@@ -128,7 +128,7 @@ class DeadLetterScanner:
     async def _take(self, stream: str, seq: int) -> None:
         message = await self._bus.get(stream, seq)
         queue = _Queue(stream, message.subject.partition(".")[2])
-        if _name_of(stream, message) not in self._held(queue):  # otherwise a worker was late; the scan knows more
+        if _name_of(stream, message) not in self._held(queue):  # otherwise a worker was late: leave it to the scan
             await self._hand_over(queue, message)
 
     async def _scan_forever(self) -> None:
@@ -137,7 +137,7 @@ class DeadLetterScanner:
             await _leave_to_scan(self.scan())
 
     async def scan(self) -> None:
-        """Scan the work queues of every job that is led here."""
+        """Scan the work queues of every job that this coordinator leads."""
         for stream in WORKERS:
             counts = await self._bus.subject_counts(stream)
             for job in list(self._runners):
@@ -149,7 +149,7 @@ class DeadLetterScanner:
     async def _scan_queue(self, queue: _Queue, count: int) -> None:
         try:
             state = await self._bus.consumer_state(queue.stream, queue.durable)
-        except NotFound:  # no worker ever took from it
+        except NotFound:  # no worker has fetched from it yet
             return
         if count <= state.pending + state.ack_pending:
             self._suspects.pop(queue, None)
@@ -174,7 +174,7 @@ class DeadLetterScanner:
         }
 
     async def _hand_over(self, queue: _Queue, message: Message) -> None:
-        """Hand a message to the leader of its job; without one it waits for the next scan or the end of the job."""
+        """Pass a message to its job's leader; without a leader it waits for the next scan or the end of the job."""
         runner = self._runners.get(queue.job)
         if runner is None or not runner.ready:
             return
@@ -191,7 +191,7 @@ class DeadLetterScanner:
 
 
 async def _leave_to_scan(work: Awaitable[None]) -> None:
-    """Run ``work``, or leave it to the next scan if the bus is away or another coordinator was faster."""
+    """Run ``work``; if the bus is away or another coordinator was faster, the next scan repeats it."""
     try:
         await work
     except (Unavailable, NotFound) as error:
@@ -210,7 +210,7 @@ def draw_of(stream: str, message: Message) -> Draw | None:
 
 
 def _name_of(stream: str, message: Message) -> str:
-    """Return the draw as the worker that holds the message names it."""
+    """Return the draw as the worker that holds the message reports it."""
     draw = draw_of(stream, message)
     if draw is None and stream == subjects.TICKETS:
         try:
@@ -238,7 +238,7 @@ class DeadLetter:
 
     Attributes:
         first: its first message; if that is missing, the first of its parts that is there.
-        places: place in the payload, from 0, and sequence in DEAD of each of its messages.
+        places: position in the payload, from 0, and sequence in DEAD of each of its messages.
     """
 
     first: Message
@@ -277,7 +277,7 @@ async def read_dead_letters(bus: Bus, job: str, *, start_seq: int = 1) -> list[D
 
 
 async def payload_of(bus: Bus, dead_letter: DeadLetter) -> tuple[bytes, int]:
-    """Return ``(existing part of a payload, number of its messages)``. Raises Unavailable."""
+    """Return the parts of the payload that exist, joined, and their number. Raises Unavailable."""
     places = dict(dead_letter.places)
     found = await bus.get_many(subjects.DEAD, places.values())
     pieces = [found[places[place]].data for place in sorted(places) if places[place] in found]
@@ -297,19 +297,19 @@ def header_number(text: str | None) -> int:
 class DeadLetterQueue:
     """Dead letters of the stream DEAD, oldest first; the id of one is its sequence there.
 
-    Every method but ``page`` raises NotFound for one that the job does not have.
+    Every method but ``page`` raises NotFound if the job has no such dead letter.
     """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
 
     async def page(self, job: str, *, after: int, limit: int) -> list[Row]:
-        """``id``, ``time``, ``stream``, ``sequence``, ``attempts``, ``reason``, ``draw`` (None: it stood for none)."""
+        """Return rows with ``id``, ``time``, ``stream``, ``sequence``, ``attempts``, ``reason``, ``draw`` (or None)."""
         found = await self._bus.read(subjects.DEAD, subjects.dead(job), start_seq=after + 1, headers_only=True)
         return [_letter_row(message) for message in found if PART not in message.headers][:limit]
 
     async def show(self, job: str, id: int) -> Row:
-        """The same with ``nbytes``, ``headers`` and ``content``."""
+        """Return one row of ``page`` with ``nbytes``, ``headers`` and ``content``."""
         message = await self._get(job, id)
         return {
             **_letter_row(message),
@@ -319,12 +319,12 @@ class DeadLetterQueue:
         }
 
     async def drop(self, job: str, id: int) -> None:
-        """Forget it."""
+        """Delete a dead letter with all its parts."""
         for _, seq in reversed((await self._find(job, id)).places):
             await self._bus.delete_message(subjects.DEAD, seq)
 
     async def check_replayable(self, job: str, id: int) -> None:
-        """Raises NotFound where it stood for no draw, and is neither an interaction nor feedback."""
+        """Raise NotFound if a dead letter has no draw and is neither an interaction nor feedback."""
         if origin_of(await self._get(job, id))[0] not in LIVE:
             await self.draw(job, id)
 

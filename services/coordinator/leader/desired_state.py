@@ -1,4 +1,4 @@
-"""Desired state of a running job, taken from its record: state, job file and operations."""
+"""Desired state of a running job, read from its record: state, job file and operations."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ CANCEL_GRACE_S = 15.0
 
 
 class DesiredState:
-    """The newest record of a job, and the part of it that the run has not followed yet."""
+    """The newest record of a job, and the requests in it that the run has not carried out yet."""
 
     def __init__(self, record: JobRecord) -> None:
         self._cancelled_at = 0.0
         self._goals: dict[str, int] = {}
         self._settled: set[str] = set()
         self.followed = 0
-        """Generation of the record that the run follows."""
+        """Generation of the record that the run has applied."""
         self._unreadable = 0
-        """Generation whose job file this version cannot read."""
+        """Generation whose job file this version cannot parse."""
         self.update(record)
 
     def update(self, record: JobRecord) -> None:
-        """Take over a changed record."""
+        """Store a changed record; the first one that cancels the job starts the grace period."""
         self.record = record
         if record.desired_state == "cancelled" and not self._cancelled_at:
             self._cancelled_at = time.monotonic()
 
     @property
     def desired(self) -> str:
-        """The state that the user wants."""
+        """The state that the user requested."""
         return self.record.desired_state
 
     @property
@@ -71,14 +71,14 @@ class DesiredState:
         return run.amend(config, generation, now)
 
     def applies_at_step(self, state: LedgerState) -> int | None:
-        """Return the first update (from 1) that uses the job file followed now; None if it changed no setting."""
+        """Return the first update (from 1) that uses the current job file, or None if that changed no setting."""
         if state.applies_at is None or state.generation != self.followed:
             return None
         return state.applies_at + 1
 
     @property
     def pending(self) -> bool:
-        """True while something that the user wants is not done, or waits for its time."""
+        """True while a request of the user is unfinished or still waits."""
         return self.desired == "cancelled" or any(
             one.state == "pending" and one.id not in self._settled for one in self.record.operations
         )
@@ -100,10 +100,10 @@ class DesiredState:
         commit: Callable[[list[Event]], Awaitable[None]],
         supply: Supply | None = None,
     ) -> list[Operation]:
-        """Replay the dead letters that the user asked for; return the finished operations.
+        """Replay the dead letters that the user requested; return the finished operations.
 
-        For most of them the run draws the prompt again; it waits for a free slot in flight, which the run keeps for it.
-        Interactions and feedback go back to their stream through ``supply``.
+        For most of them the run draws the prompt again, which waits for a free slot in flight that the run reserves.
+        Interactions and feedback return to their stream through ``supply``.
         """
         done = []
         for operation in self._pending("replay_dead_letter"):
@@ -120,7 +120,7 @@ class DesiredState:
                 over = {"state": "succeeded", "result": result, "finished_at": now}
             except (Conflict, NotFound, ProtocolError) as error:
                 over = {"state": "failed", "message": str(error), "finished_at": now}
-                if isinstance(error, NotFound) and id in run.state.replayed:  # an earlier leader did it
+                if isinstance(error, NotFound) and id in run.state.replayed:  # an earlier leader replayed it
                     over = {"state": "succeeded", "result": {}, "finished_at": now}
             except Unavailable as error:
                 logger.info("%s: dead letter %d waits: %s", self.record.id, id, error)
@@ -132,7 +132,7 @@ class DesiredState:
     async def _redraw(
         self, run: JobRun, draw: Draw, letter: int, commit: Callable[[list[Event]], Awaitable[None]]
     ) -> dict[str, Any] | None:
-        """Draw the prompt of a dead letter again; None while there is no slot. Raises Conflict: it cannot be drawn."""
+        """Draw the prompt of a dead letter again; None while no slot is free. Raises Conflict: it cannot be drawn."""
         if self._may_wait(run, letter):
             return None
         events = run.replay_dead_letter(letter, draw, bus_time())
@@ -146,7 +146,7 @@ class DesiredState:
         return not run.has_room and run.source.redraws and not ends and letter not in run.state.replayed
 
     def steer(self, run: JobRun) -> None:
-        """Have ``run`` serve a version, or roll back to a checkpoint, if an operation asks for it."""
+        """Make ``run`` serve a version, or roll back to a checkpoint, if an operation requests it."""
         if run.promotion is not None:
             run.promotion.forced = max((int(one.args["version"]) for one in self._pending("promote")), default=-1)
         asked = [one for one in self._pending("rollback") if one.id not in run.failed_rollbacks][:1]
@@ -155,7 +155,7 @@ class DesiredState:
         run.asked_rollback = possible[0] if possible else None
 
     def settle(self, run: JobRun) -> list[Operation]:
-        """Return each operation that is done, or impossible, once."""
+        """Return the operations that are done or impossible, each of them once."""
         done = []
         for kind, outcome in (("checkpoint", self._saved), ("promote", _promoted), ("rollback", _rolled_back)):
             for operation in self._pending(kind):
@@ -180,7 +180,7 @@ class DesiredState:
 
 
 async def _requeue(run: JobRun, supply: Supply | None, letter: LiveDeadLetter) -> int:
-    """Store an interaction or feedback again, see ``Supply.requeue``. Raises Conflict: the job accepts none."""
+    """Store an interaction or feedback again; see ``Supply.requeue``. Raises Conflict: the job accepts none."""
     if supply is None or run.state.finished:
         ended = run.state.finished or "not fed by feedback"
         raise Conflict(f"the job is {ended}: it would not read what is stored anew in {letter.stream}")

@@ -1,6 +1,6 @@
 """Publishes effects of decisions: tickets, batch manifests, deletions, purges, dead letters, the trainer's commands.
 
-All of it follows from the ledger and is safe to repeat.
+All effects are derived from the ledger and safe to repeat.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ Order = Callable[[JobRun, Sequence[Draw]], Awaitable[None]]
 """Requests the groups of draws; safe to repeat."""
 MAX_REASON = 500
 ASK_AGAIN_S = 2.0
-"""A command to the trainer is repeated after this long, until the ledger shows that it was carried out."""
+"""Interval at which a command to the trainer is repeated until the ledger shows its result (seconds)."""
 TICKETS_AT_ONCE = 500
-"""Tickets in one durable write."""
+"""Number of tickets per atomic publish."""
 STREAM, SEQUENCE = "Penstock-Stream", "Penstock-Sequence"
 """Headers of a dead letter: stream and sequence of the message that it copies."""
 ATTEMPTS, REASON = "Penstock-Attempts", "Penstock-Reason"
@@ -71,7 +71,7 @@ class EffectPublisher:
         await self.delete(effects.delete)  # first: the replacement may need as much space
         if effects.tickets:
             await (order or self.publish_draws)(run, effects.tickets)
-        if effects.purge_below is not None and not self.bus.held:  # the next checkpoint purges it
+        if effects.purge_below is not None and not self.bus.held:  # otherwise the next checkpoint purges it
             await self.bus.purge(subjects.EXPERIENCE, subjects.experience(self.job), below_seq=effects.purge_below)
 
     async def _announce(self, run: JobRun, number: int) -> None:
@@ -119,7 +119,7 @@ class EffectPublisher:
         return Outgoing(subjects.tickets(self.job), data, headers_of(ticket), ticket_id(self.job, ticket))
 
     async def delete(self, seqs: Iterable[int], *, stream: str = subjects.EXPERIENCE) -> None:
-        """Delete messages that are no longer needed; it does no harm if they stay."""
+        """Delete messages that are no longer needed; a failed deletion does no harm."""
         for seq in seqs:
             try:
                 await self.bus.delete_message(stream, seq)
@@ -130,7 +130,7 @@ class EffectPublisher:
         """Copy a payload to DEAD before it is deleted; return the number of its messages.
 
         Messages of other payloads, which a wrong header may claim, do not count. Safe to repeat, also if the payload is
-        gone. Waits while the bus is away. A full DEAD stops nothing: the payload is lost, and the log says so.
+        gone. Waits while the bus is away. If DEAD is full, the copy is lost, an error is logged, and the job continues.
         """
         place, count, parts = 0, 1, ""
         what, subject = f"a copy of message {seq} of {stream}", subjects.dead(self.job)
@@ -151,7 +151,7 @@ class EffectPublisher:
     async def copy_unreadable(self, messages: Sequence[Unreadable]) -> list[Unreadable]:
         """Copy messages to DEAD and leave them in place, because a coordinator of another version may read them.
 
-        Returns those that were not there yet, because other leaders read them again. Waits while the bus is away.
+        Returns those without a copy so far; later leaders read the same messages again. Waits while the bus is away.
         """
         known = await self._dead_origins() if messages else set()
         new = [one for one in messages if (one.stream, str(one.seq)) not in known]
@@ -199,14 +199,15 @@ def _count(message: Message) -> int:
 
 
 def headers_of(ticket: Ticket) -> dict[str, str]:
-    """Return the headers of a ticket, so that a dead one still names its draw."""
+    """Return the headers of a ticket, which name its draw, so that a dead letter still names it."""
     return {DRAW_HEADER: str(ticket.draw)} if ticket.purpose == "train" else {}
 
 
 def ticket_id(job: str, ticket: Ticket) -> str:
-    """Return the message id of a ticket: every leader publishes a draw once.
+    """Return the message id of a ticket, so that the bus stores a draw once, whichever leader publishes it.
 
-    Each evaluation asks a prompt again, with its own deadline: results of an earlier one may be lost.
+    Evaluation tickets also contain epoch, version and deadline: each evaluation requests a prompt again, because the
+    results of an earlier one may be lost.
     """
     once = f".{ticket.epoch}.{ticket.version}.{ticket.deadline:.6f}" if ticket.version is not None else ""
     return f"ticket:{job}:{ticket.purpose}:{ticket.draw}{once}"
@@ -220,7 +221,7 @@ def batch_id(job: str, number: int, revision: int, epoch: int) -> str:
 async def purge_manifests(bus: Bus, job: str, *, up_to: int) -> int:
     """Purge the manifests of a job before the first one above batch ``up_to``; return how many.
 
-    A running job can spare those that its newest checkpoint covers: a restarted trainer repeats the later ones.
+    A running job can spare those that its newest checkpoint covers: a restarted trainer repeats only the later ones.
     """
     stop = 0
     for message in await bus.read(subjects.BATCHES, subjects.batches(job), headers_only=True):
@@ -232,7 +233,7 @@ async def purge_manifests(bus: Bus, job: str, *, up_to: int) -> int:
 
 
 class TrainerCommands:
-    """Checkpoints and rollbacks of one job; one thing at a time is asked for."""
+    """Sends the trainer's commands of one job: checkpoints, rollbacks, draws to leave out; one at a time."""
 
     def __init__(self, bus: Bus, outbox: Outbox, job: str, epoch: int) -> None:
         self._bus, self._outbox, self._job, self._epoch = bus, outbox, job, epoch
@@ -240,7 +241,7 @@ class TrainerCommands:
         self._asked: tuple[object, ...] = ()
 
     def follow(self, run: JobRun) -> bool:
-        """Ask for what ``run`` wants now; True while it wants something."""
+        """Send the command that ``run`` needs now; return True while it needs one."""
         state, rollback = run.state, run.rollback
         if rollback is not None:
             args = {"number": rollback.number, "reason": rollback.reason, "version": state.version}

@@ -1,4 +1,4 @@
-"""Held-out evaluation of exact versions: which points are due, and what their results add up to. Pure.
+"""Held-out evaluation of exact versions: decides which points are due, and aggregates their results. Pure.
 
 A point is a number of completed updates. No batch is sealed past a point that is still being evaluated, so every
 completion of a point comes from one policy version.
@@ -20,11 +20,11 @@ __all__ = ["Evaluation", "EvaluationPlan", "Scores", "evaluation_tickets", "pass
 
 
 Measured = MeasureConfig | EpisodeEvaluationConfig
-"""How held-out prompts or episodes are measured."""
+"""Settings of an evaluation of held-out prompts or episodes."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Probability that at least one of k samples is correct: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
+    """Return the probability that one of k samples is correct: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
     if num_samples - num_correct < k:
         return 1.0
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
@@ -33,7 +33,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def evaluation_tickets(
     prompts: Iterable[int], version: int, *, deadline: float, epoch: int, temperature: float | None = None
 ) -> list[Ticket]:
-    """One ticket per held-out prompt, pinned to ``version``, all at one temperature; None: that of the job file."""
+    """Return one ticket per held-out prompt, pinned to ``version``. ``temperature`` None: that of the job file."""
     return [
         Ticket(
             draw=Draw(i), min_version=version, version=version, deadline=deadline, epoch=epoch, purpose="eval",
@@ -45,12 +45,13 @@ def evaluation_tickets(
 
 @dataclass(slots=True)
 class Scores:
-    """Rewards of the completions of one policy. Completions that could not be scored are counted and have none.
+    """Rewards of the completions of one policy. Completions that could not be scored are counted and have no reward.
 
     Attributes:
-        sampled: rewards of the sampled completions of each prompt; ``greedy``: of the greedy one.
-        failed: completions without a reward.
-        parts: of episodes in a simulator, by name, one value of each that did not fail.
+        sampled: prompt -> rewards of its sampled completions.
+        greedy: prompt -> reward of its greedy completion.
+        failed: number of completions without a reward.
+        parts: metric name -> values of the simulator episodes that did not fail.
     """
 
     sampled: dict[int, list[float]] = field(default_factory=dict)
@@ -81,11 +82,12 @@ class Scores:
                 self.sampled[prompt].append(reward)
 
     def values(self, config: Measured, held_out: Sequence[SourceSummary]) -> dict[str, float]:
-        """`eval/greedy`, `eval/avg@k`, `eval/pass@k` over prompts; a completion is correct when its reward is >= 1.
-        Of episodes `eval/return`, `eval/success` and `eval/length`, means over reset ids.
+        """Return `eval/greedy`, `eval/avg@k`, `eval/pass@k` over prompts; a reward >= 1 counts as correct.
 
-        pass@k is over the prompts that have at least k rewards. ``held_out`` are the sources of the prompts, one
-        after another; where there are several, `eval/greedy/NAME` and so on are over the prompts of one.
+        For episodes return `eval/return`, `eval/success` and `eval/length`, means over reset ids.
+
+        pass@k is over the prompts that have at least k rewards. ``held_out`` are the sources of the prompts, in order;
+        with several of them, `eval/greedy/NAME` and so on are over the prompts of one source.
         """
         failed = {"eval/failed": float(self.failed)}
         if isinstance(config, EpisodeEvaluationConfig):
@@ -120,7 +122,7 @@ class Scores:
 class Evaluation:
     """One point being evaluated. ``expected`` are the prompts still missing; times are Unix seconds.
 
-    ``held_since``: when a batch could have been sealed but for this evaluation, 0 while there is none.
+    ``held_since``: since when this evaluation alone has kept a batch from being sealed; 0: it has not.
     """
 
     point: int
@@ -132,7 +134,7 @@ class Evaluation:
     held_since: float = 0.0
 
     def take(self, result: EvalResult) -> bool:
-        """Take one prompt's scores; False when it is not awaited (another version, or known already)."""
+        """Add one prompt's scores; return False if they are not expected (another version, or already known)."""
         if result.version != self.version or result.ordinal not in self.expected:
             return False
         self.expected.discard(result.ordinal)
@@ -156,7 +158,7 @@ class EvaluationPlan:
         return self.num_prompts > 0 and self.config.completions > 0
 
     def due(self, point: int, *, final: bool = False) -> bool:
-        """True if ``point`` (completed updates) must be evaluated and is not yet."""
+        """Return True if ``point`` (completed updates) must be evaluated and is not yet."""
         if not self.enabled or point in self.done:
             return False
         if point == 0:
@@ -166,7 +168,7 @@ class EvaluationPlan:
     def start(
         self, point: int, version: int, *, now: float, deadline: float, epoch: int, temperature: float | None = None
     ) -> list[Ticket]:
-        """Begin a point; returns its tickets. ``temperature``: of the settings; an evaluation may have its own."""
+        """Start a point and return its tickets. ``temperature`` applies unless the evaluation has its own sampling."""
         self.current = Evaluation(point, version, deadline, set(range(self.num_prompts)), now)
         temperature = temperature if self.config.sampling is None else None
         return evaluation_tickets(
@@ -174,7 +176,7 @@ class EvaluationPlan:
         )
 
     def waits(self, now: float, *, batch_ready: bool) -> bool:
-        """True if results are still awaited; ``batch_ready``: a batch could be sealed if this point were done."""
+        """Return True while results are missing; ``batch_ready``: a batch could be sealed if this point were done."""
         current = self.current
         if current is None or not current.expected or now >= current.deadline:
             return False
@@ -183,12 +185,12 @@ class EvaluationPlan:
         return True
 
     def roll_back(self, updates: int) -> None:
-        """The lineage went back to ``updates`` completed ones: later points, and the one in progress, start anew."""
+        """Forget the point in progress and those after ``updates``, to which the lineage went back."""
         self.done = {point for point in self.done if point <= updates}
         self.current = None
 
     def finish(self, now: float) -> dict[str, float]:
-        """Close the point in progress and return its values, with how long it took and how long it held a batch."""
+        """Close the point in progress and return its values, with its duration and how long it delayed a batch."""
         current = self.current
         assert current is not None, "no evaluation in progress"
         values = current.scores.values(self.config, self._held_out) | {

@@ -1,6 +1,6 @@
-"""Leads one evaluation job: a ticket per held-out prompt, a group per answer, and what the rewards add up to.
+"""Leads one evaluation job: publishes a ticket per held-out prompt, counts the groups, and aggregates the rewards.
 
-There is no ledger: the answers themselves are durable; another leader counts those in EXPERIENCE and asks for the rest.
+There is no ledger: the groups themselves are durable; another leader counts those in EXPERIENCE and requests the rest.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["EvaluationRunner"]
 
 IDLE_S = 2.0
-"""The deadline is looked at this often when nothing else happens."""
+"""Interval at which the deadline is checked when nothing else happens (seconds)."""
 LONGEST_S = 7 * 86400.0
-"""Deadline of tickets where the job gives none."""
+"""Deadline of tickets if the job sets none (seconds)."""
 
 
 class EvaluationRunner(LedgerlessRunner):
@@ -56,7 +56,7 @@ class EvaluationRunner(LedgerlessRunner):
         self._error = ""
 
     async def lead(self) -> None:
-        """Count what is there, ask for the rest, and end the job when every prompt is answered."""
+        """Count the stored groups, request the missing ones, and end the job when every prompt is answered."""
         try:
             summary = await asyncio.to_thread(check_data, self.config.data_config)
         except DataError as error:
@@ -92,7 +92,7 @@ class EvaluationRunner(LedgerlessRunner):
         self._report(phase, shown if self._failure is None else self._failure.message)
 
     def _end(self, deadline: float) -> Phase | None:
-        """The terminal phase, or None while there is something to wait for."""
+        """Return the terminal phase, or None while the job must wait."""
         if self.record.desired_state == "cancelled":
             return "cancelled"
         if not self._failure and self.expected and bus_time() > deadline:
@@ -120,7 +120,7 @@ class EvaluationRunner(LedgerlessRunner):
         self._next_seq = seq + 1
         try:
             header = parse_group_header(headers)
-            if (count := count_of(headers)) != header.num_messages:  # or deleting it would delete messages of others
+            if (count := count_of(headers)) != header.num_messages:  # or deleting it would delete foreign messages
                 raise ProtocolError(f"{header.nbytes} bytes in {count} messages")
         except ProtocolError as error:
             await self.on_dead_message(subjects.EXPERIENCE, seq, None, reason=f"undecodable: {error}", attempts=1)
@@ -142,7 +142,7 @@ class EvaluationRunner(LedgerlessRunner):
         self._error = self._error or header.error
 
     async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
-        """A message of a work queue is dead: its prompt counts as failed."""
+        """Copy a dead message of a work queue to DEAD, count its prompt as failed, and delete the message."""
         if draw is None and stream == subjects.TICKETS:
             draw = await self._draw_of(seq)
         count = await self.publisher.copy_to_dead(stream, seq, reason=reason, attempts=attempts)
@@ -176,11 +176,11 @@ class EvaluationRunner(LedgerlessRunner):
         )
 
     def status(self) -> dict[str, Any]:
-        """This leader's view of the job."""
+        """Return this leader's view of the job."""
         return {"version": 0, "running": len(self.expected)}
 
     def why(self) -> list[dict[str, Any]]:
-        """Waits of the job."""
+        """Return the waits of the job."""
         now = bus_time()
         if not self.ready:
             return recovery_waits(self.job, self.retry.blocked, now, self._leads_since)

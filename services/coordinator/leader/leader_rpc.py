@@ -1,4 +1,4 @@
-"""Requests between coordinators: any replica asks the leader of a job what it waits for."""
+"""Requests between coordinators: any replica can query the waits of a job from its leader."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ HOLD_S = 120.0
 
 
 class Leader(Protocol):
-    """A task that leads one job, of whatever kind, from ``lead`` to its end."""
+    """A task that leads one job, of any kind, from ``lead`` to its end."""
 
     ready: bool
-    """True once it has recovered and decides."""
+    """True once the leader has recovered and makes decisions."""
 
     async def lead(self) -> None:
         """Lead until the job is over. Raises Fenced when another coordinator leads."""
         ...
 
     def update_record(self, record: JobRecord) -> None:
-        """Take over a changed record of the job."""
+        """Apply a changed record of the job."""
         ...
 
     def wake(self) -> None:
@@ -50,12 +50,12 @@ class Leader(Protocol):
         ...
 
     async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
-        """Copy a dead message of a work queue to DEAD, and end the draw that it stood for."""
+        """Copy a dead message of a work queue to DEAD, and end its draw."""
         ...
 
 
 class LeaderRpc:
-    """Returns the waits of a job, wherever it is led: ``serve`` runs on the leader, ``why`` on every replica."""
+    """Returns the waits of a job from its leader: ``serve`` runs on the leader, ``why`` on every replica."""
 
     def __init__(self, bus: Bus, runners: Mapping[str, Leader]) -> None:
         self._bus, self._runners = bus, runners
@@ -69,7 +69,7 @@ class LeaderRpc:
             await asyncio.Event().wait()
 
     async def why(self, job: str) -> list[dict[str, Any]]:
-        """Return the waits that the leader reports, or a row that says that the job has no leader yet."""
+        """Return the waits that the leader reports, or a row saying that the job has no leader yet."""
         rows = self._known(job)
         if rows is not None:
             return rows
@@ -91,7 +91,7 @@ class LeaderRpc:
         return msgspec.json.encode(rows)
 
     async def _hold(self, data: bytes) -> bytes:
-        """Stop purging streams for some seconds (JSON), at most HOLD_S; the reply is empty."""
+        """Pause purging of streams for some seconds (JSON), at most HOLD_S; the reply is empty."""
         self._bus.hold(min(float(msgspec.json.decode(data, type=float)), HOLD_S))
         return b""
 

@@ -1,4 +1,4 @@
-"""Base of the runners of jobs without a ledger: evaluations and deployments. Nothing of them is folded or recovered."""
+"""Base of the runners of jobs without a ledger: evaluations and deployments. They have no decisions to recover."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["LedgerlessRunner"]
 
 
 class LedgerlessRunner:
-    """State that a leader keeps for one job: its record, its outbox, the failure that a rollout worker reports."""
+    """State that a leader keeps for one job: its record, its outbox, and the failure that a rollout worker reports."""
 
     def __init__(self, bus: Bus, store: JobStore, members: Members, record: JobRecord, *, epoch: int) -> None:
         self.bus, self.members = bus, members
@@ -35,17 +35,17 @@ class LedgerlessRunner:
         self._changed, self._ended = asyncio.Event(), asyncio.Event()
 
     def update_record(self, record: JobRecord) -> None:
-        """Take the new record of the job."""
+        """Apply a changed record of the job."""
         self.record = record
         self.wake()
 
     def wake(self) -> None:
-        """Look at the job now."""
+        """Check the job now."""
         self._changed.set()
 
     @contextlib.asynccontextmanager
     async def _running(self, *others: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-        """Publish what the runner writes, answer workers and run ``others`` until the body ends; then flush."""
+        """Run the outbox, the report server and ``others`` until the body ends; then flush the outbox."""
         async with asyncio.TaskGroup() as tasks:
             parts = (self.outbox.run(), self._serve_reports(), *others)
             running = [tasks.create_task(part) for part in parts]
@@ -56,14 +56,14 @@ class LedgerlessRunner:
                 task.cancel()
 
     async def _until_changed(self, seconds: float) -> None:
-        """Wait for a change, at most so long."""
+        """Wait for a change, at most ``seconds``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
         self._changed.clear()
 
     async def _serve_reports(self) -> None:
-        """Take reports of workers that cannot use the job; each is answered once that stands in the job's record."""
+        """Serve failure reports of workers; acknowledge each only after the job's record contains the failure."""
 
         async def on_report(data: bytes) -> bytes:
             report, _ = unpack(data, Report)
@@ -71,7 +71,7 @@ class LedgerlessRunner:
                 error = JobFailure(code="rollout_failed", message=report.reason, service="rollout")
                 self._failure = self._failure or error
                 self._changed.set()
-                await self._ended.wait()  # who asks has a deadline and asks again
+                await self._ended.wait()  # the worker has a deadline, and repeats the report
             return pack(Ack(ok=True), job=self.job, epoch=self.epoch)
 
         server = await self.bus.serve(subjects.report(self.job), on_report)

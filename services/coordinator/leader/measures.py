@@ -1,4 +1,4 @@
-"""Measurements of a run: metrics of updates, evaluations of exact versions, and the goals that follow from them."""
+"""Measurements of a run: metrics of updates, evaluations of exact versions, and the goals that depend on them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from penstock.shared.protocol.trajectory import GroupHeader
 __all__ = ["Measures"]
 
 AGAIN_S = 10.0
-"""An evaluation that scored nothing is begun again after this long: its grader is away."""
+"""Delay before an evaluation that scored nothing is repeated (seconds): its grader is away."""
 
 MAX_RESTORED = 1000
-"""A leader that died had at most so many rows to write; where more are missing they were given up."""
+"""Most rows that are restored. A dead leader left fewer unwritten; if more are missing, they were dropped before."""
 
 
 class Measures:
-    """Rows of METRICS come from here. ``reward`` is the mean sampled reward of the newest update."""
+    """Source of all rows of METRICS. ``reward`` is the mean sampled reward of the newest update."""
 
     def __init__(self, config: AnyTraining, outbox: Outbox) -> None:
         self.config, self.outbox = config, outbox
@@ -44,26 +44,26 @@ class Measures:
         self.pace = Pace()
         self.reward: float | None = None
         self.evaluated: Evaluated | None = None
-        """The newest evaluation that misses no prompt."""
+        """The newest evaluation without missing prompts."""
         self.gate = gate_of(config, lambda: self.evaluated)
         self.newest_row = (0, 0)
-        """Batch of the newest row of an update, and sequence of its entry in the ledger."""
+        """Batch of the newest row of an update, and sequence of its ledger entry."""
         self._warned = False
         self._not_before = 0.0
 
     def begin(self, state: LedgerState, *, held_out: Sequence[SourceSummary], now: float) -> None:
-        """Start to measure a run that is at ``state``; ``resume`` follows."""
+        """Start to measure a run in state ``state``; call ``resume`` next."""
         self.plan = EvaluationPlan(self.config.evaluation, held_out)
         self.goals.begin(state.best)
         self.tally.begin(now, {})
 
     def resume(self, rows: Iterable[dict[str, Any]], state: LedgerState) -> None:
-        """Continue from the rows that earlier leaders wrote to METRICS, oldest first, in one or more calls."""
+        """Restore from the rows that earlier leaders wrote to METRICS, oldest first, in one or more calls."""
         for row in rows:
             values = {name: value for name, value in row["values"].items() if value is not None}  # null: not finite
             if row["kind"] != "eval":
                 self.newest_row = (int(row["batch"]), int(row.get("entry", 0)))
-                self.tally.go_on(values)  # what was spent on batches that were rolled back counts, too
+                self.tally.go_on(values)  # rolled-back batches cost tokens, too
             if not state.in_lineage(int(row["batch"])):
                 continue
             self.goals.take(values, int(row["batch"]))
@@ -75,43 +75,43 @@ class Measures:
                 self.reward = values.get("reward/mean", self.reward)
 
     def roll_back(self, state: LedgerState) -> None:
-        """The lineage forked: what was measured of the batches that it lost decides nothing, and is measured again."""
+        """Forget measurements of batches that a fork removed from the lineage; they are measured again."""
         self.plan.roll_back(state.updates)
         if not self._is_known(state):
-            self.plan.done.discard(state.updates)  # nobody knows what these weights earn
+            self.plan.done.discard(state.updates)  # the reward of these weights is unknown
         self.goals.roll_back(state)
         self.health.roll_back(state)
 
     def _is_known(self, state: LedgerState) -> bool:
-        """True if the newest version needs no comparison, or is served with the reward that decides on it."""
+        """Return True if the newest version needs no comparison, or is served with the reward that the gate needs."""
         if self.gate is None or not self._compares:
             return True
         served = state.promoted
         return served is not None and served.version == state.version and not self.gate.lacks(state)
 
     def _is_older(self, row: Mapping[str, Any], state: LedgerState) -> bool:
-        """True if a row of an evaluation is of what was the newest version before the fork that made this one."""
+        """Return True if an evaluation row is of the version that the fork to the current one replaced."""
         of_now = int(row["step"]) == state.updates
         return of_now and int(row["version"]) != state.version and not self._is_known(state)
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def on_group(self, header: GroupHeader, *, duplicate: bool) -> None:
-        """A group arrived."""
+        """Count a group that arrived."""
         self.tally.on_group(header, duplicate=duplicate)
         self.health.error = header.error or self.health.error
 
     def on_events(self, events: Sequence[Event], candidates: Mapping[Draw, Candidate]) -> None:
-        """Decisions that are about to be committed; ``candidates`` are as they were before."""
+        """Count decisions that are about to be committed; ``candidates`` is their state before."""
         self.tally.on_events(events, candidates)
 
     def values_of(
         self, report: Report, batch: BatchSealed, candidates: Mapping[Draw, Candidate], now: float,
         live: Mapping[str, float],
     ) -> dict[str, float]:  # fmt: skip
-        """Values of the update that trained ``batch``, of the groups in ``candidates``; they are to be recorded.
+        """Return the values to record of the update that trained ``batch``, from the groups in ``candidates``.
 
-        ``live``: what is known of where its groups came from.
+        ``live``: measurements of the supply of live groups.
         """
         self.tally.on_trained(batch, candidates)
         trained = report.metrics.get("tokens/trained", float(sum(group.tokens for group in batch.groups)))
@@ -130,7 +130,7 @@ class Measures:
         )
 
     def after_update(self, event: BatchTrained, entry: int, state: LedgerState) -> None:
-        """An update was made, and stands in this entry of the ledger."""
+        """Write the metrics of an update committed in ledger entry ``entry``, and judge goals and health."""
         self.reward = event.metrics.get("reward/mean", self.reward)
         in_flight, dropped = float(len(state.open)), float(state.dropped.total())
         values = event.metrics | {"draws/in_flight": in_flight, "draws/dropped": dropped}
@@ -143,14 +143,14 @@ class Measures:
         self._warned = True
 
     def look(self, *, ended: bool = False) -> None:
-        """Tell of warnings that came or went. ``ended``: the run is over, so short ones are judged, too."""
+        """Publish events for health warnings that began or ended. ``ended``: the run is over; judge short ones too."""
         self.health.recent = self.tally.since
         for change in self.health.judge(ended=ended):
             level, text = ("warning", change.message) if change.message else ("info", f"{change.kind} is over")
             self.outbox.event(level, "health", text, kind=change.kind)
 
     def lacks_rows(self, state: LedgerState) -> bool:
-        """True if the rows of the newest updates are missing, and the ledger has their values."""
+        """Return True if rows of the newest updates are missing, and the ledger has their values."""
         batch, entry = self.newest_row
         return 0 < state.last_trained - batch <= MAX_RESTORED and (entry > 0 or not batch)
 
@@ -171,16 +171,16 @@ class Measures:
     # -- evaluations -------------------------------------------------------------------------------------------------
 
     def holds(self, state: LedgerState, point: int) -> bool:
-        """True if the update after ``point`` completed ones must not be sealed yet."""
+        """Return True if the update after ``point`` completed ones must not be sealed yet."""
         return self._is_due(state, point) or self.goals.holds(state)
 
     def _is_due(self, state: LedgerState, point: int, *, final: bool = False) -> bool:
-        """True if a point is to be evaluated: by the plan, or for what the version that is served is to be worth."""
+        """Return True if a point must be evaluated: by the plan, or for the served version's reward."""
         lacks = self.gate is not None and self.plan.enabled and point == state.updates and self.gate.lacks(state)
         return lacks or self.plan.due(point, final=final)
 
     def begin_evaluation(self, state: LedgerState, *, final: bool, now: float, epoch: int) -> list[Ticket]:
-        """Tickets of the evaluation that is due now, if one is."""
+        """Start the evaluation that is due now and return its tickets, or []."""
         if state.trainable or now < self._not_before or not self._is_due(state, state.updates, final=final):
             return []
         deadline = now + self.config.train.draw_timeout_s
@@ -190,7 +190,7 @@ class Measures:
         )  # fmt: skip
 
     def end_evaluation(self, state: LedgerState, now: float) -> bool:
-        """Close the evaluation in progress, if there is one."""
+        """Close the evaluation in progress; return False if there is none."""
         if self.plan.current is None:
             return False
         point = self.plan.current.point
@@ -207,8 +207,10 @@ class Measures:
         return True
 
     def _evaluated(self, point: int, version: int, values: Mapping[str, float]) -> bool:
-        """True if a point is done. A gate that compares needs all prompts, and a reward that is a number: what misses
-        some, or could not be scored, is begun again."""
+        """Record an evaluation; return True if its point is done.
+
+        A gate that compares needs all prompts and a finite reward; without them the evaluation is repeated.
+        """
         missing = bool(values.get("eval/missing"))
         metric = self.gate.config.metric if self.gate is not None and self._compares else ""
         if metric and (missing or not math.isfinite(values.get(metric, math.nan))):
@@ -224,5 +226,5 @@ class Measures:
         return self.gate is not None and self.gate.config.max_drop is not None
 
     def pending(self, state: LedgerState) -> bool:
-        """True if the end of the run must wait for an evaluation."""
+        """Return True if the end of the run must wait for an evaluation."""
         return self.plan.current is not None or self._is_due(state, state.updates, final=True)

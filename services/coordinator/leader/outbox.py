@@ -1,4 +1,4 @@
-"""Writer of a job's metric rows, events, policy clock and status record, off the critical path."""
+"""Writes a job's metric rows, events, policy clock and status record, off the critical path."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ logger = logging.getLogger(__name__)
 
 STATUS_EVERY_S = 0.5
 HEARTBEAT_S = 10.0
-"""A status that does not change is written this often all the same: that it was says that somebody leads the job."""
+"""Interval at which an unchanged status is rewritten (seconds), as a heartbeat of the job's leader."""
 RETRY_S = 0.5
 
 
 class Outbox:
     """Sends in order, retries while the bus is away, never blocks a decision. The newest status and clock win.
 
-    Rows that a full stream refuses are given up, with a line in the log. ``attempt``: see ``JobStatus``.
+    Rows that a full stream refuses are dropped and logged. ``attempt``: see ``JobStatus``.
     """
 
     def __init__(self, bus: Bus, store: JobStore, job: str, *, attempt: int = 1) -> None:
@@ -72,9 +72,9 @@ class Outbox:
         entry: int = 0,
         time: float | None = None,
     ) -> None:
-        """One row of METRICS, measured with the weights that ``batch`` made; ``step`` is where people see it.
+        """Queue one row of METRICS, measured with the weights that ``batch`` made; ``step`` is the step shown to users.
 
-        ``entry``: sequence of the ledger's entry that an update stands in; ``time``: when it was measured, None: now.
+        ``entry``: sequence of the ledger entry that contains the update; ``time``: time of measurement, None: now.
         """
         self._gauges.show(kind, values)
         row = {
@@ -84,7 +84,7 @@ class Outbox:
         self._publish(subjects.metrics(self._job), row, f"metrics:{self._job}:{kind}:{step}:{version}")
 
     def event(self, level: str, type: str, message: str, **data: Any) -> None:
-        """One row of EVENTS."""
+        """Queue one row of EVENTS."""
         row = {"time": bus_time(), "level": level, "type": type, "message": message, "data": data}
         self._publish(subjects.events(self._job), row, None)
 
@@ -95,21 +95,21 @@ class Outbox:
     async def _send(self, subject: str, data: bytes, msg_id: str | None) -> None:
         try:
             await self._bus.publish(subject, data, msg_id=msg_id, deadline_s=5)
-        except StreamFull as error:  # status and clock, which wait behind it, matter more
+        except StreamFull as error:  # status and clock wait behind it and matter more
             logger.error("%s: a row of %s is lost: %s", self._job, subject, error)
 
     def later(self, work: Callable[[], Awaitable[None]], *, keep: bool = True) -> None:
-        """Do ``work`` in turn; ``keep``: again until the bus takes it."""
+        """Queue ``work``; ``keep``: retry it until the bus accepts it."""
         self._queue.put_nowait((work, keep))
         self._changed.set()
 
     def clock(self, version: int, digest: str, epoch: int) -> None:
-        """The policy clock of the job."""
+        """Queue the job's policy clock."""
         self._clock = msgspec.json.encode({"version": version, "digest": digest, "epoch": epoch, "time": bus_time()})
         self._changed.set()
 
     def status(self, fields: dict[str, Any], *, force: bool = False) -> None:
-        """The observed status; written when its phase changed, STATUS_EVERY_S if it changes, else HEARTBEAT_S."""
+        """Queue the status: sent at once in a new phase, every STATUS_EVERY_S if changed, else every HEARTBEAT_S."""
         phase, before = fields["phase"], self._status.get("phase")
         if phase != before:
             self.event("error" if phase == "failed" else "info", "phase", f"{phase}: {fields['message']}".rstrip(": "))
@@ -126,7 +126,7 @@ class Outbox:
         await self.flush()
 
     async def run(self) -> None:
-        """Send until cancelled; Prometheus sees the job's values meanwhile."""
+        """Send until cancelled, and export the job's Prometheus gauges meanwhile."""
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
@@ -138,11 +138,11 @@ class Outbox:
             self._gauges.hide()
 
     async def flush(self) -> None:
-        """Send everything that waits, the status too."""
+        """Send everything that waits, including the status."""
         async with self._sending:
             self._last_status = 0.0
             await self._send_all()
-            while self._status != self._sent_status:  # the last one of a job would not be written again
+            while self._status != self._sent_status:  # a job's last status would not be retried
                 self._last_status = 0.0
                 await self._send_all()
 
@@ -164,7 +164,7 @@ class Outbox:
             await self._try(lambda: self._put_status(fields))
 
     def _status_rest_s(self) -> float:
-        """Seconds until the status is due, should it not change before."""
+        """Return the seconds until an unchanged status must be written."""
         if not self._status:
             return HEARTBEAT_S
         due = self._last_status + STATUS_EVERY_S
@@ -190,7 +190,7 @@ class Outbox:
 
 
 def announce(outbox: Outbox, events: Iterable[Event]) -> None:
-    """Report the decisions that matter to users."""
+    """Publish events for the decisions that matter to users."""
     for event in events:
         match event:
             case Checkpointed():

@@ -11,7 +11,7 @@ _NEWEST = 50
 
 
 class Pace:
-    """Pace between the ends of the newest steps that this process saw.
+    """Average pace of the newest steps whose end this process saw.
 
     The time before the first step and pauses do not count.
     """
@@ -21,17 +21,17 @@ class Pace:
         self._step: int | None = None
 
     def end(self, step: int, total: int | None, now: float, *, running: bool) -> datetime | None:
-        """Return the predicted end; it changes only with ``step`` and ``total``.
+        """Return the predicted end, which changes only with ``step`` and ``total``.
 
-        None while the run is stopped, before two steps have ended, if the total is unknown, and beyond the calendar's
-        end.
+        None while the run is stopped, before two steps have ended, if the total is unknown, or if the end is beyond the
+        calendar.
 
         Args:
             step: steps done.
-            total: steps in all.
+            total: total number of steps.
             now: Unix seconds.
         """
-        went_back = self._step is not None and step < self._step  # back to a checkpoint
+        went_back = self._step is not None and step < self._step  # rolled back to a checkpoint
         if not running or went_back:
             self._ends.clear()
         elif self._step is not None and step > self._step:

@@ -1,4 +1,4 @@
-"""Leads one job: carries facts from the bus to the pure core and its decisions back.
+"""Leads one job: feeds events from the bus to the pure core, and publishes the core's decisions.
 
 Everything that follows from a committed decision (tickets, batch manifests, the policy clock, deletions) is derived
 from the ledger and repeated by the next leader, so it may be lost or happen twice.
@@ -61,14 +61,14 @@ __all__ = ["JobRunner"]
 logger = logging.getLogger(__name__)
 
 TICK_S, IDLE_S = 0.25, 2.0
-"""Deadlines are looked at this often when nothing else happens; those of a job that stands still ever more rarely, down
-to once in ``IDLE_S``, for a coordinator leads hundreds. What arrives, and what the user wants, is looked at at once."""
+"""Shortest and longest interval between checks of deadlines (seconds). An idle job is checked ever less often, because
+one coordinator leads hundreds of jobs; messages and user requests wake it at once."""
 MAKE_S = 120.0
-"""A simulator's libraries may take long to load; one that takes longer is asked for again."""
+"""Time for an env worker to load a simulator's libraries (seconds); the request repeats after it and the step limit."""
 
 
 class JobRunner:
-    """The leader's task for one job; ends when the job does. Raises Fenced when somebody else leads."""
+    """The leader's task for one job; ends when the job does. Raises Fenced when another coordinator leads."""
 
     def __init__(
         self, bus: Bus, store: JobStore, members: Members, record: JobRecord, *, epoch: int, data_dir: Path,
@@ -96,11 +96,11 @@ class JobRunner:
         self._presence, self._onsets = PresenceWatch(), Onsets()
         self._leads_since = bus_time()
         self._next_seq = self._unread = 1
-        """Sequence of EXPERIENCE from which is read on, and below which was not read before the first decision."""
+        """Next EXPERIENCE sequence to read, and the one below which nothing was read before the first decision."""
         self.ready = False
         self._reported = 0.0
         self._decided = False
-        """Something was decided since the last look."""
+        """True if a decision was made since the last check."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class JobRunner:
             self.ready = True
             await self._decide_until_finished()
             await self.outbox.flush()
-            await self._close_supply()  # once more: the API took feedback until it knew
+            await self._close_supply()  # again: the API accepted feedback until it saw the end
             await self.tracking.finish()
             for task in running:
                 task.cancel()
@@ -177,7 +177,7 @@ class JobRunner:
             await self._restore_rows()
 
     async def _restore_rows(self) -> None:
-        """Write the newest rows, which an earlier leader had decided on and died before it wrote them."""
+        """Write the rows of the newest updates again, which an earlier leader committed but died before writing."""
         slice_, start = WorkSlice(), self.measures.newest_row[1] + 1
         entries = self.bus.scan(subjects.LEDGER, subjects.ledger(self.job), start_seq=start)
         async with contextlib.aclosing(entries) as messages:
@@ -188,7 +188,7 @@ class JobRunner:
                 await slice_.end()
 
     async def _describe_environment(self) -> None:
-        """Have an env worker describe the simulator of an embodied job; one that cannot be made ends the job."""
+        """Have an env worker describe the job's simulator; end the job if the simulator cannot be created."""
         config = self.config
         assert isinstance(config, EmbodiedJob)
         limit_s = MAKE_S + config.environment.step_limit_s
@@ -205,7 +205,7 @@ class JobRunner:
         self.inbox.wake()
 
     async def _read_groups(self) -> None:
-        """Take in what is stored and not yet decided on; ``_check_stored`` reads the rest beside the work."""
+        """Process stored groups without a decision; ``_check_stored`` reads the rest in the background."""
         subject = subjects.experience(self.job)
         self._next_seq = self.run.take_up()
         stream = await self.bus.stream_state(subjects.EXPERIENCE)
@@ -223,10 +223,10 @@ class JobRunner:
                 await slice_.end()
 
     async def _check_stored(self) -> None:
-        """Look at what this leader did not read, beside its work.
+        """Check the messages that this leader did not read, in the background.
 
-        An earlier leader may have died before it deleted what it had dropped, and what the ledger counts as stored may
-        be gone.
+        An earlier leader may have died before it deleted groups that it had dropped, and groups that the ledger counts
+        as stored may be gone.
         """
         subject, stop = subjects.experience(self.job), self._unread
         gone = {seq for seq in self.run.stored if seq < stop}
@@ -242,7 +242,7 @@ class JobRunner:
                     await self.inbox.put(partial(self._take_group, seq, message.headers))
                 await slice_.end()
         self.run.forget_stored(gone)
-        self.inbox.wake()  # there is more room in the byte budget
+        self.inbox.wake()  # the byte budget has more room
 
     async def _decide_until_finished(self) -> None:
         rest_s = TICK_S
@@ -260,7 +260,7 @@ class JobRunner:
             if self.run.state.finished:
                 break
             if any(isinstance(event, BatchSealed) for event in decided):
-                self.inbox.wake()  # an entry holds only so many groups: there may be more to seal
+                self.inbox.wake()  # one entry holds a limited number of groups: more may be ready to seal
             await self._evaluate()
             await self._follow_best()
             await self._settle_operations()
@@ -270,14 +270,14 @@ class JobRunner:
                 break
             is_idle = not (self._decided or is_asking or self.desired_state.pending)
             self._decided, rest_s = False, min(2 * rest_s, IDLE_S) if is_idle else TICK_S
-            spread_s = random.uniform(0.5, 1.0) * rest_s  # jobs that were woken together part again
+            spread_s = random.uniform(0.5, 1.0) * rest_s  # spreads jobs that were woken together
             await self.inbox.take(TICK_S, rest_s=spread_s if is_told else TICK_S)
         await self._close_supply()
         await self._settle_operations()
         self._report_status(force=True)
 
     async def _close_supply(self) -> None:
-        """Nothing that live agents send has an effect any more; what cannot be read is kept all the same."""
+        """Stop the supply of live items; messages that cannot be read are still copied to DEAD."""
         if self.supply is not None:
             await self.supply.close()
             await self._commit([])
@@ -303,18 +303,18 @@ class JobRunner:
         return state.checkpoint.number >= state.last_trained
 
     def update_record(self, record: JobRecord) -> None:
-        """The job's record changed."""
+        """Apply a changed record of the job."""
         self.desired_state.update(record)
         self.wake()
 
     def wake(self) -> None:
-        """Look at the job now: something changed that no fact tells of."""
+        """Check the job now, after a change that arrives as no message."""
         self.inbox.wake()
 
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     async def _commit(self, events: list[Event]) -> None:
-        """Append a decision, take it into the core, and do what follows."""
+        """Append a decision to the ledger, apply it to the core, and publish its effects."""
         if self.supply is not None:
             await self.supply.flush()
             for one in await self.publisher.copy_unreadable(self.supply.unreadable()):
@@ -326,7 +326,7 @@ class JobRunner:
             await self._append(events)
 
     async def _append(self, events: list[Event]) -> None:
-        """Append one entry, take it into the core, and do what follows."""
+        """Append one ledger entry, apply it to the core, and publish its effects."""
         self._decided = True
         seq = await self.journal.append(events)
         self.measures.on_events(events, self.run.candidates)
@@ -401,7 +401,7 @@ class JobRunner:
         if report.kind == "failed":
             error = JobFailure(code="trainer_failed", message=f"trainer: {report.reason}", service="trainer")
             self.run.failure = self.run.failure or error
-            while events := self.run.decide(bus_time()):  # the job ends in the ledger before the trainer may rest
+            while events := self.run.decide(bus_time()):  # end the job in the ledger before acknowledging
                 await self._commit(events)
             return Ack(ok=True)
         if report.kind in ("not_rolled_back", "fell_back"):
@@ -414,7 +414,7 @@ class JobRunner:
         return Ack(ok=True, data=summary.retention_of(self.run) if report.kind == "checkpointed" else {})
 
     async def _record(self, report: Report, events: list[Event], now: float) -> None:
-        """Commit what a report became, an update with its values, and what follows from it."""
+        """Commit the events of a report, an update with its metrics, and the decisions that follow."""
         if report.kind == "refused":
             await self.publisher.copy_refused(self.run, events)
         batch, state = self.run.state.sealed.get(report.batch), self.run.state
@@ -432,16 +432,16 @@ class JobRunner:
                 self.outbox.clock(event.version, event.digest, self.epoch)
 
     def _take_unreadable(self, report: Report) -> None:
-        """The trainer cannot read a checkpoint, and goes on without it."""
+        """Handle a checkpoint that the trainer cannot read: the trainer continues without it."""
         if report.kind == "fell_back":
             self.outbox.event("error", "checkpoint_damaged", report.reason, number=report.batch)
         else:
             self.run.give_up_rollback(report.reason)
 
     async def _halt(self, reason: str) -> Ack:
-        """Pause for the trainer; the batch stays sealed, and whoever resumes the job lets it be tried again."""
+        """Pause the job on behalf of the trainer. The batch stays sealed; resuming the job retries it."""
         self.outbox.event("error", "halted", reason)
-        with contextlib.suppress(Conflict):  # it is being cancelled or has ended
+        with contextlib.suppress(Conflict):  # the job is being cancelled or has ended
             self.update_record(await self.store.set_desired(self.job, "paused"))
         self.run.desired = self.desired_state.desired
         if self.run.desired != "running":
@@ -459,7 +459,7 @@ class JobRunner:
         return pack(Ack(ok=True), job=self.job, epoch=self.epoch)
 
     async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
-        """Keep a message that nobody can use in DEAD and drop its draw, in one decision; only then is it deleted."""
+        """Copy an unusable message to DEAD and drop its draw in one decision; only then delete it."""
         await self.inbox.put(lambda: self._drop_dead_message(stream, seq, draw, reason, attempts))
 
     async def _drop_dead_message(self, stream: str, seq: int, draw: Draw | None, reason: str, attempts: int) -> None:
@@ -473,7 +473,7 @@ class JobRunner:
         await self.publisher.delete(range(seq, seq + count), stream=stream)
 
     async def _is_over(self, seq: int, draw: Draw | None) -> bool:
-        """True if nothing waits for a ticket that workers gave back until its deliveries were used up."""
+        """Return True if nothing waits for a ticket that workers returned until its deliveries were used up."""
         if draw is not None:
             return draw not in self.run.state.open
         with contextlib.suppress(NotFound, ProtocolError):
@@ -495,14 +495,14 @@ class JobRunner:
         if measures.end_evaluation(state, now):
             self._decided = True  # the run may have reached its goal
             await self._commit(self.run.decide(now))
-        if self.run.rollback is not None:  # this version is about to be left behind
+        if self.run.rollback is not None:  # this version will be abandoned
             return
         tickets = measures.begin_evaluation(state, final=self.run.training_done, now=now, epoch=self.epoch)
         if tickets:
             await self.publisher.publish_tickets(tickets)
 
     async def _follow_best(self) -> None:
-        """Name the best checkpoint once it exists; until then it is wanted."""
+        """Mark the best checkpoint once it exists; until then request it."""
         goals, state = self.measures.goals, self.run.state
         await self._commit([*goals.mark(state, writer_epoch=self.epoch, now=bus_time())])
         self.run.new_best = goals.wanted(state)
@@ -515,7 +515,7 @@ class JobRunner:
     # -- what people see ---------------------------------------------------------------------------------------------
 
     def _report_status(self, *, force: bool = False) -> bool:
-        """Once per TICK_S: facts may come much more often, and all that is open is counted. False: it is too early."""
+        """Queue the status, at most once per TICK_S since it counts all open draws; return False if too early."""
         if not force and time.monotonic() - self._reported < TICK_S:
             return False
         self._reported = time.monotonic()
@@ -558,11 +558,11 @@ class JobRunner:
             self.outbox.event("info", "clock_skew", "the clocks of all hosts agree again")
 
     def status(self) -> dict[str, Any]:
-        """This leader's view of the job."""
+        """Return this leader's view of the job."""
         return {"version": self.run.state.version, "running": len(self.run.state.open)}
 
     def why(self) -> list[dict[str, Any]]:
-        """Waits of the job."""
+        """Return the waits of the job."""
         now, blocked = bus_time(), self.retry.blocked
         if not self.ready:
             return recovery_waits(self.job, blocked, now, self._leads_since)

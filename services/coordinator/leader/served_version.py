@@ -1,7 +1,7 @@
-"""Publishes the version that engines serve: the one that the ledger promoted, once its weights exist.
+"""Publishes the version that engines serve: the promoted version of the ledger, once its weights exist.
 
 The trainer of a job with a promotion gate announces its versions as candidates. The leader copies the manifest of the
-promoted one to the key that engines watch. What they serve follows from the ledger, so any leader can repeat it.
+promoted one to the key that engines watch. The served version is derived from the ledger, so any leader can repeat it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEADLINE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _Announced:
-    """A manifest, and its bytes in the bucket."""
+    """A weight manifest, and its bytes in the bucket."""
 
     manifest: WeightManifest
     data: bytes
@@ -42,7 +42,7 @@ class _Announced:
 class ServedVersionPublisher:
     """Watches the candidates and the served version of one job, and publishes promoted versions.
 
-    Served versions only rise, in the ledger as in the bucket. If an earlier leader or trainer writes an older version,
+    Served versions only rise, in the ledger and in the bucket. If an earlier leader or trainer writes an older version,
     this leader sees it and replaces it.
 
     Args:
@@ -53,7 +53,7 @@ class ServedVersionPublisher:
         self._bus, self._job, self._gate, self._promoted = bus, job, gate, promoted
         self._candidate: _Announced | None = None
         self._standing: _Announced | None = None
-        """The version in the bucket, and its revision."""
+        """The version in the bucket; ``_revision`` is the revision of that entry."""
         self._revision = 0
         self._served: _Announced | None = None
         """The newest manifest of the promoted version."""
@@ -67,7 +67,7 @@ class ServedVersionPublisher:
                 await asyncio.sleep(LOOK_S)
 
     async def _watch(self) -> None:
-        """Watch both keys; the key of the candidates lies below the other."""
+        """Watch both keys; the key of the candidates is below the other in the hierarchy."""
         async with contextlib.aclosing(self._bus.kv(subjects.MANIFESTS).watch(self._job)) as entries:
             async for entry in entries:
                 announced = (
@@ -100,7 +100,7 @@ class ServedVersionPublisher:
         kv = self._bus.kv(subjects.MANIFESTS)
         try:
             revision = await kv.update(self._job, served.data, self._revision, deadline_s=DEADLINE_S)
-        except Conflict:  # the watch brings the other write
+        except Conflict:  # the watch will deliver the other write
             return
         except Unavailable as error:
             logger.warning("%s: version %d is not published to engines yet: %s", self._job, served.version, error)

@@ -1,6 +1,6 @@
-"""Leads one deployment: it runs once a rollout worker has loaded the model, and ends when somebody or idleness says so.
+"""Leads one deployment: it runs once a rollout worker has loaded the model, and ends on cancellation or when idle.
 
-There is no ledger and nothing to recover: the workers serve by the job's record alone, whoever leads.
+There is no ledger and nothing to recover: workers serve by the job's record alone, whichever coordinator leads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["ServingRunner"]
 
 LOOK_S = 0.5
-"""Heartbeats of the workers are looked at this often."""
+"""Interval at which heartbeats of the workers are checked (seconds)."""
 
 
 class ServingRunner(LedgerlessRunner):
@@ -46,12 +46,12 @@ class ServingRunner(LedgerlessRunner):
             self._report(*end)
 
     def _entries(self, clock: float) -> dict[str, dict[str, Any]]:
-        """Of each live rollout worker its entry for this job."""
+        """Return the entry for this job of each live rollout worker."""
         found = {m.beat.worker: m.beat.jobs.get(self.job, {}) for m in self.members.of("rollout", clock)}
         return {worker: entry for worker, entry in found.items() if entry}
 
     def _look(self, clock: float) -> None:
-        """Note who serves, and whether anybody asked lately."""
+        """Record from heartbeats if a worker serves the model, and when the last request was seen."""
         entries = self._entries(clock)
         tokens = {worker: int(entry.get("generated_tokens", 0)) for worker, entry in entries.items()}
         serves = any(int(entry.get("version", -1)) >= 0 for entry in entries.values())
@@ -62,7 +62,7 @@ class ServingRunner(LedgerlessRunner):
         self._served = self._served or serves
 
     def _end(self) -> tuple[Phase, str] | None:
-        """The terminal phase and why; None while the deployment goes on."""
+        """Return the terminal phase and its reason, or None while the deployment continues."""
         idle_s = self.config.serving.idle_s
         if self.record.desired_state == "cancelled":
             return "cancelled", ""
@@ -81,12 +81,12 @@ class ServingRunner(LedgerlessRunner):
         return f"{workers} rollout worker{'s' if workers > 1 else ''} serve{'' if workers > 1 else 's'} {what}"
 
     def update_record(self, record: JobRecord) -> None:
-        """Take the new record of the job, whose settings may have changed."""
+        """Apply a changed record of the job, including changed settings."""
         self.config = ServingJob.parse(record.spec)
         super().update_record(record)
 
     async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
-        """A deployment has no work in queues: whatever is there under its name is kept for people to look at."""
+        """Copy a message to DEAD and delete it: a deployment has no work in queues, so users should see it."""
         count = await self.publisher.copy_to_dead(stream, seq, reason=reason, attempts=attempts)
         await self.publisher.delete(range(seq, seq + count), stream=stream)
 
@@ -97,11 +97,11 @@ class ServingRunner(LedgerlessRunner):
         self._write_status(phase, message, observed_generation=generation, started_at=self._started_at)
 
     def status(self) -> dict[str, Any]:
-        """This leader's view of the job."""
+        """Return this leader's view of the job."""
         return {"version": 0, "running": 0}
 
     def why(self) -> list[dict[str, Any]]:
-        """Waits of the job."""
+        """Return the waits of the job."""
         clock, now = time.monotonic(), bus_time()
         rows = blocked_waits(self.job, self.retry.blocked, now)
         rows += worker_waits(self.job, self.members, clock, now, services=("rollout",))

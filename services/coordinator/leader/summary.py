@@ -1,4 +1,4 @@
-"""Summary of a ledger, for people. Pure."""
+"""Summaries of a ledger for status records and reports. Pure."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 MAX_REPEATED = 2000
-"""A trainer that cannot read its checkpoint repeats at most so many batches: they must fit into one answer."""
+"""Most batches that a trainer may repeat from an older checkpoint: all must fit into one response."""
 
 
 def draws_of(state: LedgerState) -> dict[str, Any]:
-    """The ledger equation."""
+    """Return the ledger equation: drawn = trained + dropped + in flight."""
     return {
         "drawn": state.drawn,
         "trained": state.trained,
@@ -42,7 +42,7 @@ def draws_of(state: LedgerState) -> dict[str, Any]:
 
 
 def best_of(state: LedgerState, data_dir: Path = Path()) -> dict[str, Any] | None:
-    """The best checkpoint, and by what it is the best."""
+    """Return the best checkpoint and the metric that chose it, or None."""
     best = state.best
     if best is None:
         return None
@@ -51,7 +51,7 @@ def best_of(state: LedgerState, data_dir: Path = Path()) -> dict[str, Any] | Non
 
 
 def canary_of(run: JobRun) -> dict[str, Any] | None:
-    """The version that is tried on a share of live traffic, if one is."""
+    """Return the version that is tried on a share of live traffic, or None."""
     canary, gate = run.state.canary, run.promotion
     if canary is None or gate is None or gate.config.canary is None or run.state.finished:
         return None
@@ -59,7 +59,7 @@ def canary_of(run: JobRun) -> dict[str, Any] | None:
 
 
 def phase_of(run: JobRun, desired: str) -> str:
-    """Phase of a job as users see it, who want it to be ``desired``."""
+    """Return the phase of a job as shown to users; ``desired`` is the requested state."""
     state = run.state
     if state.finished:
         return state.finished
@@ -72,7 +72,7 @@ def phase_of(run: JobRun, desired: str) -> str:
 
 
 def status_of(run: JobRun, desired: str) -> dict[str, Any]:
-    """The part of a job's status that its run tells."""
+    """Return the part of a job's status that its run determines."""
     state, phase = run.state, phase_of(run, desired)
     failure, promoted = run.failure.message if run.failure is not None else "", state.promoted
     return {
@@ -92,7 +92,7 @@ def status_of(run: JobRun, desired: str) -> dict[str, Any]:
 
 
 def queues_of(run: JobRun) -> dict[str, int]:
-    """Work waiting at each stage: tickets without a group, groups without a batch, batches that are not trained."""
+    """Count the work at each stage: tickets without a group, groups without a batch, untrained batches."""
     opened, accept = run.state.open, Verdict.ACCEPT
     waiting = sum(not info.batch for info in opened.values())
     groups = [c.verdict for d, c in run.candidates.items() if (info := opened.get(d)) is not None and not info.batch]
@@ -101,15 +101,15 @@ def queues_of(run: JobRun) -> dict[str, int]:
 
 
 def retention_of(run: JobRun) -> dict[str, Any]:
-    """Which checkpoints the trainer keeps: the newest ``keep``, and the ``pinned`` ones whatever their age."""
+    """Return the checkpoints that the trainer keeps: the newest ``keep``, and the ``pinned`` ones of any age."""
     return {"pinned": run.state.pinned, "keep": run.config.checkpoint.keep}
 
 
 def start_of(run: JobRun) -> dict[str, Any]:
-    """Where a trainer takes up the job.
+    """Return the point from which a trainer continues the job.
 
-    ``served``: an older version that engines still need, made again on the way; ``rollback``: the batch after which the
-    lineage is given up, and why.
+    ``served``: an older version that engines still need, recomputed on the way; ``rollback``: the batch after which the
+    lineage is discarded, and why.
     """
     state, rollback, served = run.state, run.rollback, run.state.promoted
     behind = served is not None and served.version != state.version
@@ -134,8 +134,8 @@ def start_of(run: JobRun) -> dict[str, Any]:
 
 
 def _older(state: LedgerState, checkpoint: Checkpointed | None) -> dict[str, Any]:
-    """For a trainer that cannot read ``checkpoint``: those before it, newest first, from which every batch can be
-    repeated, and the batches up to ``checkpoint``."""
+    """Return alternatives for a trainer that cannot read ``checkpoint``: older checkpoints, newest first, from which
+    every batch can be repeated, and the batches up to ``checkpoint``."""
     if checkpoint is None:
         return {}
     found: list[Checkpointed] = []
@@ -152,13 +152,13 @@ def _older(state: LedgerState, checkpoint: Checkpointed | None) -> dict[str, Any
 
 
 def _rows_of(state: LedgerState, numbers: Iterable[int]) -> list[list[Any]]:
-    """Number, revision, version and digest of those batches that are still in the log."""
+    """Return number, revision, version and digest of those batches that are still in the ledger's state."""
     known = [(n, state.batches[n]) for n in numbers if n in state.batches]
     return [[n, batch.revision, batch.version, batch.digest] for n, batch in known]
 
 
 def summary_of(state: LedgerState) -> dict[str, Any]:
-    """Facts in the last event of a job."""
+    """Return the summary in the last event of a job."""
     return {
         "updates": state.updates,
         "version": state.version,

@@ -1,4 +1,4 @@
-"""Copies a job's rows of METRICS to its trackers, off the path of every decision. A tracker that fails is left out."""
+"""Copies a job's rows of METRICS to its trackers, off the critical path. A tracker that fails is dropped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Tracking"]
 logger = logging.getLogger(__name__)
 
 FINISH_S = 60.0
-"""Most time that trackers get at the end of a run to write what they have not written yet."""
+"""Longest time that trackers have at the end of a run to write their remaining rows (seconds)."""
 
 
 class Tracking:
@@ -37,9 +37,9 @@ class Tracking:
         self._moved = asyncio.Event()
 
     async def follow(self) -> None:
-        """Write every row from the first one on, each tracker in a thread of its own.
+        """Write every row from the first one on, each tracker in its own thread.
 
-        Cancelled, it waits for nobody: what the threads have in hand they still write.
+        On cancellation, return at once; the threads still write the rows that they have.
         """
         if not self._sinks:
             return
@@ -48,7 +48,7 @@ class Tracking:
             reader = self._bus.follow(subjects.METRICS, subjects.metrics(self._run.id))
             async with contextlib.aclosing(reader) as messages:
                 async for message in messages:
-                    row = msgspec.json.decode(message.data)  # what is not finite is null there
+                    row = msgspec.json.decode(message.data)  # non-finite values are null
                     await asyncio.gather(*(sink.write(row) for sink in self._sinks))
                     self._last_seq = message.seq
                     self._moved.set()
@@ -57,9 +57,9 @@ class Tracking:
                 sink.abandon()
 
     async def finish(self) -> None:
-        """The run is over: write the newest row and close the trackers; gives up after FINISH_S.
+        """Write the remaining rows and close the trackers at the end of the run; gives up after FINISH_S.
 
-        What is said meanwhile of a tracker that fails is sent too.
+        Then flush the outbox, so that events about failed trackers are sent.
         """
         if not self._sinks:
             return
@@ -109,7 +109,7 @@ class _Sink:
         await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
-        """Whatever somebody else's package raises must not end the job."""
+        """Run ``work``; drop the tracker on any exception, because third-party code must not end the job."""
         error = await unexpected(work)
         if error is not None:
             name = self._config.type

@@ -1,7 +1,7 @@
-"""Chooses the transport by which each worker of a job gets its weights, from what trainer and workers say they can.
+"""Chooses the transport by which each worker of a job gets its weights, from what trainer and workers support.
 
-The choice stands in the bucket of manifests. Trainer and workers read it before each version; a worker whose transport
-fails tries the others, and its heartbeat says by which one its weights came.
+The choice is stored in the bucket of manifests. Trainer and workers read it before each version; a worker whose
+transport fails tries the others, and its heartbeat names the one that delivered its weights.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ DEADLINE_S = 5.0
 def chosen_transports(job: str, trainer: Member | None, workers: Sequence[Member]) -> dict[str, str]:
     """Return the transport of each worker that follows the policy of ``job``.
 
-    The same host: shared memory. Else a broadcast where both ends take part and the worker is the only one of its host;
-    several workers of a host share one transfer over TCP. Else files in a directory that both see.
+    On the trainer's host: shared memory. Else a broadcast if both ends support it and the worker is the only one of its
+    host; several workers of a host share one transfer over TCP. Else files in a directory that both see.
     """
     if trainer is None:
         return {}
@@ -51,13 +51,13 @@ def chosen_transports(job: str, trainer: Member | None, workers: Sequence[Member
 
 
 def transports_of(job: str, members: Members, clock: float) -> dict[str, str]:
-    """Return the choice among the processes that live now."""
+    """Return the choice among the processes that are alive now."""
     trainers = [one for one in members.of("trainer", clock) if _transports(one, job)]
     return chosen_transports(job, next(iter(trainers), None), members.of("rollout", clock))
 
 
 def _transports(member: Member, job: str) -> list[str]:
-    """Return what a process says it can, or nothing of another version."""
+    """Return the transports that a process supports; [] for a process of a version that does not report them."""
     return [str(name) for name in member.beat.jobs.get(job, {}).get("transports", [])]
 
 
@@ -72,13 +72,13 @@ class WeightRouter:
         while True:
             try:
                 await self._choose()
-            except (Conflict, Unavailable) as error:  # another leader wrote, or the bus is away: look again
+            except (Conflict, Unavailable) as error:  # another leader wrote, or the bus is away: retry
                 logger.debug("%s: transports of weights are not written yet: %s", self._job, error)
             await asyncio.sleep(LOOK_S)
 
     async def _choose(self) -> None:
         transports = transports_of(self._job, self._members, time.monotonic())
-        if not transports:  # a trainer that comes back finds the same workers
+        if not transports:  # a restarted trainer finds the same workers
             return
         kv, key = self._bus.kv(subjects.MANIFESTS), subjects.weight_routes(self._job)
         entry = await kv.get(key)

@@ -17,7 +17,7 @@ __all__ = ["Onsets", "blocked_waits", "explain_waits", "recovery_waits", "wait_r
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Something that the leader of a job waits for. ``since`` (Unix seconds): None where nothing says since when."""
+    """Something that the leader of a job waits for. ``since``: start of the wait (Unix seconds); None: unknown."""
 
     what: str
     subject: str
@@ -27,18 +27,18 @@ class Wait:
 
 
 class Onsets:
-    """When the leader of a job first saw it wait for each thing whose beginning stands nowhere."""
+    """Times at which the leader first saw a wait whose start is not recorded elsewhere."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, str], float] = {}
 
     def look(self, job: str, run: JobRun, plan: EvaluationPlan, now: float) -> None:
-        """Look again; what is not waited for any more is forgotten."""
+        """Record new waits and forget those that are over."""
         open_ = {(one.subject, one.id) for one in _own_waits(job, run, plan)}
         self._since = {key: self._since.get(key, now) for key in open_}
 
     def of(self, wait: Wait, now: float) -> float:
-        """Since when ``wait`` is there."""
+        """Return the start of ``wait`` (Unix seconds)."""
         return wait.since if wait.since is not None else self._since.get((wait.subject, wait.id), now)
 
 
@@ -46,9 +46,9 @@ def explain_waits(
     job: str, run: JobRun, plan: EvaluationPlan, members: Members, *, clock: float, now: float, onsets: Onsets,
     blocked: Blocked | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Rows of waits, most important first. ``clock`` is monotonic (heartbeats), ``now`` is Unix time (deadlines).
+    """Return the waits, most important first. ``clock`` is monotonic (heartbeats), ``now`` is Unix time (deadlines).
 
-    ``blocked``: what the leader cannot write, and so decides nothing.
+    ``blocked``: a write that the leader cannot complete, so that it makes no decisions.
     """
     if run.state.finished:
         return []
@@ -62,13 +62,13 @@ def explain_waits(
 
 
 def recovery_waits(job: str, blocked: Blocked | None, now: float, since: float) -> list[dict[str, Any]]:
-    """Rows of a leader that does not decide yet, ``since`` it leads."""
+    """Return the waits of a leader that is still recovering; ``since`` is when it began to lead."""
     what = "its leader to recover: to read what was decided and stored, and to ask again for what is missing"
     return [*blocked_waits(job, blocked, now), wait_row(what, subjects.LEDGER, job, age_s=now - since)]
 
 
 def blocked_waits(job: str, blocked: Blocked | None, now: float) -> list[dict[str, Any]]:
-    """Writes that the leader itself cannot do."""
+    """Return a wait for a write that the leader cannot complete."""
     if blocked is None:
         return []
     what = f"the bus, for {blocked.what} ({blocked.why})"
@@ -76,7 +76,7 @@ def blocked_waits(job: str, blocked: Blocked | None, now: float) -> list[dict[st
 
 
 def _own_waits(job: str, run: JobRun, plan: EvaluationPlan) -> Iterator[Wait]:
-    """Waits that follow from the ledger and the desired state."""
+    """Yield waits that follow from the ledger and the desired state."""
     state = run.state
     if run.desired == "paused":
         reason = f" ({run.halted})" if run.halted else ""
@@ -107,7 +107,7 @@ def _own_waits(job: str, run: JobRun, plan: EvaluationPlan) -> Iterator[Wait]:
 
 
 def _version_waits(job: str, run: JobRun) -> Iterator[Wait]:
-    """A version that is not served, and updates that are to be given up."""
+    """Yield waits for a promotion, the publication of a served version, or a rollback."""
     state = run.state
     if run.promotion is not None and state.promoted is not None:
         status, reason, message = run.promotion.fact(state)
@@ -124,7 +124,7 @@ def _version_waits(job: str, run: JobRun) -> Iterator[Wait]:
 def wait_row(
     waiting_for: str, subject: str, id: str, *, holder: str | None = None, age_s: float = 0.0
 ) -> dict[str, Any]:
-    """One row."""
+    """Return one row of waits; ages below 0 become 0."""
     return {
         "waiting_for": waiting_for,
         "subject": subject,
@@ -137,7 +137,7 @@ def wait_row(
 def worker_waits(
     job: str, members: Members, clock: float, now: float, services: Sequence[str] = ("trainer", "rollout", "reward")
 ) -> list[dict[str, Any]]:
-    """Services without a live worker, then what live workers say they wait for."""
+    """Return waits for services without a live worker, then the waits that live workers report."""
     live = {service: members.of(service, clock) for service in services}
     rows = [
         wait_row(f"a live {service} worker (none gives heartbeats)", f"heartbeat.{service}.*", service)
@@ -154,7 +154,7 @@ def worker_waits(
 
 
 def _worker_of(job: str, service: str, members: Members, clock: float) -> str | None:
-    """The live worker of a service that has the job; of several the first."""
+    """Return the first live worker of a service that has the job, or None."""
     return next((m.beat.worker for m in members.of(service, clock) if job in m.beat.jobs), None)
 
 
