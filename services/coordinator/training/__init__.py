@@ -1,4 +1,5 @@
 """The pure core of a training job: ledger, gate, decisions, promotion; and the journal, which writes the ledger.
 
-`leader/` and `online/` call it. It imports nothing else of the coordinator, so that a ledger folds the same anywhere.
+`leader/` and `online/` use it. It imports nothing else of the coordinator, so that a ledger folds to the same state
+everywhere.
 """

@@ -1,7 +1,7 @@
-"""Canary trials: which conversations the version on trial answers, and whether their feedback lets it pass. Pure.
+"""Canary trials: assigns conversations to the version on trial, and decides by their feedback if it passes. Pure.
 
-A digest of its name assigns a conversation to an arm: the same one on every coordinator, another one in the next trial.
-The number of conversations is fixed beforehand, so checking more often does not change the decision.
+A hash of its name assigns a conversation to an arm: the same one on every coordinator, a new one in each trial. The
+number of conversations is fixed beforehand, so checking more often does not change the decision.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Arm", "Verdict", "arms_of", "flaws_of_canaries", "is_in_canary", "lo
 
 POINTS = 1 << 64
 SMALLEST = 2
-"""Fewer conversations have no variance."""
+"""Number of conversations below which an arm has no variance."""
 
 
 def is_in_canary(job: str, version: int, share: float, conversation: str) -> bool:
@@ -41,7 +41,7 @@ class Arm:
 
     @classmethod
     def of(cls, rewards: Sequence[float]) -> Arm:
-        """Compute an arm from rewards; NaN where there are too few."""
+        """Compute an arm from rewards; mean and variance are NaN if there are too few."""
         count = len(rewards)
         mean = math.fsum(rewards) / count if count else math.nan
         spread = math.fsum((reward - mean) ** 2 for reward in rewards)
@@ -60,8 +60,8 @@ class Verdict:
 def arms_of(judged: Iterable[Judged]) -> tuple[Arm, Arm]:
     """Return the arms of the version on trial and of the served one.
 
-    The unit is the conversation, because conversations were assigned to arms: a conversation with several samples
-    counts with their mean.
+    The unit is the conversation, because conversations were assigned to arms: several samples of one conversation count
+    as their mean.
     """
     rewards: dict[tuple[bool, str], list[float]] = defaultdict(list)
     for one in judged:
@@ -72,8 +72,7 @@ def arms_of(judged: Iterable[Judged]) -> tuple[Arm, Arm]:
 
 
 def lower_bound(first: Arm, second: Arm, confidence: float) -> float:
-    """Return the one-sided lower confidence bound of the difference of two means, of arms of at least two
-    conversations.
+    """Return the one-sided lower confidence bound of ``first.mean - second.mean``; each arm needs two conversations.
 
     Welch, Biometrika 34 (1947), with the degrees of freedom of Satterthwaite (Biometrics 2, 1946).
     """
@@ -148,7 +147,7 @@ def row_of(config: CanaryConfig, begun: CanaryBegun, arms: tuple[Arm, Arm]) -> d
 
 
 def flaws_of_canaries(entries: Iterable[Iterable[Event]], config: PromotionConfig | None) -> list[str]:
-    """Find versions that passed without a trial or against its result, and trial answers that were trained."""
+    """Return violations in a ledger: versions promoted without a passed trial, and trial answers that were trained."""
     flaws: list[str] = []
     begun: CanaryBegun | None = None
     judged: dict[str, Judged] = {}

@@ -1,7 +1,7 @@
-"""Checkpoints of a job: those that the ledger names, joined with the files on this host.
+"""Checkpoints of a job: joins those that the ledger names with the files on this host.
 
-A checkpoint directory holds ``COMMIT`` (sha256 of the manifest), ``manifest.json`` (size and sha256 of each file) and
-those files. The trainer writes it; readers here find only files that the manifest names.
+A checkpoint directory contains ``COMMIT`` (SHA-256 of the manifest), ``manifest.json`` (size and SHA-256 of each file)
+and those files. The trainer writes it; this module returns only files that the manifest names.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = [
 WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 MAX_DIGITS = 18
-"""Digits of the largest number that a checkpoint can have."""
+"""Most digits that a checkpoint number can have."""
 _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """Size and sha256 (hex) of one file."""
+    """Size in bytes and SHA-256 (hex) of one file."""
 
     nbytes: int
     sha256: str
@@ -63,12 +63,12 @@ class StoredCheckpoint:
 
 
 def checkpoint_rows(state: LedgerState, data_dir: Path) -> list[dict[str, Any]]:
-    """Return every checkpoint of the present lineage, oldest first. Reads the disk: call it in a thread."""
+    """Return every checkpoint of the current lineage, oldest first. Reads the disk: call it in a thread."""
     return [checkpoint_row(state, data_dir, number) for number in sorted(state.checkpoints)]
 
 
 def checkpoint_row(state: LedgerState, data_dir: Path, number: int) -> dict[str, Any]:
-    """Return one checkpoint. ``available``: its files are on this host; without them ``files`` is empty.
+    """Return one checkpoint. ``available``: its files are on this host; otherwise ``files`` is empty.
 
     Raises:
         NotFound: the ledger has no such checkpoint.
@@ -96,11 +96,11 @@ def checkpoint_row(state: LedgerState, data_dir: Path, number: int) -> dict[str,
 
 
 def choose_checkpoint(state: LedgerState, name: str) -> Checkpointed:
-    """Resolve the name of a checkpoint: a batch number N or `step:N`, or one of CHECKPOINT_NAMES.
+    """Return the checkpoint with this name: a batch number N or `step:N`, or one of CHECKPOINT_NAMES.
 
     Raises:
-        ConfigError: not such a name.
-        NotFound: there is no such checkpoint; names what comes nearest.
+        ConfigError: the name has another form.
+        NotFound: there is no such checkpoint; names the closest one.
     """
     number = name.removeprefix("step:")
     if number.isascii() and number.isdigit() and len(number) <= MAX_DIGITS:
@@ -127,11 +127,11 @@ def choose_checkpoint(state: LedgerState, name: str) -> Checkpointed:
 
 
 def find_file(state: LedgerState, data_dir: Path, number: int, name: str) -> tuple[Path, StoredFile]:
-    """Return the path of a checkpoint's file. Only the manifest and the names in it are found.
+    """Return path, size and SHA-256 of a checkpoint's file: the manifest, or a file that it names.
 
     Raises:
         NotFound: no such checkpoint or file.
-        Conflict: its files are not on this host, or not any more.
+        Conflict: the files are not on this host (any more).
     """
     stored = read_stored(checkpoint_path(data_dir, _event(state, number).path))
     if stored is None:
@@ -160,19 +160,19 @@ def delete_checkpoint(state: LedgerState, data_dir: Path, number: int) -> None:
 
     Raises:
         NotFound: no such checkpoint.
-        Conflict: the run still needs it (it is the initial, the best or the newest one), or its files are not here.
+        Conflict: the run still needs it, or its files are not on this host.
     """
     stored = read_stored(checkpoint_path(data_dir, _event(state, number).path))
     if not state.finished and number in (*state.pinned, max(state.checkpoints)):
         raise Conflict(f"checkpoint {number} is needed while the job runs: it is the initial, the best or the newest")
     if stored is None:
         raise Conflict(f"the files of checkpoint {number} are not on the coordinator's host (deleted, or never there)")
-    (stored.path / COMMIT).unlink(missing_ok=True)  # first: an interrupted removal leaves nothing that looks complete
+    (stored.path / COMMIT).unlink(missing_ok=True)  # first: an interrupted removal leaves no complete checkpoint
     shutil.rmtree(stored.path)
 
 
 def read_stored(path: Path) -> StoredCheckpoint | None:
-    """Return the files in a directory; None unless it is committed with exactly this manifest."""
+    """Return the files in a directory, or None if it is not committed or its manifest does not match ``COMMIT``."""
     try:
         digest = (path / COMMIT).read_text(encoding="ascii").strip()
         data = (path / MANIFEST).read_bytes()
@@ -186,10 +186,9 @@ def read_stored(path: Path) -> StoredCheckpoint | None:
 
 
 class Artifacts:
-    """Finds files of committed checkpoints by content, below ``root`` (one directory per job, one per checkpoint in
-    it).
+    """Finds files of committed checkpoints by SHA-256, in ``root``/JOB/CHECKPOINT.
 
-    A committed manifest never changes, so each is read once; every replica finds the same files. Threads may share it.
+    A committed manifest never changes, so each is read once; every replica finds the same files. Thread-safe.
     """
 
     def __init__(self, root: Path) -> None:
@@ -198,7 +197,7 @@ class Artifacts:
         self._lock = threading.Lock()
 
     def find(self, sha256: str) -> Path:
-        """Return a file with this content. Raises NotFound."""
+        """Return the path of a file with this SHA-256. Raises NotFound."""
         if not _SHA256.fullmatch(sha256):
             raise NotFound(f"'{sha256[:80]}' is no sha256: 64 hex digits")
         with self._lock:
@@ -218,7 +217,7 @@ class Artifacts:
         return None
 
     def _files(self, folder: Path) -> dict[str, str]:
-        """Return names by sha256. An unreadable manifest is read again the next time."""
+        """Return file names by SHA-256; cached unless the manifest is unreadable."""
         if folder not in self._known:
             stored = read_stored(folder)
             if stored is None:

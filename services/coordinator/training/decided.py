@@ -1,9 +1,9 @@
-"""Keeps what a ledger says of live items that are decided, in blocks of packed ids. Pure.
+"""Keeps the ids of decided live items, as recorded in the ledger, in blocks of packed ids. Pure.
 
 A new leader reads INTERACTIONS and FEEDBACK again from the ledger's low-water marks. It must decide nothing twice, and
-it must know late facts as such. So the state of the ledger names what was decided above the marks, and the newest
-``MIN_KEPT`` below them. Blocks of about the same size merge, so that a state has few of them, and a decision costs
-amortised O(log n) copies of its ids.
+it must recognise late items. So the ledger's state keeps the ids decided above the marks, and the newest ``MIN_KEPT``
+below them. Blocks of about the same size merge, so that a state has few of them, and a decision costs amortised O(log
+n) copies of its ids.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ ADMITTED = "admitted"
 QUARANTINE_PREFIX = "quarantine_"
 """Prefix of the reasons for which the quarantine rejects an item."""
 RETRACTED_BY, RETRACTS = "by", "retracts"
-"""Reasons of a retracted item and of its retraction; the id of the other one follows."""
+"""First word of the reason of a retracted item, and of its retraction; the id of the other one follows."""
 MIN_KEPT, MAX_KEPT = 100_000, 1_000_000
-"""Decided items that a state names below the low-water marks, and in total; beyond that the oldest are dropped."""
+"""Decided items that a state keeps below the low-water marks, and in total; beyond that the oldest are dropped."""
 MAX_BLOCK = 65_536
-"""Items above which a block takes no more."""
+"""Number of items above which blocks no longer merge."""
 DIGEST_BYTES = 16
 
 
 def episode_digest(episode: str) -> bytes:
-    """Digest the key of a posted episode, because the ledger must not hold names that clients chose."""
+    """Return the digest of a posted episode's key, because the ledger must not contain names that clients chose."""
     return xxhash.xxh3_128_digest(episode.encode())
 
 
@@ -70,7 +70,7 @@ class DecidedBlock:
         episodes: bytes,
         read_to: tuple[int, int],
     ) -> DecidedBlock:
-        """Build a block, and count what it holds."""
+        """Build a block and count its items."""
         ids = [*(one.ids for one in feedback), *(one.ids for one in interactions)]
         count = sum(map(len, ids)) + len(episodes) // DIGEST_BYTES
         return cls(tuple(feedback), tuple(interactions), episodes, read_to, count)
@@ -81,7 +81,7 @@ class DecidedBlock:
         return [self.episodes[at : at + DIGEST_BYTES] for at in range(0, len(self.episodes), DIGEST_BYTES)]
 
     def merged(self, later: DecidedBlock) -> DecidedBlock:
-        """Return a block of the items of both."""
+        """Return a block with the items of both."""
         feedback: dict[tuple[str, str, int, float], EndedFeedback] = {}
         for one in (*self.feedback, *later.feedback):
             key = one.status, one.reason, one.revision, one.time
@@ -108,8 +108,10 @@ def block_of_decision(event: Decided) -> DecidedBlock:
 
 
 def block_of_admissions(admissions: Iterable[Admission], passed: Iterable[str]) -> DecidedBlock:
-    """Return what admissions decide beside their draws: refused turns, closed episodes, and feedback ``passed`` by the
-    low-water mark."""
+    """Return a block of what admissions decide beside their draws.
+
+    That is refused turns, closed episodes, and feedback ``passed`` by the low-water mark.
+    """
     refused: dict[str, list[str]] = {}
     closed: dict[bytes, None] = {}
     read_to = [1, 1]
@@ -130,7 +132,7 @@ def block_of_admissions(admissions: Iterable[Admission], passed: Iterable[str]) 
 
 
 def with_block(blocks: tuple[DecidedBlock, ...], new: DecidedBlock, low: tuple[int, int]) -> tuple[DecidedBlock, ...]:
-    """Add a block, and drop what is oldest and needed no more; ``low`` are the low-water marks of both streams."""
+    """Append a block and drop the oldest ones that are no longer needed; ``low``: low-water marks of both streams."""
     if not new.count:
         return blocks
     found = list(blocks)
@@ -158,7 +160,7 @@ def reasons_of(ended: EndedFeedback) -> Iterator[tuple[str, str]]:
 
 
 def _retractions(ended: EndedFeedback) -> Iterator[tuple[str, str]]:
-    """Yield each retracted item with its retraction; a retraction itself with ''."""
+    """Yield each retracted item with the id of its retraction, and each retraction with ''."""
     for name, reason in reasons_of(ended):
         kind, _, other = reason.partition(" ")
         yield name, other if kind == RETRACTED_BY else ""
@@ -170,15 +172,15 @@ def is_quarantine_rejection(one: EndedFeedback) -> bool:
 
 
 def final_ids(feedback: Iterable[EndedFeedback]) -> dict[str, str]:
-    """Return the items that count no more, and how they ended.
+    """Return id -> status of the items whose status can no longer change.
 
-    These are not all: a rejection by the quarantine ends no later revision, and a retraction that came before its item
-    still waits for it.
+    Not included: rejections by the quarantine, which allow a later revision, and retractions that came before their
+    item and still wait for it.
     """
     ends: dict[str, str] = {}
     late: list[str] = []
     for one in feedback:
-        if one.revision:  # the status concerns a late revision alone; its item was decided before
+        if one.revision:  # the status is of a late revision only; its item was decided before
             late += one.ids.unpack()
         elif one.status == "retracted":
             met = [(name, other) for name, other in _retractions(one) if other]

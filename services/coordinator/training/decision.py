@@ -33,11 +33,11 @@ from penstock.shared.protocol.jobs import JobFailure
 __all__ = ["Draft", "DrawSource", "Progress", "RunFacts", "TicketSource", "copy_state", "plan_draw"]
 
 ENTRY_BYTES = 896 << 10
-"""Largest size of the batches that one decision seals: an entry of the ledger is one message of at most 1 MiB, and
-other events of the decision need some of it."""
+"""Most bytes of batches that one decision seals: a ledger entry is one message of at most 1 MiB, and other events of
+the decision need some of it."""
 
 Progress = tuple[Literal["True", "False"], str, str]
-"""Status, reason in one word, and a sentence."""
+"""Status, reason as one word, and message."""
 
 
 class RunFacts(Protocol):
@@ -59,19 +59,19 @@ class RunFacts(Protocol):
     promotion: PromotionGate | None
 
     def rollback_of(self, state: LedgerState) -> Rollback | None:
-        """Return the target of a rollback that this ledger calls for, or None."""
+        """Return the rollback that this ledger requires, or None."""
         ...
 
 
 class DrawSource(Protocol):
-    """Source of a job's draws; it also chooses which of them form a batch."""
+    """Source of a job's draws, which also chooses the draws of a batch."""
 
     redraws: bool
     """True if a dropped draw can be repeated."""
 
     @property
     def refuses(self) -> bool:
-        """True if ``refusal`` may return a reason at all."""
+        """True if ``refusal`` can return a reason at all."""
         ...
 
     def draw(self, draft: Draft) -> None:
@@ -79,23 +79,23 @@ class DrawSource(Protocol):
         ...
 
     def refusal(self, draw: Draw) -> str:
-        """Return why an open draw must not be trained, with or without a group; '' if nothing excludes it."""
+        """Return why an open draw must not be trained, with or without a group, or ''."""
         ...
 
     def judge(self, draft: Draft) -> None:
-        """Add the results of a canary trial, before anything is decided on them."""
+        """Add the results of a canary trial, before a decision uses them."""
         ...
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
-        """Return the next batch in training order, out of the trainable groups; None: not yet."""
+        """Return the next batch in training order, chosen from the trainable groups; None: not yet."""
         ...
 
     def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
-        """Return the baselines of a batch, and its update of the tracked values."""
+        """Return the baselines of a batch, and its update of the tracked rewards."""
         ...
 
     def idle(self, state: LedgerState) -> Progress:
-        """Return whether a job without a sealed batch makes progress, for its condition `MakingProgress`."""
+        """Return the condition `MakingProgress` of a job without a sealed batch."""
         ...
 
 
@@ -112,7 +112,7 @@ def copy_state(state: LedgerState) -> LedgerState:
     draft.dropped, draft.dropped_tokens = state.dropped.copy(), state.dropped_tokens.copy()
     draft.sealed, draft.revisions = dict(state.sealed), dict(state.revisions)
     draft.batches, draft.checkpoints = dict(state.batches), dict(state.checkpoints)
-    draft.admissions = dict(state.admissions)  # the others are replaced, not changed
+    draft.admissions = dict(state.admissions)  # other fields are replaced, never changed
     return draft
 
 
@@ -141,7 +141,7 @@ class Draft:
     def end(
         self, phase: str, reason: str, summary: dict[str, object] | None = None, *, error: JobFailure | None = None
     ) -> None:
-        if self.state.sealed:  # nothing will train them any more: refuse, then drop with the rest
+        if self.state.sealed:  # they will not be trained: refuse them, then drop their draws
             for number in sorted(self.state.sealed, reverse=True):
                 sealed = self.state.sealed[number]
                 self.add(
@@ -162,7 +162,7 @@ class Draft:
         self.add(Finished(writer_epoch=self.run.writer_epoch, time=self.now, reason=phase, summary=summary or {}))
 
     def promote(self) -> None:
-        """Decide whether the newest version is served."""
+        """Decide if the newest version is served."""
         gate = self.run.promotion
         if gate is None:
             return
@@ -179,7 +179,7 @@ class Draft:
         by_reason: dict[tuple[str, bool], list[Draw]] = {}
         lowest, now, accept, candidates = start - self.config.train.max_lag, self.now, Verdict.ACCEPT, self.candidates
         refuses = self.run.source.refuses
-        for draw, info in self.state.open.items():  # thousands at each decision, so most get a quick check
+        for draw, info in self.state.open.items():  # thousands per decision, so most get a quick check
             if info.batch:
                 continue
             candidate = candidates.get(draw)
@@ -196,15 +196,15 @@ class Draft:
             self.drop_draws(sorted(draws), reason, redraw=redraw)
 
     def _why_not(self, draw: Draw, info: OpenDraw, start: int) -> tuple[str, bool] | None:
-        """Return why a draw is dropped, and whether it is drawn again; None if it stays."""
+        """Return the reason to drop a draw, and True if it is drawn again; None if it stays."""
         candidate = self.candidates.get(draw)
         if refusal := self.run.source.refusal(draw):
             return refusal, False
         if candidate is None:
             if info.deadline <= self.now:
-                # If nothing arrives at all, the workers are away and the prompts are not to blame.
+                # If no groups arrive at all, the workers are away, so the prompts are not to blame.
                 return "deadline", draw.n < MAX_REDRAWS or not self.run.candidates
-            # A batch was refused: only later ones make that version, and no worker has started yet.
+            # A batch was refused: only later batches make that version, and no worker has started on the draw.
             replanned = info.min_version > start and self.run.source.redraws
             return ("replanned", True) if replanned else None
         if candidate.verdict is Verdict.SKIPPED:
@@ -315,8 +315,11 @@ class Draft:
         return remaining is None or remaining > 0
 
     def remaining_batches(self) -> int | None:
-        """Return the number of batches that may still be sealed; None is unlimited. A refused batch comes before those
-        sealed after it, even if these reach the limit, or exceed one that was lowered meanwhile."""
+        """Return the number of batches that may still be sealed; None is unlimited.
+
+        A refused batch comes before those sealed after it, even if these reach the limit, or exceed a limit that was
+        lowered meanwhile.
+        """
         limit, state = self.config.train.max_updates, self.state
         if limit is None:
             return None
@@ -333,14 +336,14 @@ class Draft:
             self.run.source.draw(self)
 
     def byte_credits(self) -> int:
-        """Return how many groups of the largest size the job's byte budget still allows beside those in flight."""
+        """Return how many groups of the largest size the byte budget allows, beside those in flight."""
         in_flight = sum(1 for draw, info in self.state.open.items() if not info.batch and draw not in self.candidates)
         free = self.config.limits.byte_budget - self.run.stored_bytes + self.freed_bytes
         return max(0, free // (self.config.max_group_bytes + self.run.row_bytes) - in_flight)
 
 
 class TicketSource:
-    """Draws with tickets, in the job's data order, as many as the lag bound allows in flight."""
+    """Draws with tickets, in the job's data order, up to the lag bound."""
 
     redraws = True
     refuses = False
@@ -350,7 +353,7 @@ class TicketSource:
         return ""
 
     def judge(self, draft: Draft) -> None:
-        """Add nothing: there are no live conversations."""
+        """Do nothing: there are no live conversations."""
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
         """See ``gate.choose``."""
@@ -372,7 +375,7 @@ class TicketSource:
         room = min(room, draft.byte_credits())
         ahead = 0
         while room > 0:
-            # Beyond the lag bound `oversample` draws for the next batch, whose short groups these then make up for.
+            # Beyond the lag bound, `oversample` draws for the next batch, to replace groups of it that get dropped.
             min_version, deadline = plan_draw(config, state, draft.now, min(ahead, config.train.max_lag))
             count = min(room, size * (ahead + 1) - bisect_right(planned, min_version))
             ahead += 1
@@ -388,9 +391,9 @@ class TicketSource:
             room -= count
 
     def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
-        """Return no baselines: groups bring their own, or need none."""
+        """Return no baselines: groups contain their own, or need none."""
         return {}, Tracking()
 
     def idle(self, state: LedgerState) -> Progress:
-        """Report progress: workers answer tickets."""
+        """Report progress: workers process tickets."""
         return "True", "Generating", ""

@@ -1,4 +1,4 @@
-"""Draws and batches in the state of the ledger."""
+"""Draws and batches, as stored in the ledger's state."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["OpenDraw", "TrainedBatch"]
 
 
 class OpenDraw(msgspec.Struct, frozen=True, gc=False):
-    """A draw that is not terminal. ``batch`` is the number of the sealed batch that holds it, 0 while in flight.
+    """A draw that is not terminal. ``batch`` is the number of the sealed batch that contains it, 0 while in flight.
 
-    ``temperature`` is that of the settings when it was drawn; its ticket asks for it. ``after``: its group has a higher
-    sequence in EXPERIENCE than this one.
+    ``temperature`` is the sampling temperature set when it was drawn, which its ticket requests. ``after``: its group
+    has a higher sequence in EXPERIENCE than this one.
     """
 
     min_version: int
@@ -25,13 +25,13 @@ class OpenDraw(msgspec.Struct, frozen=True, gc=False):
     after: int = 0
 
     def sealed_in(self, batch: int) -> OpenDraw:
-        """Return the draw held by ``batch``; 0 puts it in flight again."""
+        """Return the draw as part of ``batch``; 0 puts it in flight again."""
         return OpenDraw(self.min_version, self.deadline, batch, self.temperature, self.after)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """A batch of the present lineage whose groups may still be needed (replay, restart)."""
+    """A batch of the current lineage whose groups may still be needed (replay, restart)."""
 
     draws: tuple[Draw, ...]
     seqs: tuple[int, ...]
@@ -39,6 +39,6 @@ class TrainedBatch:
     version: int
     digest: str
     values: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Tracked values before the batch."""
+    """Tracked rewards by kind of prompt, before the batch."""
     sizes: tuple[int, ...] = ()
-    """Bytes of the payload of each group; () if the ledger does not have them."""
+    """Payload bytes of each group; () if the ledger does not record them."""

@@ -1,4 +1,4 @@
-"""Jobs that go on after they have ended: which can, and what changes for them. Pure, but for a look at the disk."""
+"""Extension of finished jobs: checks if a job can continue, and reports what changes. Pure, except for disk reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["check_extension", "told_of_extension"]
 
 
 def check_extension(record: JobRecord, state: LedgerState, max_updates: int, data_dir: Path) -> None:
-    """Look whether a job that has ended can go on until ``max_updates`` are done. Reads the disk.
+    """Check that a finished job can continue until ``max_updates``. Reads the disk.
 
     Raises:
         Conflict: it cannot; says why, and what to do instead.
@@ -44,7 +44,7 @@ def check_extension(record: JobRecord, state: LedgerState, max_updates: int, dat
 
 
 def _ended_early(record: JobRecord, config: AnyTraining, state: LedgerState) -> str:
-    """Why the job would not go on with more updates; '' where their number ended it, or a user did."""
+    """Return why the job would end again at once; '' if the number of updates or a user ended it."""
     limit_s, begun = config.limits.timeout_s, record.created_at.timestamp()
     if limit_s is not None and bus_time() - begun > limit_s:
         return f"limits.timeout_s ({limit_s:g}) is over"
@@ -55,10 +55,11 @@ def _ended_early(record: JobRecord, config: AnyTraining, state: LedgerState) -> 
 
 
 def told_of_extension(config: AnyTraining, state: LedgerState, max_updates: int) -> list[str]:
-    """Changes that the greater length brings, for people.
+    """Return messages for the user about changes that the greater length causes.
 
     Args:
-        config: the job file of before; ``state`` where it ended.
+        config: the job file before the extension.
+        state: the ledger state at the job's end.
     """
     notes = []
     sections = {"optimizer": config.optimizer} if isinstance(config, JobConfig) else {}

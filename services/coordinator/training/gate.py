@@ -1,4 +1,4 @@
-"""The on-policy gate: pure decisions about groups, from headers only.
+"""The on-policy gate: decides on groups by their headers alone. Pure.
 
 The lag of a group is (policy version at the start of the update that trains it) − (oldest version in its spans).
 ``max_lag`` bounds it; 0 is strictly on-policy.
@@ -20,7 +20,7 @@ from penstock.shared.protocol.trajectory import GroupHeader
 __all__ = ["Candidate", "Verdict", "choose", "is_stale", "judge"]
 
 MAX_REDRAWS = 4
-"""An ordinal that failed this often is not drawn again: a prompt that always breaks must not stop the run."""
+"""Number of redraws of an ordinal: a prompt that always fails must not stop the run."""
 
 
 class Verdict(StrEnum):
@@ -29,21 +29,21 @@ class Verdict(StrEnum):
     ACCEPT = "accept"
     """The group may be trained."""
     DUPLICATE = "duplicate"
-    """Its draw has a group already, or is terminal; outside the equation, deleted at once."""
+    """The draw has a group already, or is terminal; not counted in the ledger equation, deleted at once."""
     SKIPPED = "skipped"
-    """The worker refused the prompt; dropped under the worker's reason, not redrawn."""
+    """The worker refused the prompt; dropped with the worker's reason, not redrawn."""
     FAILED = "failed"
-    """Too few trajectories are left without a scorer failure, or no baseline; dropped and redrawn."""
+    """Too few trajectories have a score, or the baseline has none; dropped and redrawn."""
     NOT_FINITE = "not_finite"
     """A log-prob or reward is not finite; dropped and redrawn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A group that arrived and is not committed yet: where it lies and what its header says.
+    """A group that arrived and is not committed yet: its position in the stream, its header, the verdict.
 
-    ``oldest`` is the version that its lag counts from; only the policy loss knows a lag. ``entry`` stands for it in a
-    batch. Both are made once, on arrival: a batch may hold thousands of groups.
+    ``oldest`` is the version that its lag counts from; infinite without the policy loss, which alone limits lag.
+    ``entry`` represents the group in a batch. Both are built on arrival, because a batch may have thousands of groups.
     """
 
     seq: int
@@ -73,18 +73,18 @@ class Candidate:
 
     @property
     def messages(self) -> range:
-        """Sequences of the messages that hold it."""
+        """Sequences of the messages that contain the group."""
         return range(self.seq, self.seq + self.header.num_messages)
 
     def is_stale(self, start_version: int, max_lag: int) -> bool:
-        """True if an update that starts from ``start_version`` may not train it."""
+        """Return True if an update that starts from ``start_version`` may not train the group."""
         return is_stale(self.oldest, start_version, max_lag)
 
     def has_wrong_weights(self, state: LedgerState) -> bool:
-        """True if weights made it that the ledger does not know under their number.
+        """Return True if the ledger does not know the weights that made the group under their version number.
 
-        A trainer that ended before its update was recorded may have shown them to engines: its successor's update can
-        give other bits. Groups of earlier versions do not say which weights made them.
+        A trainer that died before its update was recorded may have published those weights to engines, and its
+        successor's update can differ in bits. Groups of earlier releases do not name their weights.
         """
         header = self.header
         if header.max_version > state.version and header.objective == "policy":
@@ -101,7 +101,7 @@ class Candidate:
 def judge(
     header: GroupHeader, info: OpenDraw | None, *, taken: bool, smallest_group: int, needs_baseline: bool = False
 ) -> Verdict:
-    """Decide on a group by its header. ``info``: the draw's ledger entry; ``taken``: it has a group already.
+    """Judge a group by its header. ``info``: the draw's ledger entry; ``taken``: the draw has a group already.
 
     ``smallest_group`` counts sampled completions; with ``needs_baseline`` the greedy one must have a reward, too.
     """
@@ -117,21 +117,21 @@ def judge(
 
 
 def is_stale(min_version: float, start_version: int, max_lag: int) -> bool:
-    """True if a group may not be trained by an update that starts from ``start_version``."""
+    """Return True if an update that starts from ``start_version`` may not train a group of ``min_version``."""
     return start_version - min_version > max_lag
 
 
 def choose(
     config: AnyTraining, state: LedgerState, candidates: Mapping[Draw, Candidate], *, ready: Sequence[Draw]
 ) -> list[Draw] | None:
-    """The groups of the next batch, in training order, or None when it cannot be sealed yet.
+    """Return the groups of the next batch, in training order, or None if it cannot be sealed yet.
 
     ``ready`` are the acceptable, not stale candidates in order of arrival.
 
-    * ``in_order``: the batch is the lowest open draws; wait until all of them are there.
-    * ``drop``: first come, first trained; what becomes stale is dropped later.
-    * ``wait``: first come, first trained, but what the *next* update could no longer train goes first, and a draw in
-      flight that could no longer be trained is waited for (its deadline bounds the wait).
+    - ``in_order``: the batch is the lowest open draws; wait until all of them have arrived.
+    - ``drop``: first come, first trained; groups that become stale are dropped later.
+    - ``wait``: first come, first trained, but groups that the *next* update could no longer train go first, and a draw
+      in flight that the next update could no longer train is waited for (its deadline bounds the wait).
     """
     size = config.groups_per_batch
     if config.train.staleness == "in_order":
@@ -145,7 +145,7 @@ def choose(
         return None
     urgent_below = state.start_version(state.next_number) + 1 - config.train.max_lag
     urgent = [draw for draw in ready if candidates[draw].header.min_version < urgent_below]
-    # A missing draw must fit into this very batch: wait for it while there is room beside the urgent ones present.
+    # A missing draw must fit into this very batch: wait for it only while the urgent groups leave room.
     if config.train.staleness == "wait" and len(urgent) < size:
         for draw, info in state.open.items():
             if info.min_version < urgent_below and not info.batch and draw not in candidates:

@@ -1,4 +1,4 @@
-"""Decisions by a job's metrics: the end at its goal, and the best checkpoint. Pure."""
+"""Decisions by a job's metrics: the early end of the run, and the best checkpoint. Pure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class EarlyStop:
         self.reason = ""
 
     def take(self, value: float) -> None:
-        """Take the next value of the metric."""
+        """Add the next value of the metric."""
         config = self.config
         self._newest.append(value)
         if len(self._newest) < config.window:
@@ -58,13 +58,13 @@ class BestTracker:
         self.best = None if known is None else Best(known.value, known.step)
 
     def take(self, value: float, step: int) -> None:
-        """Take the value after batch ``step``."""
+        """Add the value after batch ``step``."""
         if self.best is None or (value > self.best.value if self.config.mode == "max" else value < self.best.value):
             self.best = Best(value, step)
 
 
 class Goals:
-    """Both rules of one job. ``state`` arguments are the ledger, the only record of earlier results."""
+    """Early stop and best checkpoint of one job. ``state`` is the ledger, the only record of earlier results."""
 
     def __init__(self, early_stop: EarlyStopConfig | None, keep_best: KeepBestConfig | None) -> None:
         self._stop, self._keep = early_stop, keep_best
@@ -78,17 +78,16 @@ class Goals:
         self._taken.clear()
 
     def roll_back(self, state: LedgerState) -> None:
-        """Decide again after a fork, from the values of the batches that are left."""
+        """Decide again after a fork, from the values of the remaining batches."""
         left = [(values, step) for values, step in self._taken if state.in_lineage(step)]
         self.begin(state.best)
         for values, step in left:
             self.take(values, step)
 
     def take(self, values: Mapping[str, float], step: int) -> None:
-        """Take the metrics of an update or an evaluation after batch ``step``. A value that is not finite does not
-        count.
+        """Add the metrics of an update or an evaluation after batch ``step``; non-finite values do not count.
 
-        An evaluation without some prompts does not count either, because fewer prompts may score better.
+        An evaluation with missing prompts does not count either, because fewer prompts may score better.
         """
         if values.get("eval/missing"):
             return

@@ -1,4 +1,4 @@
-"""Health of a run: warnings that it learns nothing, or that something goes wrong, from the rows of its updates. Pure.
+"""Health of a run: derives warnings (no learning signal, instability, failures) from the rows of its updates. Pure.
 
 Each rule has two bounds, one to raise its warning and a milder one to clear it, so that no warning flaps.
 """
@@ -22,27 +22,28 @@ from penstock.shared.protocol.jobs import HealthWarning, WarningKind
 __all__ = ["Change", "Health", "health_warnings", "rate_warnings"]
 
 WINDOW = 10
-"""Updates that a share or a mean is taken over, at most."""
+"""Most updates in a windowed share or mean."""
 SETTLED = 5
-"""Updates before a rule of a window speaks, while the run goes on; at its end two suffice."""
+"""Updates that a windowed rule needs while the run continues; at its end two suffice."""
 LESS_SIGNAL, MORE_SIGNAL = 0.8, 0.6
-"""Share of groups without variance: the warning comes at the one and goes below the other, here and below."""
+"""Share of groups without variance at which the warning is raised, and below which it is cleared; likewise below."""
 SOLVED = 0.9
-"""A mean reward in the upper tenth of all rewards seen: the task is solved, so groups may well agree."""
+"""Share of the range of rewards seen from which a mean reward means a solved task, where groups may well agree."""
 TRUNCATED, WHOLE = 0.3, 0.2
 UNSCORED, SCORED = 0.01, 0.005
 COLLAPSED, RECOVERED, LOW_ENTROPY = 0.1, 0.2, 0.05
-"""Entropy as a share of its start, and in nats per token."""
+"""Entropy as a share of its start (raise, clear), and in nats per token."""
 SPIKE, BEFORE, COOL = 10.0, 30, 5
-"""A value so many times the median of the updates before is a spike; it is over after so many without one."""
+"""A value over SPIKE times the median of the BEFORE updates before is a spike; its warning ends after COOL updates."""
 LEAST_KL = 0.1
 STUCK_UPDATES, STUCK_AT_END, ENDS = 60, 30, 50
-"""The mean rewards of the first and the last third of the run are compared, each of at most ``ENDS`` updates."""
+"""Updates needed during the run and at its end; the rule compares the mean rewards of the first and last third of the
+run, of at most ``ENDS`` updates each."""
 STUCK_ERRORS, RISEN_ERRORS = 2.0, 3.0
-"""Standard errors of their difference."""
+"""Standard errors that the difference of these means must exceed, to raise no warning and to clear one."""
 GRADIENTS = ("optimizer/grad_norm", "policy/grad_norm", "actor/grad_norm")
 LEAST_RATE, MOST_RATE, MOST_PRETRAINED_RATE = 1e-8, 1e-2, 1e-3
-"""Learning rates beyond are likely a slip of the pen; the last one is for all weights of a pretrained model."""
+"""Bounds outside which a learning rate is likely a mistake; the last one is for all weights of a pretrained model."""
 FOLLOWED = (
     "reward/mean", "groups/count", "groups/no_signal", f"dropped/{NO_SIGNAL}", "policy/entropy", "policy/approx_kl",
     "length/truncated", "sequences/arrived", "sequences/unscored", *GRADIENTS,
@@ -53,14 +54,14 @@ Row = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A warning that came, or went (``message`` is '')."""
+    """A warning that began, or ended (``message`` is '')."""
 
     kind: WarningKind
     message: str
 
 
 class Health:
-    """Warnings of one run. ``warnings`` are those that hold now, each with its message."""
+    """Warnings of one run. ``warnings`` are the current ones, each with its message."""
 
     def __init__(self, config: AnyTraining) -> None:
         self.config = config
@@ -81,7 +82,7 @@ class Health:
     # -- facts -------------------------------------------------------------------------------------------------------
 
     def take(self, batch: int, values: Mapping[str, float]) -> None:
-        """Take the values of the update that trained ``batch``."""
+        """Add the values of the update that trained ``batch``."""
         row = {name: values[name] for name in FOLLOWED if math.isfinite(values.get(name, math.nan))}
         self._look_for_spikes(values)
         self._rows.append((batch, row))
@@ -97,7 +98,7 @@ class Health:
             self._range = min(low, values.get("reward/min", reward)), max(high, values.get("reward/max", reward))
 
     def roll_back(self, state: LedgerState) -> None:
-        """Forget the batches that a fork took out of the lineage."""
+        """Forget the batches that a fork removed from the lineage."""
         kept = [one for one in self._rows if state.in_lineage(one[0])]
         self._updates = state.updates
         self._rows = deque(kept, maxlen=self._rows.maxlen)
@@ -109,7 +110,7 @@ class Health:
     # -- judgement ---------------------------------------------------------------------------------------------------
 
     def judge(self, *, ended: bool = False) -> list[Change]:
-        """Look at all rules; return what changed. ``ended``: the run is over, so short ones are judged, too."""
+        """Evaluate all rules and return the changes. ``ended``: the run is over, so judge short ones, too."""
         self._ended = ended
         changes = []
         for kind, rule in self._rules():
@@ -135,7 +136,7 @@ class Health:
 
     @property
     def _solved(self) -> bool:
-        """True if the newest rewards are near the best that was ever seen, and not all alike."""
+        """True if the newest rewards are near the best ever seen, and not all equal."""
         low, high = self._range
         newest = self._window("reward/mean")
         return bool(newest) and high > low and fmean(newest) >= low + SOLVED * (high - low)
@@ -150,7 +151,7 @@ class Health:
     def _no_signal(self, was: bool) -> str:
         counts = self._window("groups/count")
         again = sum(self._window(f"dropped/{NO_SIGNAL}"))
-        waste = self.recent.get(f"dropped/{NO_SIGNAL}", 0.0)  # a run that resamples may never make an update
+        waste = self.recent.get(f"dropped/{NO_SIGNAL}", 0.0)  # a run that resamples may never complete an update
         size = self.config.groups_per_batch
         if waste < SETTLED * size and (not self._window("groups/no_signal") or not self._has_settled(counts)):
             return ""
@@ -216,7 +217,7 @@ class Health:
     # -- spikes ------------------------------------------------------------------------------------------------------
 
     def _look_for_spikes(self, values: Mapping[str, float]) -> None:
-        """Note spikes of the update that comes next, against the rows before it."""
+        """Record spikes of the next update, compared with the rows before it."""
         kl = values.get("policy/approx_kl")
         if kl is not None and (found := self._times("policy/approx_kl", kl, least=LEAST_KL)):
             text = f"the policy moved by {kl:.3g} nats per token in one update (policy/approx_kl), {found}"
@@ -230,14 +231,14 @@ class Health:
                 self._spikes["gradient"] = self._updates, text
 
     def _times(self, name: str, value: float, *, least: float) -> str:
-        """Text of a spike, or ''. Updates whose value was 0 had nothing to learn from, and do not count."""
+        """Return the text of a spike, or ''. Updates with value 0 had no signal, and do not count."""
         before = [row[name] for _, row in self._rows if row.get(name, 0.0) > 0][-BEFORE:]
         if len(before) < SETTLED or value <= max(least, SPIKE * median(before)):
             return ""
         return f"{value / median(before):.0f} times the median of the {len(before)} updates before"
 
     def _clip_of(self, name: str) -> float:
-        """The norm that gradients are clipped to: below it a large one does no harm."""
+        """Return the norm to which gradients are clipped: large gradients below it do no harm."""
         config = self.config
         if not isinstance(config, EmbodiedJob):
             return config.optimizer.max_grad_norm
@@ -253,14 +254,14 @@ class Health:
 
 
 def health_warnings(health: Health, before: Sequence[HealthWarning], now: datetime) -> list[HealthWarning]:
-    """Warnings as users see them; one that was there ``before`` keeps its time."""
+    """Return the warnings as shown to users; those in ``before`` keep their time."""
     since = {warning.kind: warning.since for warning in before}
     found = health.warnings.items()
     return [HealthWarning(kind=kind, message=text, since=since.get(kind, now)) for kind, text in found]
 
 
 def rate_warnings(spec: AnyJob) -> list[str]:
-    """Advice on learning rates that no run of this kind needs."""
+    """Return warnings about learning rates outside the usual range for this kind of model."""
     pretrained = isinstance(spec, TextJob) and spec.model.path is not None and spec.model.lora is None
     most = MOST_PRETRAINED_RATE if pretrained else MOST_RATE
     of_what = "all weights of a pretrained model" if pretrained else "any model"
@@ -272,7 +273,7 @@ def rate_warnings(spec: AnyJob) -> list[str]:
 
 
 def _rates(model: BaseModel, where: str) -> Iterator[tuple[str, float]]:
-    """``(dotted key, value)`` of each learning rate in a job file."""
+    """Yield ``(dotted key, value)`` of each learning rate in a job file."""
     for key in type(model).model_fields:
         value = getattr(model, key)
         if key == "learning_rate":

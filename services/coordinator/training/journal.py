@@ -1,4 +1,4 @@
-"""The ledger on the bus: read it, append to it as its one writer, keep snapshots of its fold, archive the rest."""
+"""The ledger on the bus: reads it, appends to it as its only writer, snapshots its fold, and archives old entries."""
 
 from __future__ import annotations
 
@@ -38,28 +38,31 @@ SNAPSHOT_ENTRIES = 256
 never write more than the ledger itself, and a leader never reads much more than one of them."""
 MIN_SEGMENT_BYTES, MAX_SEGMENT_BYTES = 64 << 10, 16 << 20
 SEGMENT_SHARE = 256
-"""A running job archives what its snapshots cover once that is this part of LEDGER, within the bounds above."""
+"""A running job archives entries that its snapshots cover once they exceed 1/SEGMENT_SHARE of LEDGER, within the bounds
+above."""
 JOB_SHARE = 8
-"""A job that has more than this part of LEDGER archives before it appends, and waits where it cannot."""
+"""A job with more than 1/JOB_SHARE of LEDGER archives before it appends, and waits if it cannot."""
 RESERVED_SHARE = 0.97
-"""From this share on only jobs that have little there append at once: the rest is for entries that name segments."""
+"""Fill level of LEDGER above which jobs with much data there must archive first; the rest is for entries that name
+segments."""
 ENTRY_BYTES = 250
 """Bytes that an entry takes in LEDGER beyond its events."""
 WRITER = "Penstock-Writer"
-"""Header of an entry: its writer, which tells its own entry from an equal one."""
+"""Header with the writer's id, which distinguishes the writer's own entry from an equal one of another leader."""
 FREE_EVERY_S, LOOK_EVERY_S = 5.0, 1.0
 KEEP = 2
-"""Newest snapshots that stay; the older one serves when the newer cannot be verified."""
+"""Number of newest snapshots that are kept; the older one is used if the newer cannot be verified."""
 
 
 class Journal:
     """Append-only event log of one job with a single writer.
 
-    An append names the last sequence it knows. A refused or timed-out append is resolved by reading back the tail: the
-    own entry there means success, a foreign one means that somebody else leads (Fenced). ``retry``: says what an append
-    waits for.
+    An append states the last sequence that the writer knows. A refused or timed-out append is resolved by reading the
+    tail: the writer's own entry there means success, a foreign one means that another coordinator leads (Fenced).
 
-    ``archive``: where old entries go, so that LEDGER, which all jobs share, does not fill; None: they stay there.
+    Args:
+        retry: repeats appends that the bus refuses, and reports the wait.
+        archive: receives old entries, so that LEDGER, which all jobs share, does not fill; None: they stay in LEDGER.
     """
 
     def __init__(self, bus: Bus, job: str, retry: Retry | None = None, *, archive: LedgerArchive | None = None) -> None:
@@ -68,12 +71,12 @@ class Journal:
         self._subject = subjects.ledger(job)
         self._last_seq = 0
         self._last_data = b""
-        self._entries = self._bytes = self._snapshot_bytes = 0  # since the last snapshot, and its size
+        self._entries = self._bytes = self._snapshot_bytes = 0  # since the last snapshot; size of that
         self._writer = secrets.token_hex(8)
-        self._segment: Segment | None = None  # the newest that an entry names
-        self._written: Segment | None = None  # the next one, which the next entry names
+        self._segment: Segment | None = None  # the newest one that an entry names
+        self._written: Segment | None = None  # stored; the next entry will name it
         self._purged = 0  # number of the newest segment whose entries are purged
-        self._held = self._budget = 0  # bytes of this job in LEDGER, as far as known, and what it may have there
+        self._held = self._budget = 0  # bytes of this job in LEDGER (last known), and its limit
         self._looked = self._tried = float("-inf")
         self._is_crowded = False
         self._upkeep_due = True
@@ -85,7 +88,7 @@ class Journal:
         return self._last_seq
 
     async def load(self) -> LedgerState:
-        """The fold of everything that was ever appended: the newest snapshot that can be verified, and what followed.
+        """Return the fold of the whole ledger: the newest snapshot that can be verified, and the entries after it.
 
         A snapshot that cannot be verified is ignored; without one the fold starts at the first entry.
 
@@ -119,7 +122,7 @@ class Journal:
         return state
 
     def failure(self) -> JobFailure | None:
-        """Why the job failed, if the newest entry ended it; a leader that died may not have told."""
+        """Return why the job failed, if the newest entry ended it; a leader may die before it reports the failure."""
         events = decode_events(self._last_data) if self._last_data else []
         for event in events:
             if isinstance(event, PhaseChanged) and event.phase == "failed" and event.code:
@@ -128,8 +131,10 @@ class Journal:
         return None
 
     async def append(self, events: Sequence[Event]) -> int:
-        """Commit one decision; returns its sequence. Waits while the bus is away, or the ledger or the job's part of it
-        has no room (the caller is cancelled when it loses its lease).
+        """Commit one decision and return its sequence.
+
+        Waits while the bus is away, or while LEDGER or the job's share of it is full (the caller is cancelled when it
+        loses its lease).
 
         Raises:
             Fenced: another writer appended.
@@ -140,7 +145,7 @@ class Journal:
         return seq
 
     async def _append_within(self, data: bytes) -> int:
-        """Append; the job's part of LEDGER and LEDGER itself get room first where they have none."""
+        """Append one entry; first archive old entries if the job's share of LEDGER, or LEDGER itself, is full."""
         if self._archive is None:
             return await self._append(data)
         await self._look()
@@ -155,7 +160,7 @@ class Journal:
             return await self._append(data)
 
     async def _look(self) -> None:
-        """See how full LEDGER is, at most once in LOOK_EVERY_S."""
+        """Refresh the fill level of LEDGER, at most once per LOOK_EVERY_S."""
         if time.monotonic() - self._looked >= LOOK_EVERY_S:
             state = await self._bus.stream_state(subjects.LEDGER)
             self._looked, self._budget = time.monotonic(), max(state.max_bytes // JOB_SHARE, MIN_SEGMENT_BYTES)
@@ -182,7 +187,7 @@ class Journal:
         return seq
 
     async def _resolve(self, data: bytes) -> Message | None:
-        """The own entry if it is the next one in the tail, None if there is none yet."""
+        """Return the writer's own entry if it is the next one in the tail, None if there is none. Raises Fenced."""
         tail = await self._bus.read(subjects.LEDGER, self._subject, start_seq=self._last_seq + 1)
         if not tail:
             return None
@@ -193,14 +198,14 @@ class Journal:
     # -- the archive -------------------------------------------------------------------------------------------------
 
     def upkeep(self) -> Callable[[], Awaitable[None]] | None:
-        """Work that purges archived entries and archives others, beside decisions; None while nothing is due."""
+        """Return the background work that purges archived entries and archives others, or None if none is due."""
         if self._archive is None or not self._upkeep_due:
             return None
         self._upkeep_due = False
         return self.keep_up
 
     async def keep_up(self) -> None:
-        """Purge what is archived and named, and write the next segment. Raises Unavailable."""
+        """Purge entries of the named segment, and write the next segment. Raises Unavailable."""
         try:
             await self._purge()
             await self.archive()
@@ -211,11 +216,13 @@ class Journal:
             logger.error("%s: the ledger is not archived: %s", self._job, error)
 
     async def archive(self, *, below: int | None = None, least: int | None = None) -> None:
-        """Write the next segment, which the next entry names: of entries below sequence ``below``, by default those
-        that the older one of two sound snapshots covers, if they have ``least`` bytes.
+        """Write the next segment, which the next entry will name.
+
+        The segment holds entries below sequence ``below``, by default those that the older of two sound snapshots
+        covers. Nothing is written if they have fewer than ``least`` bytes.
 
         Raises:
-            OSError: the archive does not take it.
+            OSError: the archive cannot be written.
             Unavailable: the bus does not answer.
         """
         async with self._archiving:
@@ -234,7 +241,7 @@ class Journal:
             logger.info("%s: entries up to %d are archived as %s", self._job, segment.last_seq, segment.name)
 
     async def _old_entries(self, stop: int) -> list[LedgerEntry]:
-        """The first entries of LEDGER below ``stop`` that no segment has; counts the bytes of all there are."""
+        """Return the first entries of LEDGER below ``stop`` outside of segments; also count the bytes of all."""
         start = self._segment.last_seq + 1 if self._segment is not None else 1
         entries, taken, held = list[LedgerEntry](), 0, 0
         async with contextlib.aclosing(self._bus.scan(subjects.LEDGER, self._subject, start_seq=start)) as messages:
@@ -253,10 +260,10 @@ class Journal:
             self._purged = self._segment.number
 
     async def _free(self, why: str) -> None:
-        """Archive what can be, name it in an entry of its own, and purge it.
+        """Archive old entries, name the segment in an entry without events, and purge them.
 
         Raises:
-            StreamFull: there is nothing to archive, or the archive does not take it; says ``why`` it is needed.
+            StreamFull: there is nothing to archive, or the archive cannot be written; includes ``why`` room is needed.
         """
         if time.monotonic() - self._tried < FREE_EVERY_S:
             raise StreamFull(why)
@@ -274,7 +281,7 @@ class Journal:
         self._tried = self._looked = float("-inf")
 
     async def resume(self) -> int:
-        """Learn where the ledger ends, without a fold; returns the sequence of the last entry, 0: there is none."""
+        """Find the end of the ledger without a fold; return the sequence of the last entry, 0 if there is none."""
         newest = await self._bus.last(subjects.LEDGER, self._subject)
         if newest is not None:
             self._last_seq, self._last_data = newest.seq, newest.data
@@ -282,10 +289,9 @@ class Journal:
         return self._last_seq
 
     async def name_segment(self) -> bool:
-        """Append an entry without events that names the segment that was written, and purge what stands in it; whether
-        there was one.
+        """Append an entry without events that names the written segment, and purge its entries.
 
-        Raises: as ``append``, but nothing is repeated.
+        Returns False if no segment waits for its name. Raises as ``append``, but repeats nothing.
         """
         if self._written is None:
             return False
@@ -296,7 +302,7 @@ class Journal:
         return True
 
     async def _covered(self, place: int) -> int:
-        """Sequence of the entry that the ``place``-th newest snapshot is of, if it is sound; 0: there is none."""
+        """Return the entry sequence that the ``place``-th newest snapshot covers, if it is sound, else 0."""
         begun = await _begun(self._bus, self._job)
         for message in (await self._bus.get_whole(subjects.SNAPSHOTS, begun[-place:][:1])).values():
             if len(begun) < place:
@@ -313,7 +319,7 @@ class Journal:
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def snapshot(self, state: LedgerState) -> Callable[[], Awaitable[None]] | None:
-        """Writer of a snapshot of ``state``, the fold of all that was appended; None while none is due."""
+        """Return work that stores a snapshot of ``state``, the fold of all entries, or None if none is due."""
         if self._entries < SNAPSHOT_ENTRIES or self._bytes < self._snapshot_bytes:
             return None
         self._entries = self._bytes = 0
@@ -327,7 +333,7 @@ class Journal:
         message = Outgoing(subject, data, msg_id=f"snapshot:{self._job}:{seq}:{state.epoch}")
         try:
             await self._bus.publish_whole([message], deadline_s=10)
-        except (ConfigError, ProtocolError) as error:  # too large for this server: leaders fold more
+        except (ConfigError, ProtocolError) as error:  # too large for this server: leaders fold more entries
             logger.warning("%s: the snapshot of entry %d is not stored: %s", self._job, seq, error)
             return
         self._upkeep_due = True
@@ -337,12 +343,12 @@ class Journal:
 
 
 async def archive_whole(bus: Bus, job: str, archive: LedgerArchive, *, least: int) -> None:
-    """Move the ledger of a job that nobody leads to the archive, if LEDGER has at least ``least`` bytes of it.
+    """Move the ledger of a job without a leader to the archive, if LEDGER has at least ``least`` bytes of it.
 
     Raises:
-        OSError: the archive does not take it.
+        OSError: the archive cannot be written.
         Unavailable: the bus does not answer.
-        Fenced: somebody appended.
+        Fenced: another writer appended.
     """
     journal = Journal(bus, job, archive=archive)
     end = await journal.resume()
@@ -354,9 +360,9 @@ async def archive_whole(bus: Bus, job: str, archive: LedgerArchive, *, least: in
 
 
 async def read_snapshots(bus: Bus, job: str) -> list[tuple[Snapshot, LedgerState, int]]:
-    """Snapshots of a job that are sound in themselves, each with its state and its size, the newest first.
+    """Return the snapshots of a job that are sound in themselves, each with its state and size, newest first.
 
-    Whether the ledger has the entry that a snapshot names is for the caller to check.
+    The caller must check that the ledger has the entry that a snapshot names.
     """
     found = []
     for seq, message in (await bus.get_whole(subjects.SNAPSHOTS, await _begun(bus, job))).items():
@@ -368,5 +374,5 @@ async def read_snapshots(bus: Bus, job: str) -> list[tuple[Snapshot, LedgerState
 
 
 async def _begun(bus: Bus, job: str) -> list[int]:
-    """Sequences at which snapshots begin."""
+    """Return the sequences of the first messages of snapshots."""
     return [m.seq for m in await bus.read(subjects.SNAPSHOTS, subjects.snapshots(job), headers_only=True)]

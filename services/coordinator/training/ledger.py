@@ -1,11 +1,9 @@
-"""The ledger's state: what folding a job's events gives. Pure; the same on every leader, on audit and in tests.
+"""The ledger's state: the fold of a job's events. Pure; the same on every leader, in audits and in tests.
 
 Life of a draw (every draw ends in exactly one terminal state)::
 
-    Drawn / redraw ──► in flight ──► sealed ──► trained
-                          │            │           │
-                          ▼            ▼           ▼
-                       dropped(reason) · refused · rolled_back
+    Drawn / redraw ──► in flight ──► sealed ──► trained │            │           │ ▼            ▼           ▼
+        dropped(reason) · refused · rolled_back
 
 ``drawn = trained + dropped + open`` holds after every event; ``open`` is an explicit set, not a remainder.
 """
@@ -59,15 +57,15 @@ from penstock.shared.protocol.weights import short_digest
 __all__ = ["HALTED", "LOGPROBS_DIFFER", "NO_SIGNAL", "WRONG_WEIGHTS", "LedgerState", "OpenDraw", "TrainedBatch", "fold"]
 
 HALTED = "halted"
-"""Code of a pause that the trainer asked for."""
+"""Code of a pause that the trainer requested."""
 LOGPROBS_DIFFER = "logprobs_differ"
-"""Reason of a draw whose posted log-probs are not those of the policy: its sender is not believed any more."""
+"""Drop reason: the posted log-probs are not those of the policy. The key that posted them is distrusted since."""
 WRONG_WEIGHTS = "wrong_weights"
-"""Reason of a draw whose group came from weights that the ledger does not know under their version number."""
+"""Drop reason: the group came from weights that the ledger does not know under their version number."""
 KEPT_WEIGHTS = 256
-"""Of so many versions the digests are kept: more than any lag bound."""
+"""Number of newest versions whose weight digests are kept: more than any lag bound."""
 NO_SIGNAL = "no_signal"
-"""Reason of a draw that was replaced because the rewards of its group are all equal."""
+"""Drop reason: the rewards of the group are all equal, so another draw replaced it."""
 
 
 @dataclass(slots=True)
@@ -76,7 +74,7 @@ class LedgerState:
 
     Attributes:
         epoch: highest writer epoch seen.
-        halted: why the trainer had the job paused, until the phase changes.
+        halted: why the trainer paused the job, until the phase changes.
         next_ordinal: first ordinal never drawn.
         open: draws that are not terminal.
         drawn, trained, dropped: counts of draws; ``dropped`` by reason.
@@ -86,33 +84,33 @@ class LedgerState:
         batches: trained batches of this lineage that are still in the log, by number.
         last_trained: highest trained batch number; ``updates`` counts those of this lineage.
         version, digest: the newest policy version and its weight digest.
-        checkpoint: the newest one that exists; ``checkpoints``: number -> event, of this lineage; ``best``: which of
-            them is the best by the metric that the job follows.
-        settings: values of the keys of the job file that may change, for batches that are sealed from now on;
-            ``applies_at``: updates before the first batch of the newest change, None while nothing was changed;
-            ``generation``: of the job file, in that change.
-        environment: what the simulator of an embodied job is like, as an env worker described it; else empty.
-        replayed: dead letters whose prompts were asked for again.
-        rolled_back: first and last batch number that each fork took out of the lineage.
-        admissions: by ordinal, of an online job: what its open draws train, and those that ended since the newest
-            checkpoint trained.
-        consumed, used: interactions and feedback that were admitted, id -> sequence in their streams, from
-            ``read_from`` (interactions, feedback) on; below these sequences everything is decided.
-        decided: live items that ended without training, and closed episodes, the oldest first; see ``decided``.
+        checkpoint: the newest one that exists; ``checkpoints``: number -> event, of this lineage; ``best``: the best of
+            them by the metric that the job follows.
+        settings: values of the changeable keys of the job file, for batches sealed from now on; ``applies_at``: number
+            of updates before the first batch of the newest change, None without a change; ``generation``: job file
+            generation of that change.
+        environment: description of an embodied job's simulator by an env worker; else empty.
+        replayed: dead letters whose prompts were drawn again.
+        rolled_back: first and last batch number that each fork removed from the lineage.
+        admissions: of an online job, by ordinal: the training data of its open draws, and of those trained since the
+            newest checkpoint.
+        consumed, used: admitted interactions and feedback, id -> sequence in their streams, from ``read_from``
+            (interactions, feedback) on; below these sequences everything is decided.
+        decided: live items that ended without training, and closed episodes, oldest first; see module ``decided``.
         values: tracked rewards by kind of prompt, after the newest trained batch.
         distrusted: keys that posted log-probs which are not the policy's.
-        quarantined: feedback that was held back, id -> sequence, from ``read_from`` on; released or not.
-        agreements: how far each source of feedback agrees with the reference keys, where a job has these.
-        promoted: the version that is served, of a job with a promotion gate; ``refused``: the newest one if it is not,
-            the ``num_refused``-th in a row; ``figures``: of the newest update, which decide on its promotion.
-        canary: the version that a share of live traffic tries before it is served to all, None while there is none;
-            ``judged``: what conversations of both arms earned since, by their first interaction.
-        weights: short digests of what was published as the newest ``KEPT_WEIGHTS`` versions, by version: of the policy
-            as engines get it, whole weights or an adapter, never of a critic.
-        heard: highest EXPERIENCE sequence of a group that was ever sealed; what is drawn now is stored above it.
-        forked: the version that the newest fork began, and ``fork_reason`` why; ``fork_request``: the operation that
-            asked for it, or ''.
-        extensions: how often the job went on after it had finished.
+        quarantined: feedback that was quarantined, id -> sequence, from ``read_from`` on; released or not.
+        agreements: agreement of each source of feedback with the reference keys, if the job has these.
+        promoted: the served version, of a job with a promotion gate; ``refused``: the newest version if it was refused,
+            as the ``num_refused``-th in a row; ``figures``: metrics of the newest update that decide on its promotion.
+        canary: the version that a share of live traffic tries before it is served to all, or None; ``judged``: rewards
+            of conversations of both arms since then, by their first interaction.
+        weights: short digests of the newest ``KEPT_WEIGHTS`` published versions, by version: of the policy as engines
+            get it, whole weights or an adapter, never of a critic.
+        heard: highest EXPERIENCE sequence of a group that was ever sealed; groups of later draws are stored above it.
+        forked: version that the newest fork began, -1 without one; ``fork_reason``: its reason; ``fork_request``: the
+            operation that requested it, or ''.
+        extensions: number of times that the job was continued after it had finished.
     """
 
     epoch: int = 0
@@ -171,12 +169,12 @@ class LedgerState:
 
     @property
     def in_flight(self) -> list[Draw]:
-        """Open draws that no sealed batch holds, in draw order."""
+        """Return the open draws that no sealed batch contains, in draw order."""
         return sorted(draw for draw, info in self.open.items() if not info.batch)
 
     @property
     def next_number(self) -> int:
-        """The batch number that is sealed next: the lowest one that is neither trained nor sealed."""
+        """Number of the batch that is sealed next: the lowest one that is neither trained nor sealed."""
         number = self.last_trained + 1
         while number in self.sealed:
             number += 1
@@ -184,55 +182,55 @@ class LedgerState:
 
     @property
     def trainable(self) -> bool:
-        """True if the batch that is trained next is sealed; those after one that was refused wait for it."""
+        """True if the batch that is trained next is sealed; batches after a refused one wait for it."""
         return self.last_trained + 1 in self.sealed
 
     def start_version(self, number: int) -> int:
-        """Policy version from which the update of batch ``number`` starts."""
+        """Return the policy version from which the update of batch ``number`` starts."""
         return self.version + number - self.last_trained - 1
 
     @property
     def pinned(self) -> list[int]:
-        """Checkpoints that stay whatever their age: the initial and the best one, and where the served one begins."""
+        """Checkpoints that are kept at any age: the initial one, the best one, and the base of the served version."""
         served = self.base_of(self.promoted.number) if self.promoted is not None else None
         return sorted({0, *(c.number for c in (self.best, served) if c is not None)})
 
     def base_of(self, number: int) -> Checkpointed | None:
-        """The checkpoint from which the state after batch ``number`` is made again."""
+        """Return the checkpoint from which the state after batch ``number`` can be recomputed, or None."""
         return self.checkpoints.get(max((n for n in self.checkpoints if n <= number), default=-1))
 
     def after(self, number: int) -> list[int]:
-        """Batches of this lineage that were trained after ``number``."""
+        """Return the batches of this lineage that were trained after ``number``."""
         return [n for n in range(number + 1, self.last_trained + 1) if self.in_lineage(n)]
 
     def in_lineage(self, number: int) -> bool:
-        """True if no fork has rolled batch ``number`` back."""
+        """Return True if no fork has rolled batch ``number`` back."""
         return not any(first <= number <= last for first, last in self.rolled_back)
 
     @property
     def newest_batch(self) -> int:
-        """The newest trained batch of this lineage, whose weights the policy has; right after a fork an old one."""
+        """The newest trained batch of this lineage, which made the current weights; right after a fork an old one."""
         number = self.last_trained
         for first, last in reversed(self.rolled_back):
             number = first - 1 if first <= number <= last else number
         return number
 
     def update_index(self, number: int) -> int:
-        """Updates of the lineage before batch ``number``: the position in schedules, and the point of evaluations."""
+        """Return the lineage's updates before batch ``number``: the position in schedules, and evaluation point."""
         return self.updates + number - self.last_trained - 1
 
     def made_by_others(self, weights: Iterable[tuple[int, str]]) -> bool:
-        """True if one of these versions, with the short digest of its weights, is not the one of that number here."""
+        """Return True if a version's short weight digest differs from the one that the ledger has for that version."""
         return any(self.weights.get(version, short) != short for version, short in weights)
 
     def balanced(self) -> bool:
-        """The ledger equation."""
+        """Return True if the ledger equation holds."""
         return self.drawn == self.trained + self.dropped.total() + len(self.open)
 
     # -- the fold ----------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
-        """Take one event into the state. Assertions are our own invariants: a violation is a bug, not bad input."""
+        """Apply one event to the state. Assertions are internal invariants: a violation is a bug, not bad input."""
         assert event.writer_epoch >= self.epoch, f"epoch went back from {self.epoch} to {event.writer_epoch}"
         self.epoch = event.writer_epoch
         handler = _HANDLERS.get(type(event))
@@ -425,7 +423,7 @@ class LedgerState:
         self.trainer_epoch = max(self.trainer_epoch, event.trainer_epoch)
 
     def _publish(self, version: int, digest: str) -> None:
-        """From now on ``version`` is the newest one, and these are its weights."""
+        """Make ``version`` the newest one, with these weights."""
         self.version, self.digest = version, digest
         known = {**self.weights, version: short_digest(digest)}
         self.weights = {v: known[v] for v in list(known)[-KEPT_WEIGHTS:]}
@@ -457,7 +455,7 @@ _HANDLERS: dict[type[Event], Callable[[LedgerState, Any], None]] = {
 
 
 def fold(events: Iterable[Event], state: LedgerState | None = None) -> LedgerState:
-    """Apply ``events`` in order."""
+    """Apply ``events`` in order to ``state`` (None: a new one), and return it."""
     state = state if state is not None else LedgerState()
     for event in events:
         state.apply(event)

@@ -37,7 +37,7 @@ FIGURES = {
     "mismatch/kl": "max_mismatch",
     "lag/kl": "max_mismatch",
 }
-"""Metrics of an update that have bounds."""
+"""Metrics of an update that have bounds, with the config key of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class PromotionGate:
     def __init__(self, config: PromotionConfig, evaluated: Callable[[], Evaluated | None]) -> None:
         self.config, self._evaluated = config, evaluated
         self.forced = -1
-        """A version that a user wants served in spite of its measurements."""
+        """Version that a user forces to be served in spite of its measurements; -1: none."""
         self.announced = -1
-        """The version in the manifest that engines watch."""
+        """Version in the manifest that engines watch; -1: unknown."""
         self._judged: Mapping[str, Judged] = {}
         self._arms = arms_of([])
 
@@ -106,7 +106,7 @@ class PromotionGate:
     def _canary(
         self, state: LedgerState, figures: Mapping[str, float], *, writer_epoch: int, now: float
     ) -> CanaryBegun | None:
-        """Begin a trial of the newest version, once nothing is in training, because its weights must stay."""
+        """Begin a trial of the newest version, once no batch is in training, because its weights must stay."""
         config, served = self.config.canary, state.promoted
         if config is None or served is None or state.sealed:
             return None
@@ -116,7 +116,7 @@ class PromotionGate:
         )  # fmt: skip
 
     def arms(self, state: LedgerState) -> tuple[Arm, Arm]:
-        """Return the figures of the version on trial and of the served one, computed for each new sample."""
+        """Return the rewards of the version on trial and of the served one, recomputed only for new samples."""
         if self._judged is not state.judged:
             self._judged, self._arms = state.judged, arms_of(state.judged.values())
         return self._arms
@@ -131,20 +131,20 @@ class PromotionGate:
         if state.forked == state.version and self._is_wanted_fork(state, served):
             return "rolled back", served.figures if served.digest == state.digest else {}
         unknown = self.config.max_drop is not None and metric not in figures
-        if self.forced == state.version and not (unknown and state.sealed):  # otherwise it would never be measured
+        if self.forced == state.version and not (unknown and state.sealed):  # otherwise it would stay unmeasured
             return "by request", figures
-        if state.canary is not None:  # it passed when the trial began
+        if state.canary is not None:  # it kept the bounds when the trial began
             return "passed", state.canary.figures
         passed = not (self._is_decided(state) or unknown or self._flaws(state, figures))
         return ("passed", figures) if passed else ("", {})
 
     @staticmethod
     def _is_wanted_fork(state: LedgerState, served: Promoted) -> bool:
-        """Return True if a fork has the served weights, no newer ones are left, or a user asked for it."""
+        """Return True if a fork has the served weights, no newer batches are left, or a user requested it."""
         return bool(state.fork_request) or served.digest == state.digest or not state.after(served.number)
 
     def lacks(self, state: LedgerState) -> bool:
-        """Return True if the held-out reward of the newest version is needed next, whatever the plan of evaluations is.
+        """Return True if the held-out reward of the newest version is needed next, whatever the evaluation plan says.
 
         That holds if it is served, because others are compared with it, or if a fork began it, because the next
         training depends on it.
@@ -161,7 +161,7 @@ class PromotionGate:
         return state.version in (one.version for one in (state.promoted, state.refused) if one is not None)
 
     def _figures(self, state: LedgerState) -> dict[str, float]:
-        """Return the figures of the newest version; a held-out reward that is not a number counts as not measured."""
+        """Return the figures of the newest version; a non-finite held-out reward counts as not measured."""
         evaluated, metric = self._evaluated(), self.config.metric
         if self.config.max_drop is None or evaluated is None or evaluated.version != state.version:
             return dict(state.figures)
@@ -169,16 +169,16 @@ class PromotionGate:
         return state.figures | {metric: value} if math.isfinite(value) else dict(state.figures)
 
     def _flaws(self, state: LedgerState, figures: Mapping[str, float]) -> list[str]:
-        """Return the bounds that are broken for certain; a missing measurement breaks none."""
+        """Return the bounds that are certainly broken; a missing measurement breaks none."""
         served = {} if state.promoted is None else state.promoted.figures
         return broken_bounds(self.config, figures, served, measured=self.config.metric in figures)
 
     # -- what follows ------------------------------------------------------------------------------------------------
 
     def rollback(self, state: LedgerState) -> Rollback | None:
-        """Return the rollback that too many refusals call for.
+        """Return the rollback that too many refusals require, or None.
 
-        One refusal of a fork is too many: its number is above the clock, so what is served is too old for it.
+        One refusal of a fork is enough: its version number is above the clock, so the served version is beyond its lag.
         """
         refused, served = state.refused, state.promoted
         if refused is None or served is None:
@@ -188,8 +188,11 @@ class PromotionGate:
         return Rollback(served.number, f"version {refused.version} was refused: {refused.reason}")
 
     def lets_train(self, state: LedgerState) -> bool:
-        """Return True if another batch may be sealed: one at a time, so that the served version keeps its slot, and
-        none during a trial, which has the other one."""
+        """Return True if another batch may be sealed.
+
+        One at a time, so that the served version keeps its engine slot, and none during a trial, which uses the other
+        slot.
+        """
         if state.sealed or state.canary is not None:
             return False
         return state.promoted is not None and self.announced == state.promoted.version
@@ -246,12 +249,12 @@ def broken_bounds(
 
 
 def _compared(figures: Mapping[str, float]) -> list[str]:
-    """Comparisons of sampler and trainer that an update has: over tokens of its own version, of older ones, or both."""
+    """Return the sampler-trainer comparisons of an update: over tokens of its own version, older ones, or both."""
     return [name for name in ("mismatch/kl", "lag/kl") if name in figures] or ["mismatch/kl"]
 
 
 def flaws_of_promotions(entries: Iterable[Iterable[Event]], config: PromotionConfig | None) -> list[str]:
-    """Find versions that passed without keeping the bounds, or by figures that are not theirs."""
+    """Return violations in a ledger: promoted versions that broke a bound, or whose figures are not of their update."""
     flaws: list[str] = []
     served: Mapping[str, float] = {}
     measured: Mapping[str, float] = {}

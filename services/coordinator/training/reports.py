@@ -1,4 +1,4 @@
-"""Ledger events of a trainer's report. Pure."""
+"""Converts a trainer's report to ledger events. Pure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["Refusal", "events_of_report"]
 
 
 class Refusal(Exception):  # noqa: N818
-    """A report that contradicts the ledger; the sender is told why and must re-read or step down."""
+    """A report that contradicts the ledger. The sender gets the reason, and must re-read its state or step down."""
 
 
 def events_of_report(run: RunFacts, report: Report, now: float) -> list[Event]:
-    """The events that a report becomes, [] when it is known already.
+    """Return the events of a report, or [] if the ledger has it already.
 
     Raises:
-        Refusal: fenced by a newer trainer, or it contradicts the ledger.
+        Refusal: the sender is fenced by a newer trainer, or the report contradicts the ledger.
     """
     if report.epoch < run.state.trainer_epoch:
         raise Refusal(f"fenced: trainer epoch {report.epoch} < {run.state.trainer_epoch}")
@@ -43,7 +43,7 @@ def events_of_report(run: RunFacts, report: Report, now: float) -> list[Event]:
         case "forked":
             return _forked(run, report, now)
         case "failed" | "halted" | "not_rolled_back" | "fell_back":
-            return []  # nothing to record, yet a fenced trainer has no say in it either
+            return []  # nothing to record, but the check above applies
         case _:
             raise Refusal(f"report '{report.kind}' is not a ledger matter")
 
@@ -80,7 +80,7 @@ def _refused(run: RunFacts, report: Report, now: float) -> list[Event]:
         return []
     members = {group.draw for group in sealed.groups}
     bad = [draw for draw in report.bad if draw in members] or sorted(members)
-    # What replaces the bad groups is for this very batch: it is the next one to seal once it is refused.
+    # Replacements of the bad groups are for this batch: it is the next one to seal once it is refused.
     min_version, deadline = plan_draw(run.config, run.state, now, ahead=report.batch - run.state.next_number)
     gone = {draw: reason for draw in bad if (reason := run.source.refusal(draw))}
     dropped = gone | {draw: "refused" for draw in bad if draw.n >= MAX_REDRAWS and draw not in gone}
@@ -119,7 +119,7 @@ def _checkpointed(run: RunFacts, report: Report, now: float) -> list[Event]:
     state = run.state
     known = state.checkpoints.get(report.batch)
     if known is not None and (known.path == report.path or known != state.checkpoint):
-        return []  # written anew at another place: what stood there cannot be read any more
+        return []  # already known, or rewritten because the old path is unreadable
     if report.batch > state.last_trained or (report.batch == 0 and state.checkpoint is not None and known is None):
         raise Refusal(f"checkpoint of batch {report.batch} does not fit a ledger at batch {state.last_trained}")
     trained = state.batches.get(report.batch)
@@ -142,12 +142,12 @@ def _checkpointed(run: RunFacts, report: Report, now: float) -> list[Event]:
 
 
 def _low_seq(run: RunFacts, checkpoint: int) -> int:
-    """Lowest sequence to keep once ``checkpoint`` exists: the whole log while it fits, else what comes after it."""
+    """Return the lowest sequence to keep once ``checkpoint`` exists: all while the log fits, else what follows."""
     if run.stored_bytes * 2 < run.config.limits.byte_budget:
         return min(run.stored, default=0)
     start = earliest_start(run.state, checkpoint)
     before = run.state.base_of(start - 1) if run.config.checkpoint.keep > 1 else None
-    if before is not None:  # for a trainer that cannot read the newer one, as long as there is room for it
+    if before is not None:  # if there is room: for a trainer that cannot read the newer one
         low = _needed_after(run, before.number)
         left = run.stored_bytes - sum(nbytes for seq, nbytes in run.stored.items() if seq < low)
         if left * 2 < run.config.limits.byte_budget:
@@ -156,7 +156,7 @@ def _low_seq(run: RunFacts, checkpoint: int) -> int:
 
 
 def _needed_after(run: RunFacts, start: int) -> int:
-    """Lowest sequence that a trainer needs which begins after batch ``start``."""
+    """Return the lowest sequence that a trainer needs if it begins after batch ``start``."""
     needed = {seq for n, batch in run.state.batches.items() if n > start for seq in batch.seqs}
     needed |= {group.seq for batch in run.state.sealed.values() for group in batch.groups}
     needed |= {candidate.seq for candidate in run.candidates.values()}
@@ -173,7 +173,7 @@ def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
     if report.rollback is not None and (wanted is None or wanted.number != report.rollback):
         raise Refusal(f"nobody wants training to go back to batch {report.rollback} any more")
     kept = wanted is not None and report.batch in state.after(wanted.number)[:1]
-    redraw = not kept or run.source.redraws  # a prompt is answered anew; what was posted is the same again
+    redraw = not kept or run.source.redraws  # posted answers would only repeat; prompts get new ones
     return [
         LineageForked(
             writer_epoch=run.writer_epoch,
@@ -193,9 +193,9 @@ def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
 
 
 def _reason_of_fork(run: RunFacts, report: Report) -> str:
-    """The trainer's reason, or `erased`: deletions of users' data took all that it misses.
+    """Return the trainer's reason, or `erased` if deletions of users' data removed all the groups that it lacks.
 
-    A deletion waits for a checkpoint behind the batch, so that checkpoint cannot be read, or was never written.
+    A deletion waits for a checkpoint after the batch, so that checkpoint is unreadable, or was never written.
     """
     reasons = {run.source.refusal(draw) for draw in report.bad}
     if not reasons or "" in reasons:
@@ -208,6 +208,6 @@ def _reason_of_fork(run: RunFacts, report: Report) -> str:
 
 
 def _given_up(state: LedgerState, from_batch: int) -> list[Draw]:
-    """Draws of the batches that a fork takes out of the lineage, and of those sealed after them."""
+    """Return the draws of the batches that a fork removes from the lineage, and of those sealed after them."""
     draws = [draw for number, batch in state.batches.items() if number >= from_batch for draw in batch.draws]
     return sorted([*draws, *(group.draw for batch in state.sealed.values() for group in batch.groups)])

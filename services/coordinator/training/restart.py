@@ -1,4 +1,4 @@
-"""Finds the checkpoint from which a trainer of a job may begin again. Pure."""
+"""Finds the checkpoint from which a trainer of a job may restart. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["earliest_start"]
 def earliest_start(state: LedgerState, newest: int) -> int:
     """Return the number of the checkpoint after which batches may have to be repeated.
 
-    That is ``newest``, which may be about to exist, or an older one from which the served version is made again: a
+    That is ``newest``, which may be about to exist, or an older one from which the served version can be recomputed: a
     trainer that starts while newer versions are refused begins there, and training may roll back to it.
     """
     if state.promoted is None or state.promoted.number >= newest:

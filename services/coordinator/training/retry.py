@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """A wait for ``what`` on ``subject`` since ``since`` (Unix seconds); ``why`` the bus refuses it."""
+    """A wait for ``what`` on ``subject`` since ``since`` (Unix seconds); ``why``: the error of the bus."""
 
     what: str
     subject: str
@@ -40,7 +40,7 @@ class Retry:
     """Repeats the writes that a leader needs before it continues; a leader that loses its lease is cancelled.
 
     Args:
-        tell: called once for each write that a full stream refuses, with a sentence for users.
+        tell: called once for each write that a full stream refuses, with a message for users.
     """
 
     def __init__(self, job: str, tell: Callable[[str], None] = lambda text: None) -> None:
@@ -53,7 +53,7 @@ class Retry:
         return min(self._held.values(), key=lambda held: held.since, default=None)
 
     async def until_taken(self, what: str, subject: str, work: Callable[[], Awaitable[T]]) -> T:
-        """Repeat ``work`` until it does not raise Unavailable any more; ``blocked`` shows the wait meanwhile."""
+        """Repeat ``work`` until it no longer raises Unavailable; ``blocked`` shows the wait meanwhile."""
         began = seen = time.monotonic()
         since, logged, told, key = bus_time(), float("-inf"), False, object()
         try:

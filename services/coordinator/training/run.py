@@ -1,8 +1,8 @@
-"""One job's run: the pure core of the coordinator. Facts go in, decisions come out; no clock, no bus.
+"""One job's run: the pure core of the coordinator. It has no clock and no bus.
 
-The service feeds it groups (by header), reports of the trainer and the time; ``decide`` answers with the events of one
-atomic decision, which the service appends to the ledger and hands back to ``commit``. ``commit`` tells what to do next:
-tickets to publish, groups to delete, batches to announce. All of that is derived from the ledger and safe to repeat.
+The runner passes in groups (by header), reports of the trainer and the time. ``decide`` returns the events of one
+atomic decision, which the runner appends to the ledger and passes to ``commit``. ``commit`` returns the effects:
+tickets to publish, groups to delete, batches to announce. All of them are derived from the ledger and safe to repeat.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ from penstock.shared.protocol.trajectory import GroupHeader
 __all__ = ["Effects", "JobRun"]
 
 REPLAYED = 1000
-"""A replayed dead letter draws under its id times this, so that no two share a number; redraws stay far below it."""
+"""Factor from a replayed dead letter's id to its draw number, so that none collide; redraws stay far below it."""
 FAILED_STREAK = 4
-"""The job fails after this many batches' worth of groups in a row could not be scored."""
+"""The job fails after this many batches' worth of consecutive groups could not be scored."""
 
 
 @dataclass(slots=True)
 class Effects:
-    """Effects of committed events; ``delete`` are messages of EXPERIENCE."""
+    """Effects of committed events; ``delete`` are sequences of EXPERIENCE."""
 
     tickets: list[Draw] = field(default_factory=list)
     delete: list[int] = field(default_factory=list)
@@ -69,13 +69,14 @@ class JobRun:
     Args:
         config: the job.
         state: the folded ledger.
-        num_ordinals: places in the data order, None for as many as asked for.
-        row_bytes: what the largest row of the data adds to ``max_group_bytes`` of a group.
-        writer_epoch: epoch of this leader, stands in every event it writes.
-        hold: whether the update after so many completed ones must not be sealed yet (evaluation pins its version).
-        source: where draws come from; default: the data order, by tickets.
+        num_ordinals: positions in the data order; None: unlimited.
+        row_bytes: bytes that the largest data row adds to ``max_group_bytes`` of a group.
+        writer_epoch: epoch of this leader, written to each of its events.
+        hold: returns True if the update after so many completed ones must not be sealed yet (evaluation pins its
+            version).
+        source: source of draws; default: the data order, by tickets.
         promotion: decides which version is served; None: the newest.
-        data_dir: below it lie the checkpoints.
+        data_dir: directory that contains the checkpoints.
     """
 
     def __init__(
@@ -101,40 +102,40 @@ class JobRun:
         self.promotion = promotion
         self.data_dir = data_dir
         self.asked_rollback: Rollback | None = None
-        """Rollback that a user asks for."""
+        """Rollback that a user requested."""
         self.failed_rollbacks: dict[str, str] = {}
-        """Rollbacks that the trainer could not carry out, by request, with the reason."""
+        """Request -> reason, of the rollbacks that the trainer could not carry out."""
         self.candidates: dict[Draw, Candidate] = {}
         self.stored: dict[int, int] = {}
-        """EXPERIENCE sequence -> bytes of every group of this job that is in the stream (of its first message)."""
+        """EXPERIENCE sequence (of the first message) -> bytes, of every group of this job in the stream."""
         self.stored_bytes = 0
         self.desired = "running"
         self.cancel_now = False
         """Cancel without training the sealed batches and without a last checkpoint."""
         self.last_checkpoint = True
-        """A cancelled run checkpoints before it ends."""
+        """True if a cancelled run checkpoints before it ends."""
         self.failed_streak = 0
         self.failure: JobFailure | None = None
         self.stop_early = ""
         self.new_best = ""
-        """Why a checkpoint is wanted for a metric's new best, or ''."""
+        """Why a checkpoint is needed for a metric's new best, or ''."""
         self.requested = False
-        """The user asked for a checkpoint."""
+        """True if the user requested a checkpoint."""
         self.batched = {group.seq for batch in state.sealed.values() for group in batch.groups}
-        """EXPERIENCE sequences of the groups that a sealed or trained batch of this lineage holds."""
+        """EXPERIENCE sequences of the groups in sealed or trained batches of this lineage."""
         self.batched.update(seq for batch in state.batches.values() for seq in batch.seqs)
         self.environment: dict[str, Any] | None = None
-        """Description of the simulator of an embodied job, once an env worker gave it."""
+        """Description of the simulator of an embodied job; None until an env worker returns it."""
         self.replays = 0
-        """Dead letters to replay: the run keeps slots in flight for them."""
+        """Number of dead letters to replay, for which the run reserves slots in flight."""
 
     @property
     def halted(self) -> str:
-        """Why the trainer had the job paused, until a user resumes it."""
+        """Why the trainer paused the job, until a user resumes it, or ''."""
         return self.state.halted if self.desired != "running" else ""
 
     def halt(self, reason: str, now: float) -> list[Event]:
-        """Return the event that records why the trainer had the job paused, or [] if the ledger has it."""
+        """Return the event that records why the trainer paused the job, or [] if the ledger has it."""
         if not self.state.started or self.state.finished or self.state.halted == reason:
             return []
         return [
@@ -144,24 +145,24 @@ class JobRun:
         ]
 
     def rollback_of(self, state: LedgerState) -> Rollback | None:
-        """Return the target of a rollback by this ledger: by request, or after too many refused versions."""
+        """Return the rollback that this ledger requires: by request, or after too many refused versions."""
         if self.asked_rollback is not None or self.promotion is None:
             return self.asked_rollback
         return self.promotion.rollback(state)
 
     def give_up_rollback(self, reason: str) -> None:
-        """Note that the trainer cannot read the checkpoint of a requested rollback."""
+        """Record that the trainer cannot read the checkpoint of a requested rollback."""
         if self.asked_rollback is not None:
             self.failed_rollbacks[self.asked_rollback.operation] = reason
             self.asked_rollback = None
 
     def path_of(self, checkpoint: Checkpointed) -> Path:
-        """Directory of a checkpoint on this host."""
+        """Return the directory of a checkpoint on this host."""
         return checkpoint_path(self.data_dir, checkpoint.path)
 
     @property
     def rollback(self) -> Rollback | None:
-        """Target of the rollback that is due, or None."""
+        """The rollback that is due, or None."""
         return self.rollback_of(self.state)
 
     def amend(self, config: AnyTraining, generation: int, now: float) -> list[Event]:
@@ -178,7 +179,7 @@ class JobRun:
         ]  # fmt: skip
 
     def extend(self, extensions: int, now: float) -> list[Event]:
-        """Return the event that lets a finished run go on, or [] unless users asked for it more often than it did."""
+        """Return the event that continues a finished run, or [] if every requested extension is applied."""
         most = self.config.train.max_updates
         if not self.state.finished or extensions <= self.state.extensions or most is None:
             return []
@@ -189,7 +190,7 @@ class JobRun:
 
     def on_group(self, seq: int, header: GroupHeader) -> Verdict:
         """Judge a group that arrived in EXPERIENCE. On DUPLICATE the caller deletes it."""
-        if seq in self.stored or header.epoch > self.writer_epoch:  # again, or another leader's: that one judges it
+        if seq in self.stored or header.epoch > self.writer_epoch:  # repeated, or for another leader to judge
             return Verdict.ACCEPT
         self.stored[seq] = header.nbytes
         self.stored_bytes += header.nbytes
@@ -215,7 +216,7 @@ class JobRun:
         return verdict
 
     def _known(self, seq: int, header: GroupHeader) -> Verdict:
-        """Judge a group whose draw has one: the group of a batch that a new leader sees again, or a true duplicate."""
+        """Judge a group whose draw has one: part of a batch, read again by a new leader, or a true duplicate."""
         if seq not in self.batched:
             return Verdict.DUPLICATE
         if header.draw in self.state.open:  # that batch is not trained yet
@@ -223,10 +224,9 @@ class JobRun:
         return Verdict.ACCEPT
 
     def take_up(self) -> int:
-        """Count the stored groups of trained batches from the ledger; return the sequence where the rest of EXPERIENCE
-        begins.
+        """Count the stored groups of trained batches from the ledger; return the first EXPERIENCE sequence to read.
 
-        The group of an open draw has that sequence or a higher one, so nothing below decides anything. Ledgers of
+        The group of an open draw has that sequence or a higher one, so lower messages affect no decision. Ledgers of
         earlier versions lack the sizes of groups: then all groups are read.
         """
         state = self.state
@@ -239,13 +239,13 @@ class JobRun:
         return min((info.after for info in state.open.values()), default=state.heard) + 1
 
     def forget_stored(self, seqs: Iterable[int]) -> None:
-        """Note that these messages are gone from EXPERIENCE."""
+        """Stop counting messages that are gone from EXPERIENCE."""
         for seq in seqs:
             self.stored_bytes -= self.stored.pop(seq, 0)
 
     @property
     def max_batches(self) -> int | None:
-        """Policy updates of the whole run; None: until the data ends."""
+        """Number of policy updates of the whole run; None: until the data ends."""
         return self.config.train.max_updates
 
     @property
@@ -259,15 +259,15 @@ class JobRun:
             return "byte budget half used"
         if self.desired != "running" or self.training_done:
             return "run is at an end" if self.training_done else "pause"
-        if self.rollback is not None:  # these updates are about to be given up
+        if self.rollback is not None:  # these updates will be discarded
             return ""
         if wanted := self.new_best or ("request" if self.requested else self._deletion_waits_after(checkpoint.number)):
             return wanted
         return "interval" if state.last_trained - checkpoint.number >= self.config.checkpoint.every else ""
 
     def _deletion_waits_after(self, number: int) -> str:
-        """Return why a checkpoint is needed to delete groups that a trainer may still ask for, or ''."""
-        if self.source.redraws:  # no user owns a prompt
+        """Return why a checkpoint is needed to delete groups that a trainer may still request, or ''."""
+        if self.source.redraws:  # prompts belong to no user
             return ""
         after = (batch for trained, batch in self.state.batches.items() if trained > number)
         waits = any(self.source.refusal(draw) for batch in after for draw in batch.draws)
@@ -309,9 +309,9 @@ class JobRun:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def decide(self, now: float, after: Sequence[Event] = ()) -> list[Event]:
-        """The events of the next atomic decision, [] when nothing is to be decided. Does not change the run.
+        """Return the events of the next atomic decision, or [] if nothing is due. Does not change the run.
 
-        ``after`` are events that will be committed in the same decision, before the ones returned.
+        ``after`` are events that will be committed in the same decision, before the returned ones.
         """
         if self.state.finished:
             return []
@@ -338,7 +338,7 @@ class JobRun:
         return draft.events
 
     def _start(self, now: float) -> list[Event]:
-        """The first event of the ledger, [] while the simulator of the job is not described yet."""
+        """Return the first event of the ledger, or [] until the job's simulator is described."""
         if self.lacks_environment and self.desired != "cancelled" and self.failure is None:
             return []
         return [
@@ -354,9 +354,10 @@ class JobRun:
         return isinstance(self.config, EmbodiedJob) and not self.state.started and self.environment is None
 
     def _may_cancel(self, state: LedgerState) -> bool:
-        """A cancelled run trains what is sealed and checkpoints first, unless it must end now or its trainer cannot.
+        """Return True if a cancelled run may end now.
 
-        What waits for a batch that was refused is not trained: nothing is sealed any more.
+        It first trains sealed batches and checkpoints, unless it must end now or its trainer cannot. Batches that wait
+        for a refused one are not trained, because nothing is sealed any more.
         """
         checkpoint = state.checkpoint
         if self.cancel_now or self.halted or checkpoint is None:
@@ -365,7 +366,7 @@ class JobRun:
         return not (state.trainable or unsaved)
 
     def finish(self, now: float, summary: dict[str, object]) -> list[Event]:
-        """Return the last decision of a finished run: it drops the draws in flight."""
+        """Return the last decision of a finished run, which drops the draws in flight."""
         draft = Draft(self, copy_state(self.state), now)
         draft.end("succeeded", self.stop_early or "done", summary)
         return draft.events
@@ -375,7 +376,7 @@ class JobRun:
         return events_of_report(self, report, now)
 
     def on_dead_letter(self, draw: Draw, now: float) -> list[Event]:
-        """Drop the draw of an unusable ticket or raw group, in the decision that makes it a dead letter."""
+        """Return the drop of the draw of an unusable ticket or raw group; [] if it has a group or is not open."""
         if draw not in self.state.open or self.state.open[draw].batch or draw in self.candidates:
             return []
         draft = Draft(self, copy_state(self.state), now)
@@ -383,7 +384,7 @@ class JobRun:
         return draft.events
 
     def replay_dead_letter(self, letter: int, draw: Draw, now: float) -> list[Event]:
-        """Draw the prompt of a dead letter again, under a number of its own; return [] if that was done before.
+        """Draw the prompt of a dead letter again, under a separate number; return [] if that was done before.
 
         Raises:
             Conflict: not now, because the run draws nothing or has no slot; or never, because it did not draw this
@@ -440,11 +441,11 @@ class JobRun:
                     effects.tickets += sorted(set(self.state.open) - before)
                 case _:
                     pass
-        effects.tickets = [draw for draw in effects.tickets if draw in self.state.open]  # the run may end here, too
+        effects.tickets = [draw for draw in effects.tickets if draw in self.state.open]  # these events may end the run
         return effects
 
     def _apply(self, event: Event) -> list[int]:
-        """Apply one event to the state; return the sequences of groups that no batch holds any more."""
+        """Apply one event to the state; return the sequences of groups that no batch contains any more."""
         released: list[int] = []
         batches, sealed = self.state.batches, self.state.sealed
         match event:
@@ -463,7 +464,7 @@ class JobRun:
         return released
 
     def _rolled_back(self, event: LineageForked) -> list[int]:
-        """Return the sequences of the groups that a fork gives up: nothing will train or repeat them."""
+        """Return the sequences of the groups that a fork discards: they will not be trained or repeated."""
         given_up = [batch.seqs for number, batch in self.state.batches.items() if number >= event.from_batch]
         given_up += [tuple(group.seq for group in batch.groups) for batch in self.state.sealed.values()]
         return [seq for seqs in given_up for seq in seqs]
@@ -474,7 +475,7 @@ class JobRun:
         return [message for candidate in gone for message in candidate.messages]
 
     def _messages(self, seq: int) -> range:
-        """Sequences of the messages that hold a stored group."""
+        """Return the sequences of the messages that contain a stored group."""
         return range(seq, seq + num_parts(self.stored.get(seq, 0)))
 
 

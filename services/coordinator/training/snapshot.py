@@ -1,7 +1,7 @@
-"""A fold of the ledger as bytes: what a new leader starts from instead of the first event. Pure.
+"""Serializes a fold of the ledger, so that a new leader need not start from the first event. Pure.
 
-A snapshot is a cache. It says which entry of the ledger it covers, by sequence and by digest, and what it was folded
-with; whoever cannot verify one of these ignores it and folds the ledger itself.
+A snapshot is a cache. It names the ledger entry that it covers, by sequence and by digest, and the code version of the
+fold; a reader that cannot verify one of these ignores the snapshot and folds the ledger.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from penstock.shared.protocol.codec import pack, unpack
 __all__ = ["FOLD", "Snapshot", "decode_snapshot", "digest_of", "encode_snapshot"]
 
 FOLD = 5
-"""Number of the fold. Raise it with any change after which the same events give another state."""
+"""Version of the fold. Raise it with any change after which the same events produce another state."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The state after ledger entry ``seq``, whose bytes hash to ``entry``; the envelope's epoch is its writer's.
 
-    ``fold`` and ``layout`` say what made it, ``digest`` is the xxh3-128 of all the others.
+    ``fold`` and ``layout`` identify the code that made it, ``digest`` is the xxh3-128 of all other fields.
     """
 
     seq: int
@@ -38,12 +38,12 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def digest_of(data: bytes) -> str:
-    """Digest of a ledger entry."""
+    """Return the digest of a ledger entry."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def encode_snapshot(state: LedgerState, *, job: str, seq: int, entry: str) -> bytes:
-    """The message that holds ``state``, the fold up to ledger entry ``seq`` with digest ``entry``."""
+    """Return the message that contains ``state``, the fold up to ledger entry ``seq`` with digest ``entry``."""
     data = msgspec.msgpack.encode(state)
     snapshot = Snapshot(seq=seq, entry=entry, fold=FOLD, layout=_LAYOUT, digest="", state=data)
     snapshot = msgspec.structs.replace(snapshot, digest=_digest(snapshot, job))
@@ -51,10 +51,10 @@ def encode_snapshot(state: LedgerState, *, job: str, seq: int, entry: str) -> by
 
 
 def decode_snapshot(data: bytes, *, job: str) -> tuple[Snapshot, LedgerState]:
-    """Inverse of ``encode_snapshot``.
+    """Decode the result of ``encode_snapshot``.
 
     Raises:
-        ProtocolError: it cannot be verified: of another job, fold or layout, damaged, or no sound state.
+        ProtocolError: it cannot be verified: of another job, fold or layout, damaged, or with an invalid state.
     """
     snapshot, envelope = unpack(data, Snapshot)
     if envelope.job != job:
@@ -78,7 +78,7 @@ def _digest(snapshot: Snapshot, job: str) -> str:
 
 
 def _describe(kind: type[Any], known: dict[str, str]) -> dict[str, str]:
-    """Name -> fields of ``kind`` and of every dataclass and struct that its fields hold."""
+    """Return name -> fields of ``kind`` and of every dataclass and struct in its fields."""
     if kind.__name__ not in known and (is_dataclass(kind) or issubclass(kind, msgspec.Struct)):
         hints = get_type_hints(kind)
         known[kind.__name__] = str({name: str(hint) for name, hint in hints.items()})
@@ -100,5 +100,5 @@ def _counter(type_: Any, value: Any) -> Any:
 
 
 _LAYOUT = xxhash.xxh3_64_hexdigest(str(_describe(LedgerState, {})).encode())
-"""Fields of everything that a state holds: a state with other fields never decodes as this one by accident."""
+"""Digest of all field names and types of a state, so that a state with other fields is never decoded by accident."""
 _decoder: msgspec.msgpack.Decoder[LedgerState] = msgspec.msgpack.Decoder(LedgerState, dec_hook=_counter)

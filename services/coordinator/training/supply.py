@@ -15,7 +15,7 @@ from penstock.shared.protocol.ids import Draw
 __all__ = ["Fact", "LiveDeadLetter", "Supply", "Unreadable"]
 
 Fact = Callable[[], Awaitable[None]]
-"""Runs in turn with the decisions of its job."""
+"""Work that runs in sequence with the decisions of its job."""
 
 
 class Unreadable(NamedTuple):
@@ -36,14 +36,14 @@ class LiveDeadLetter(NamedTuple):
 
 
 class Supply(Protocol):
-    """Makes the groups of one job on its leader."""
+    """Creates the groups of one job on its leader."""
 
     retry: Retry
-    """The leader's retry: it reports the waits for the bus."""
+    """The leader's retry, which reports the waits for the bus."""
 
     @property
     def source(self) -> DrawSource:
-        """Its part of each decision."""
+        """The part of the supply that takes part in each decision."""
         ...
 
     async def recover(self, state: LedgerState) -> None:
@@ -51,7 +51,7 @@ class Supply(Protocol):
         ...
 
     async def follow(self, post: Callable[[Fact], Awaitable[None]]) -> None:
-        """Post facts until cancelled."""
+        """Post work for the leader until cancelled."""
         ...
 
     async def order(self, run: JobRun, draws: Sequence[Draw]) -> None:
@@ -59,15 +59,15 @@ class Supply(Protocol):
         ...
 
     def decided(self, state: LedgerState, *, ends: bool) -> Sequence[Event]:
-        """Return the decisions on live items that facts brought, each small enough for an entry of the ledger.
+        """Return the decisions on live items since the last call, each small enough for an entry of the ledger.
 
-        The runner records them before the next decision, which may depend on them. If that one ``ends`` the job,
+        The runner records them before the next decision, which may depend on them. If that decision ``ends`` the job,
         everything undecided is refused.
         """
         ...
 
     async def flush(self) -> None:
-        """Publish what facts brought and no decision records."""
+        """Publish received data that no decision records."""
         ...
 
     def unreadable(self) -> list[Unreadable]:
@@ -75,18 +75,18 @@ class Supply(Protocol):
         ...
 
     async def requeue(self, letter: LiveDeadLetter) -> int:
-        """Take in a message that was unreadable; return how many of its interactions or items are new here.
+        """Accept a message that was unreadable; return how many of its interactions or items are new here.
 
         Raises ProtocolError if it still cannot be decoded, and Unavailable. Safe to repeat.
         """
         ...
 
     async def committed(self, state: LedgerState, events: Sequence[Event], seq: int) -> None:
-        """Note that a decision stands in the ledger, as entry ``seq``, and in ``state``."""
+        """Apply a decision that was committed as ledger entry ``seq``; ``state`` includes it."""
         ...
 
     async def close(self) -> None:
-        """Refuse everything undecided when the job is over, also what came since the last fact. Safe to repeat."""
+        """Refuse everything undecided when the job is over, including the newest arrivals. Safe to repeat."""
         ...
 
     def measures(self) -> dict[str, float]:
@@ -94,5 +94,5 @@ class Supply(Protocol):
         ...
 
     def waits(self, run: JobRun, now: float) -> list[dict[str, Any]]:
-        """Return the waits of the missing groups."""
+        """Return the waits for missing groups."""
         ...

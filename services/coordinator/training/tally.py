@@ -20,7 +20,7 @@ LAG = metrics.histogram("lag_versions", "Policy lag of trained groups.", buckets
 
 KINDS = ("generated", "prefilled", "trained", "dropped")
 ENDS = frozenset({"run_ended", "cancelled", "failed"})
-"""Reasons of draws that the end of a run drops."""
+"""Drop reasons of draws that the end of a run drops."""
 
 
 def length_bucket(tokens: int) -> str:
@@ -48,7 +48,7 @@ class Tally:
         self.go_on(last_row)
 
     def go_on(self, row: Mapping[str, float]) -> None:
-        """Continue from the totals of this row, the newest of the run."""
+        """Continue from the totals in ``row``, the newest row of the run."""
         self._totals = Counter({kind: int(row.get(f"tokens_total/{kind}", 0)) for kind in KINDS})
 
     def on_group(self, header: GroupHeader, *, duplicate: bool) -> None:
