@@ -1,1 +1,1 @@
-"""Feedback on live interactions: taken durably, indexed, and forgotten on demand."""
+"""Feedback on live interactions: stored durably, indexed, and deleted on request."""

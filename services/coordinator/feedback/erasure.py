@@ -1,8 +1,7 @@
-"""Deleting a user's data: what was recorded of them, what was said about that, what was made of it to train on, and the
-episodes that were opened for them.
+"""Deletes a user's data: recorded interactions, feedback on them, training groups made of both, and opened episodes.
 
-First the deletion is written down, then the ids (a tombstone that every replica reads, and that refuses them for good),
-then the messages are overwritten in the streams; a deletion that was interrupted is gone through again.
+First the deletion is recorded, then the ids (a tombstone that every replica reads, and that refuses these ids from then
+on), then the messages are overwritten in the streams. An interrupted deletion is repeated from the start.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ NAMED = 10_000
 
 
 class Report(msgspec.Struct, kw_only=True):
-    """Deletions of a user's data, in the `privacy` bucket under their pseudonym.
+    """State of the deletion of a user's data, in the `privacy` bucket under the user's pseudonym.
 
-    ``requested``: when it was asked for last. Counts and versions are of all that was ever deleted of them. ``holder``
-    carries it out, and said so last at ``alive``.
+    ``requested``: time of the newest request. Counts and versions cover everything ever deleted for the user.
+    ``holder`` is the process that carries it out, with its last heartbeat at ``alive`` (Unix seconds).
     """
 
     user: str
@@ -72,11 +71,13 @@ class Report(msgspec.Struct, kw_only=True):
 
 
 class Eraser:
-    """Deletes what the streams hold of a user.
+    """Deletes a user's data from the streams.
 
     Args:
-        forgotten: waited for before a deletion is done, with the sequence in FEEDBACK up to which indexes must read.
-        released_s: so long at most a deletion waits until its job lets go of the groups that are made of the data.
+        forgotten: awaited before a deletion is done, with the FEEDBACK sequence up to which indexes must have read.
+        archive: archive of older ledger entries.
+        released_s: longest time that a deletion waits until its job no longer needs the groups made of the data
+            (seconds).
         holder: name of this process.
     """
 
@@ -89,9 +90,9 @@ class Eraser:
         self._kv, self._opened = bus.kv(subjects.PRIVACY), bus.kv(subjects.EPISODES)
 
     async def begin(self, user: str) -> Report:
-        """Write down that a user (a pseudonym) wants to be forgotten. Raises Unavailable.
+        """Record the request to delete the data of a user (a pseudonym). Raises Unavailable.
 
-        A deletion that is under way goes on, and deletes again what came since it began.
+        A deletion that is under way continues, and also deletes data that arrived since it began.
         """
 
         def edit(known: Report | None) -> Report:
@@ -103,7 +104,7 @@ class Eraser:
         return await self._change(user, edit)
 
     async def claim(self, user: str, *, abandoned_s: float) -> Report | None:
-        """Take up a deletion; None where it is done, or another process said within this time that it carries it out.
+        """Take over a deletion; None if it is done, or its holder sent a heartbeat within ``abandoned_s`` seconds.
 
         Raises:
             Unavailable: the bus does not answer.
@@ -122,7 +123,7 @@ class Eraser:
             return None
 
     async def keep(self, user: str, *, every_s: float) -> None:
-        """Say again and again that this process carries a deletion out, until cancelled or it is in other hands."""
+        """Send heartbeats for a deletion, until cancelled or until another process has taken it over."""
         with contextlib.suppress(Conflict):
             while True:
                 await asyncio.sleep(every_s)
@@ -130,13 +131,13 @@ class Eraser:
                     await self._change(user, self._held)
 
     def _held(self, known: Report | None) -> Report:
-        """The report as it stands, which this process still holds. Raises Conflict: it does not."""
+        """Return the stored report with a new heartbeat. Raises Conflict if this process no longer holds it."""
         if known is None or known.holder != self._holder:
             raise Conflict("another process took the deletion up")
         return msgspec.structs.replace(known, alive=bus_time())
 
     async def _change(self, user: str, edit: Callable[[Report | None], Report]) -> Report:
-        """Compare-and-set, again where somebody else wrote meanwhile. Raises what ``edit`` raises."""
+        """Apply ``edit`` by compare-and-set, repeated after concurrent writes. Raises what ``edit`` raises."""
         while True:
             entry = await self._kv.get(f"{PREFIX}.{user}")
             value = entry.value if entry is not None else None
@@ -147,22 +148,22 @@ class Eraser:
                 return changed
 
     async def find(self, user: str) -> Report | None:
-        """How far the deletion of a user is."""
+        """Return the progress of the deletion of a user's data, or None if none was requested."""
         entry = await self._kv.get(f"{PREFIX}.{user}")
         return msgspec.json.decode(entry.value, type=Report) if entry is not None and entry.value else None
 
     async def unfinished(self) -> list[Report]:
-        """Deletions that were begun, here or by a process that is gone."""
+        """Return the deletions that are not done, of this process or of one that is gone."""
         entries = await self._kv.entries(PREFIX)
         reports = [msgspec.json.decode(entry.value, type=Report) for entry in entries if entry.value]
         return [report for report in reports if report.status != "done"]
 
     async def run(self, report: Report) -> None:
-        """Delete, and once more where somebody asked for it meanwhile. Safe to repeat.
+        """Delete, and repeat if another request arrived meanwhile. Safe to repeat.
 
         Raises:
-            Conflict: another process took it up.
-            Unavailable: the bus went away, or an index; what is left is deleted by the next run.
+            Conflict: another process has taken it over.
+            Unavailable: the bus went away, or an index; the next run deletes what is left.
         """
 
         def edit(known: Report | None) -> Report:
@@ -183,10 +184,10 @@ class Eraser:
         report.episodes += await self._end_episodes(report.user, found)
         until = bus_time()
         announced = {job: await self._announce(report.user, job, mine, until) for job, mine in found.items()}
-        # What a leader admits after this search it drops itself: it reads what was announced.
+        # Groups that a leader admits after this search are dropped by the leader, which reads the announcement.
         all_made = await self._made(report.user, found, until)
         for job, made in all_made.items():
-            if made.held and not announced.get(job):  # its records are gone already: the user and the time say it all
+            if made.held and not announced.get(job):  # its records are gone: user and time suffice
                 announced[job] = await self._say(
                     Erasure(user=report.user, interactions=[], feedback=[], time=until), job
                 )
@@ -199,7 +200,7 @@ class Eraser:
                 over = {target_of(item) for item in rest} if is_below else made.decided
                 needed = made.needed if isinstance(place, Message) else frozenset[str]()
                 left = [item for item in rest if item.id in needed or target_of(item) not in over]
-                if isinstance(place, Message):  # what was decided goes with the message, and is known for good
+                if isinstance(place, Message):  # ids of decided items outlive the message
                     stays = {item.id for item in left}
                     await keep_ids(self._bus, job, [(place.seq, item) for item in rest if item.id not in stays])
                 await self._rewrite(job, place, left)
@@ -209,23 +210,26 @@ class Eraser:
             report.feedback += len(mine.feedback)
             _add_versions(report, job, made.versions)
             await self._save(report)
-        # Each job for itself: one that nobody trains holds up the groups of no other.
+        # Jobs are independent: one without a trainer delays the groups of no other.
         await together(self._erase_groups(report, job, made) for job, made in all_made.items() if made.ordinals)
         if self._forgotten is not None:
             await self._forgotten(max([0, *announced.values()]))
 
     async def _save(self, report: Report) -> None:
-        """Write down how far it is. Raises Conflict: another process took it up."""
+        """Store the progress. Raises Conflict: another process has taken the deletion over."""
         await self._change(report.user, lambda known: self._merged(report, known))
 
     def _merged(self, report: Report, known: Report | None) -> Report:
-        """The counts of ``report``, with the rest as it stands in the bucket."""
+        """Return the counts of ``report`` with the other fields from the bucket."""
         held = self._held(known)
         stands = {name: getattr(held, name) for name in ("status", "requested", "finished", "holder", "alive")}
         return msgspec.structs.replace(report, **stands)
 
     async def _made(self, user: str, found: Mapping[str, Found], until: float) -> dict[str, Made]:
-        """Groups and versions made of it, by the ledgers of jobs that hold or admitted it ``until`` then."""
+        """Return, by job, groups and versions made of the user's data.
+
+        Covers all jobs that hold the data, or admitted some of it before ``until`` (Unix seconds), by their ledgers.
+        """
         made = {job: _made_of(user, mine, until) for job, mine in found.items()}
         archived = set[str]()
         async for message in self._bus.scan(subjects.LEDGER, subjects.ledger("*")):
@@ -241,18 +245,18 @@ class Eraser:
         return {job: one for job, one in made.items() if job in found or one.ordinals}
 
     async def _erase_groups(self, report: Report, job: str, made: Made) -> None:
-        """Delete what a job made of the data, once it needs none of it any more."""
+        """Delete the groups that a job made of the data, once it no longer needs them."""
         await self._until_released(job, made)
         count = await erase_groups(self._bus, job, made.ordinals)
         report.groups += count
         _add_versions(report, job, made.versions)
 
     async def _until_released(self, job: str, made: Made) -> None:
-        """Follow the ledger until the job needs none of these groups any more.
+        """Follow the ledger until the job needs none of these groups.
 
-        Its leader drops what is in flight (`erased`), has the trainer refuse what is sealed and not begun, and asks for
-        a checkpoint behind what was trained. Where nobody leads or trains it for too long, the groups are deleted all
-        the same: a batch is refused then, or a trainer that starts again forks, and the ledger says why.
+        The job's leader drops draws in flight (`erased`), has the trainer refuse sealed batches that it has not begun,
+        and requests a checkpoint after the trained ones. If the job has no leader or trainer for too long, the groups
+        are deleted anyway: then a batch is refused, or a restarted trainer forks, and the ledger records the reason.
         """
         if not (made.held and self._released_s):
             return
@@ -275,7 +279,7 @@ class Eraser:
     # -- deletion ----------------------------------------------------------------------------------------------------
 
     async def _announce(self, user: str, job: str, mine: Found, time: float) -> int:
-        """Say which ids do not exist any more; the sequence of that, 0 where there are none."""
+        """Publish the ids that are deleted; return the sequence of the last message, 0 if there are none."""
         last, interactions, feedback = 0, sorted(mine.interactions), sorted(mine.feedback)
         for start in range(0, max(len(interactions), len(feedback)), NAMED):
             some = slice(start, start + NAMED)
@@ -285,13 +289,14 @@ class Eraser:
         return last
 
     async def _say(self, erasure: Erasure, job: str) -> int:
-        """Announce a deletion to whoever reads the job's feedback; its sequence."""
+        """Publish a deletion to all readers of the job's feedback; return its sequence."""
         return await self._bus.publish(subjects.erasures(job), pack(erasure, job=job))
 
     async def _end_episodes(self, user: str, found: Mapping[str, Found]) -> int:
-        """Blank what was opened for the user, or for nobody and they spoke in it; how many. It takes no more requests.
+        """Blank the episodes opened for the user, or for nobody if the user spoke in them; return their number.
 
-        What is left keeps a later request from being recorded as a turn of an episode that nobody set apart.
+        A blanked episode takes no more requests. Its record stays, so that a later request is not recorded as a turn of
+        an episode that was not set aside for evaluation.
         """
         ended = 0
         for found_entry in await self._opened.entries():
@@ -308,7 +313,7 @@ class Eraser:
                 blank = record.model_copy(update={"user": "", "tags": {}, "group_id": None, "ended_at": over})
                 if blank == record or not (spoke or user in names):
                     break
-                with contextlib.suppress(Conflict):  # somebody ended it meanwhile
+                with contextlib.suppress(Conflict):  # another process ended it meanwhile
                     data = blank.model_dump_json().encode()
                     await self._opened.overwrite(entry.key, data, entry.revision, keep_s=KEEP_S)
                     ended += 1
@@ -316,8 +321,8 @@ class Eraser:
         return ended
 
     async def _rewrite(self, job: str, place: Place, rest: list[Feedback]) -> None:
-        """Store what a message or a letter holds of others and somebody needs once more, then delete it."""
-        if isinstance(place, Message):  # what is newer stays newer
+        """Store again what a message or dead letter contains of other users and is still needed, then delete it."""
+        if isinstance(place, Message):  # keeps the order of revisions
             rest = [msgspec.structs.replace(item, seq=item.seq or place.seq) for item in rest]
         data = pack(FeedbackBatch(items=rest), job=job)
         if isinstance(place, Message):
@@ -329,15 +334,15 @@ class Eraser:
                 await self._bus.publish_whole([copy])
             await erase_message(self._bus, subjects.FEEDBACK, place)
             return
-        if rest:  # several items are never more than one message holds
+        if rest:  # several items always fit into one message
             headers = {name: value for name, value in place.first.headers.items() if name not in (PARTS, MSG_ID)}
-            with contextlib.suppress(StreamFull):  # what is left of a copy waits for no room
+            with contextlib.suppress(StreamFull):  # a full stream must not block the deletion
                 await self._bus.publish(subjects.dead(job), data, headers=headers)
         await erase_letter(self._bus, place)
 
 
 def _add_versions(report: Report, job: str, versions: Iterable[int]) -> None:
-    """Versions of a job that were trained on the data; those that are known stay, whatever can be read by now."""
+    """Add the versions of a job that were trained on the data; known ones stay, even if unreadable by now."""
     if known := {*versions, *report.trained_versions.get(job, ())}:
         report.trained_versions = {**report.trained_versions, job: sorted(known)}
 
@@ -359,6 +364,6 @@ def _made_of(user: str, mine: Found, until: float) -> Made:
 
 
 def target_of(item: Feedback) -> str:
-    """The feedback by whose fate an item is over: its own, of a retraction what it retracts."""
+    """Return the feedback whose status decides on an item: the item itself, or the item that a retraction retracts."""
     name = str(item.body.get("feedback", "")) if item.kind == "retraction" else item.id
     return bare_id(name) or name

@@ -1,4 +1,4 @@
-"""The quarantine as HTTP sees it: listed from the index, decided by an item of feedback like any other."""
+"""The quarantine as the API shows it: listed from the index, decided by an item of feedback like any other."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Row = dict[str, Any]
 
 
 class HeldFeedback:
-    """Feedback that is held back. ``show`` and ``decide`` raise NotFound, or Conflict: it is not held any more."""
+    """Quarantined feedback. ``show`` and ``decide`` raise NotFound, or Conflict: it is not quarantined any more."""
 
     def __init__(self, bus: Bus, index: FeedbackIndex, ingest: Ingest, pseudonyms: Pseudonyms) -> None:
         self._bus, self._index, self._ingest, self._pseudonyms = bus, index, ingest, pseudonyms
 
     async def page(self, jobs: Sequence[str] | None, *, after: str, limit: int) -> list[Row]:
-        """``HeldRow`` of each item of these jobs (None: of all), in the order of ids."""
+        """Return a ``HeldRow`` for each item of these jobs (None: of all), in the order of ids."""
         await self._index.catch_up(subjects.DECISIONS)
         return [_row(row) for row in await self._index.held(jobs, bare_id(after) or "", limit)]
 
     async def show(self, job: str, item: str) -> Row:
-        """The same with ``value``, ``target``, ``weight``, ``user`` and ``revision``."""
+        """Return the row of an item with ``value``, ``target``, ``weight``, ``user`` and ``revision``."""
         row = await self._find(job, item)
         said = await self._read(row["seq"], row["id"])
         return _row(row) | {
@@ -46,7 +46,7 @@ class HeldFeedback:
         }
 
     async def decide(self, job: str, item: str, verdict: Literal["release", "drop"], *, caller: Caller) -> Row:
-        """Let it count, or reject it; on disk when this returns."""
+        """Release an item, so that it counts, or drop it; on disk when this returns."""
         row = await self._find(job, item)
         name = f"{verdict} {row['id']} {row['revision']}"
         who = Identity(derived_id(self._pseudonyms.digest, "", name, 0), caller.id, chosen=True)
@@ -71,7 +71,7 @@ class HeldFeedback:
         found = (await self._bus.get_whole(subjects.FEEDBACK, [seq])).get(seq)
         try:
             items = [] if found is None else unpack(found.data, FeedbackBatch)[0].items
-        except ProtocolError:  # overwritten, because its user wanted to be forgotten
+        except ProtocolError:  # overwritten at its user's request
             items = []
         said = [one for one in items if one.id == id]
         if not said:

@@ -1,4 +1,4 @@
-"""Ids of feedback that is no longer in FEEDBACK: kept beside it, so that an index that is built anew knows them."""
+"""Keeps the ids of feedback that is no longer in FEEDBACK, so that a rebuilt index still knows them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def keep_ids(bus: Bus, job: str, items: Sequence[tuple[int, Feedback]]) ->
 async def purge_feedback(bus: Bus, job: str, *, below_seq: int) -> None:
     """Remove the feedback of a job below a sequence, all of which is decided, and keep its ids.
 
-    Some at a time, the ids first; where the stream has no room for them, the feedback first.
+    Works in chunks and stores the ids first; if the stream has no room for them, it removes the feedback first.
 
     Raises:
         Unavailable: the bus went away; safe to repeat.
@@ -54,8 +54,8 @@ async def purge_feedback(bus: Bus, job: str, *, below_seq: int) -> None:
                 break
             if len(some) >= AT_ONCE:
                 await remove(message.seq)
-            with contextlib.suppress(ProtocolError, NotFound):  # said when it was read first
+            with contextlib.suppress(ProtocolError, NotFound):  # logged at the first reading
                 batch = await whole_of(bus, subjects.FEEDBACK, message, FeedbackBatch)
                 some += [(message.seq, item) for item in batch.items]
-            await asyncio.sleep(0)  # decisions of other jobs go on meanwhile
+            await asyncio.sleep(0)  # let decisions of other jobs run
     await remove(below_seq)

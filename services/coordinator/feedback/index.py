@@ -1,4 +1,4 @@
-"""The projection, kept up in the background: how far the streams were read, and what they said about an id."""
+"""Keeps the projection up to date in the background, and answers queries by id from it."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ T = TypeVar("T")
 STREAMS = (subjects.FEEDBACK, subjects.DECISIONS, subjects.INTERACTIONS)
 QUEUE = 1024
 TOGETHER, TOGETHER_BYTES = 256, 1 << 20
-"""Messages of one transaction, and their bytes: large ones keep items from being known that others wait for."""
+"""Most messages of one transaction, and their bytes: a large transaction delays the items that others wait for."""
 CAUGHT_UP_S = 5.0
-"""Most time that a request waits for the projection after a start."""
+"""Longest time that a request waits for the projection (seconds)."""
 LOOK_S = 0.05
 RETRY_S = 1.0
 TARGETS = 65_536
-"""Interactions and episodes that are known without a query: the newest."""
+"""Number of newest interactions and episodes that are kept in memory, and known without a query."""
 
 
 class _Damaged(Exception):  # noqa: N818
-    """The file is not to be read any more."""
+    """Raised when the database file must not be read any more."""
 
 
 @dataclass(slots=True)
@@ -67,16 +67,16 @@ class _Read:
 
     posts: list[tuple[int, Feedback]] = field(default_factory=list)
     kept: list[tuple[int, Feedback]] = field(default_factory=list)
-    """Items of which only the ids are left."""
+    """Items of which only the ids are stored."""
     fates: list[FeedbackStatus] = field(default_factory=list)
     decided: list[tuple[str, InteractionStatus]] = field(default_factory=list)
-    """Interactions, with their job."""
+    """Decisions on interactions, with their job."""
     erasures: list[Erasure] = field(default_factory=list)
     targets: list[Target] = field(default_factory=list)
 
 
 class FeedbackIndex:
-    """Implements ``ingest.Index`` over the projection of this process."""
+    """Implements ``ingest.Index`` with the projection of this process."""
 
     def __init__(self, bus: Bus, directory: Path) -> None:
         self.on_projected: Callable[[int], None] = lambda seq: None
@@ -90,12 +90,12 @@ class FeedbackIndex:
         self._caught_up, self._damaged = asyncio.Event(), asyncio.Event()
         self._targets: OrderedDict[str, None] = OrderedDict()
         self._all_targets = False
-        """``_targets`` leaves none out."""
+        """True if ``_targets`` contains all targets."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Keep the projection up until cancelled; a file that turns out to be damaged is built anew."""
+        """Keep the projection up to date until cancelled; a damaged file is rebuilt."""
         try:
             while True:
                 try:
@@ -113,7 +113,7 @@ class FeedbackIndex:
             self._projection = None
 
     async def _keep_up(self) -> None:
-        """Until cancelled. Raises an ExceptionGroup of _Damaged."""
+        """Read the streams until cancelled. Raises an ExceptionGroup of _Damaged."""
         self._damaged.clear()
         self._queue = asyncio.Queue(QUEUE)
         async with asyncio.TaskGroup() as tasks:
@@ -142,22 +142,22 @@ class FeedbackIndex:
         raise _Damaged("a question to it failed")
 
     async def _discard(self) -> None:
-        """Remove the file, once nobody reads it."""
+        """Remove the file, after running queries have ended."""
         self._caught_up.clear()
         projection, self._projection = self._projection, None
-        await asyncio.get_running_loop().run_in_executor(self._reading, lambda: None)  # whoever was asked has answered
+        await asyncio.get_running_loop().run_in_executor(self._reading, lambda: None)  # waits for running queries
         if projection is not None:
             await self._write(projection.discard)
 
     async def forget_abandoned(self) -> None:
-        """Delete the indexes of processes that are gone: nobody deletes anything from them."""
+        """Delete the indexes of processes that are gone, because no process deletes users' data from them."""
         await self._write(drop_abandoned, self.directory)
 
     def _open(self) -> None:
         self._projection = open_projection(self.directory)
 
     async def _find_places(self, projection: Projection) -> None:
-        """Go on where this file ends, or begin anew where the streams are others than it read."""
+        """Continue from the stored positions; rebuild if the streams were replaced since."""
         known = await self._write(projection.places)
         states = {stream: await self._state(stream) for stream in STREAMS}
         if any(known[s][1] != created or known[s][2] > last for s, (created, last) in states.items() if s in known):
@@ -194,7 +194,7 @@ class FeedbackIndex:
         return (await self._bus.get_whole(stream, [message.seq])).get(message.seq, message)
 
     async def _take_over(self, projection: Projection) -> None:
-        """Write what was read, as much at once as came meanwhile."""
+        """Write the messages that were read, in transactions of all that have arrived."""
         while True:
             some = [await self._queue.get()]
             nbytes = len(some[0][1].data)
@@ -212,14 +212,14 @@ class FeedbackIndex:
         while True:
             try:
                 return await self._write(_apply, projection, some, places)
-            except sqlite3.OperationalError as error:  # no room on the disk, a lock that will be free again
+            except sqlite3.OperationalError as error:  # no disk space, or a temporary lock
                 log.error("the feedback index cannot be written: %s", error)
                 await asyncio.sleep(RETRY_S)
             except sqlite3.DatabaseError as error:
                 raise _damage(error) from error
 
     async def _see_end(self) -> None:
-        """Say when everything is known that was in FEEDBACK at the start."""
+        """Set ``_caught_up`` once everything is indexed that was in FEEDBACK at the start."""
         while not self._caught_up.is_set():
             with contextlib.suppress(Unavailable):
                 newest = await self._bus.last(subjects.FEEDBACK, f"{subjects.FEEDBACK.lower()}.>")
@@ -245,7 +245,7 @@ class FeedbackIndex:
         return await self._read(projection.known, ids)
 
     async def targets(self, ids: Sequence[str]) -> set[str]:
-        """Those of ``ids`` (interactions, episodes) that were recorded."""
+        """Return those of ``ids`` (interactions, episodes) that were recorded."""
         found = {id for id in ids if id in self._targets}
         rest = [id for id in ids if id not in found]
         if rest and not self._all_targets and self._projection is not None:
@@ -253,42 +253,42 @@ class FeedbackIndex:
         return found
 
     async def episodes(self, ids: Sequence[str]) -> dict[str, str]:
-        """The episode of each interaction of ``ids`` that was recorded in one."""
+        """Return the episode of each interaction of ``ids`` that was recorded in one."""
         projection = await self._ready()
         return await self._read(projection.episodes, ids)
 
     async def turns(self, episode: str, after: str, limit: int) -> list[str]:
-        """Interactions of an episode, see ``Projection.turns``."""
+        """Return interactions of an episode; see ``Projection.turns``."""
         projection = await self._ready()
         return await self._read(projection.turns, episode, after, limit)
 
     async def fate(self, id: str) -> dict[str, Any] | None:
-        """The row of an item, None for an unknown one."""
+        """Return the row of an item, or None if it is unknown."""
         projection = await self._ready()
         return await self._read(projection.fate, id)
 
     async def decided(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Decisions on interactions, see ``Projection.decided``."""
+        """Return decisions on interactions; see ``Projection.decided``."""
         projection = await self._ready()
         return await self._read(projection.decided, ids)
 
     async def outcomes(self, job: str) -> list[tuple[str, str, int]]:
-        """Decided interactions of a job, see ``Projection.outcomes``."""
+        """Return the counts of decided interactions of a job; see ``Projection.outcomes``."""
         projection = await self._ready()
         return await self._read(projection.outcomes, job)
 
     async def held(self, jobs: Sequence[str] | None, after: str, limit: int) -> list[dict[str, Any]]:
-        """Items of these jobs (None: of all) that are held back."""
+        """Return the quarantined items of these jobs (None: of all); see ``Projection.held``."""
         projection = await self._ready()
         return await self._read(projection.held, jobs, after, limit)
 
     async def funnel(self, job: str) -> list[tuple[str, str, str, int]]:
-        """``(metric or kind, source, status, items)`` of a job."""
+        """Return ``(metric or kind, source, status, items)`` of a job."""
         projection = await self._ready()
         return await self._read(projection.funnel, job)
 
     async def reach(self, seq: int, deadline_s: float, *, stream: str = subjects.FEEDBACK) -> None:
-        """Return once a stream was taken over up to ``seq``. Raises Unavailable at the deadline."""
+        """Wait until a stream is indexed up to ``seq``. Raises Unavailable after ``deadline_s`` seconds."""
         end = asyncio.get_running_loop().time() + deadline_s
         while self._places.get(stream, ("", "", 0))[2] < seq:
             if asyncio.get_running_loop().time() > end:
@@ -296,7 +296,7 @@ class FeedbackIndex:
             await asyncio.sleep(LOOK_S / 5)
 
     async def catch_up(self, *streams: str) -> None:
-        """Return once everything is known that is in ``streams`` now, whichever replica put it there.
+        """Wait until everything is indexed that is in ``streams`` now, whichever replica stored it.
 
         Raises:
             Unavailable: it took longer than CAUGHT_UP_S.
@@ -320,7 +320,7 @@ class FeedbackIndex:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._reading, ask, *args)
         except sqlite3.DatabaseError as error:
-            if type(error) is sqlite3.DatabaseError:  # the others say nothing of the file
+            if type(error) is sqlite3.DatabaseError:  # its subclasses do not mean damage
                 self._damaged.set()
             raise Unavailable(f"the index of feedback cannot be read now: {error}; retry in a moment") from error
 
@@ -329,12 +329,12 @@ class FeedbackIndex:
 
 
 def _damage(error: sqlite3.DatabaseError) -> Exception:
-    """Meaning of an error of SQLite; only that class itself says that a file is malformed, or none."""
+    """Convert an error of SQLite: only the base class itself means that the file is malformed or no database."""
     return _Damaged(str(error)) if type(error) is sqlite3.DatabaseError else error
 
 
 def _apply(projection: Projection, some: list[tuple[str, Message]], places: list[Place]) -> _Read:
-    """Runs in the writing thread."""
+    """Decode messages and apply them to the projection. Runs in the writing thread."""
     read, leaders = _Read(), LeaderEpochs(projection.leaders.epochs)
     for stream, message in some:
         try:

@@ -1,10 +1,10 @@
-"""Group commit: items that arrive within a moment become one message, and each sender hears of it once that is on disk.
+"""Group commit: joins items that arrive within a moment into one message, and answers senders once it is on disk.
 
-One lane per job. A lane sends what it holds when its oldest item has waited GATHER_S, or when it is full; at most
-IN_FLIGHT messages of it wait for their acknowledgement, and while they do, the next one grows.
+Each job has one lane. A lane sends its items when the oldest one has waited GATHER_S, or when it is full. At most
+IN_FLIGHT messages of a lane wait for their acknowledgement; meanwhile the next message grows.
 
-An id that its sender can post again is looked up before it is sent: first among what this process has taken and the
-projection has not, then, for a whole group at once, in the projection.
+An id that its sender can post again is looked up before it is sent: first among the items of this process that are not
+projected yet, then, for a whole group at once, in the projection.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ GROUP_ITEMS = 256
 GROUP_BYTES = 512 << 10
 IN_FLIGHT = 2
 MAX_UNPROJECTED, MAX_UNPROJECTED_BYTES = 65_536, 256 << 20
-"""Items taken that the projection has not seen, and their bytes; beyond that nothing more is taken."""
+"""Most accepted items that are not projected yet, and their bytes; beyond that no item is accepted."""
 MAX_SHARE = 0.95
-"""Share of one job in what the others leave, and of one key in what the other keys of that job leave."""
+"""Share of one job in the room that other jobs leave, and of one key in the room that the job's other keys leave."""
 FREEING = frozenset({"retraction", "release", "drop"})
-"""Kinds of items by which others are decided: they are taken where a job has its share, for they make room."""
+"""Kinds of items that decide other items: accepted even if the job has used its share, because they free room."""
 ROOM_S = 2.0
 MAX_QUEUED, MAX_QUEUED_BYTES = 32_768, 64 << 20
-"""So long senders wait for the projection before they are refused: as many items, and their bytes, as may wait."""
+"""Most items, and bytes, that wait for the projection, for ROOM_S seconds each; further ones are refused at once."""
 ACK_S = 4.0
 ROOM = 4096
-"""Bytes of a message that are not its items."""
+"""Bytes of a message beside its items."""
 
 ITEMS = metrics.counter("feedback", "Items of feedback by what became of the post.", ("metric", "decision"))
 ACK_SECONDS = metrics.histogram("ingest_ack_seconds", "From an item's arrival to the proof that it is on disk.", ())
@@ -58,7 +58,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An item is on disk; ``seq`` is None where it takes several messages, and was stored by an earlier request."""
+    """A stored item. ``seq`` is None if its message has several parts; ``duplicate``: an earlier request stored it."""
 
     id: str
     seq: int | None
@@ -67,7 +67,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Content that an id has already."""
+    """Content that is stored under an id."""
 
     fingerprint: str
     revision: int
@@ -76,10 +76,10 @@ class Known:
 
 
 class Index(Protocol):
-    """Where stored items are found by id."""
+    """Index of stored items by id."""
 
     async def known(self, ids: Sequence[str]) -> dict[str, Known]:
-        """Those of ``ids`` that are stored. Raises Unavailable while it does not know everything yet."""
+        """Return those of ``ids`` that are stored. Raises Unavailable while the index is incomplete."""
         ...
 
 
@@ -94,7 +94,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Lane:
-    """Items that wait for one job."""
+    """Items of one job that wait to be sent."""
 
     waiting: list[_Entry] = field(default_factory=list)
     nbytes: int = 0
@@ -103,14 +103,14 @@ class _Lane:
 
 
 class _Taken:
-    """Items or bytes that were taken and are not projected: of all, by job, and by job and key."""
+    """Accepted items (or bytes) that are not projected: in total, by job, and by job and key."""
 
     def __init__(self) -> None:
         self.total = 0
         self._by: Counter[str | tuple[str, str]] = Counter()
 
     def add(self, job: str, key_id: str, number: int) -> None:
-        """Count ``number`` more of a key, or fewer."""
+        """Add ``number`` (may be negative) to the count of a key."""
         self.total += number
         for owner in (job, (job, key_id)):
             self._by[owner] += number
@@ -118,14 +118,14 @@ class _Taken:
                 del self._by[owner]
 
     def has_room(self, job: str, key_id: str, more: int, most: int) -> bool:
-        """Return True if a key may have ``more`` where all together may have ``most``: what others leave it."""
+        """Return True if a key may add ``more``, where all together may have ``most`` and others keep their shares."""
         of_job, of_key = self._by[job], self._by[job, key_id]
         room = math.ceil(MAX_SHARE * (most - (self.total - of_job)))
         return of_key + more <= math.ceil(MAX_SHARE * (room - (of_job - of_key)))
 
 
 class Ingest:
-    """Takes items durably."""
+    """Stores items durably."""
 
     def __init__(self, bus: Bus, index: Index) -> None:
         self._bus, self._index = bus, index
@@ -134,25 +134,25 @@ class Ingest:
         self._items, self._bytes = _Taken(), _Taken()
         self._queued = self._queued_nbytes = 0
         self._queues: dict[tuple[str, str], tuple[asyncio.Lock, int]] = {}
-        """By job and key: the lock of those that wait for room, and how many do."""
+        """By job and key: the lock of the requests that wait for room, and their number."""
         self.has_room: Callable[[str, str, int], bool] = lambda job, key_id, nbytes: True
-        """True if a key may have so many bytes more of a job in the stream."""
+        """Callback ``(job, key_id, nbytes)``: returns True if the key may store so many more bytes of the job."""
         self._freed = asyncio.Event()
         self._unprojected: dict[int, list[_Entry]] = {}
         self._sending: set[asyncio.Task[None]] = set()
 
     def recent(self, id: str) -> Feedback | None:
-        """An item that is on disk and that the projection may not have seen yet."""
+        """Return an item that is on disk and that the projection may lack, or None."""
         entry = self._recent.get(id)
         if entry is None or not entry.done.done() or entry.done.cancelled() or entry.done.exception() is not None:
             return None
         return entry.item
 
     async def add(self, items: Sequence[tuple[Feedback, bool]]) -> list[Stored | PenstockError]:
-        """Store items, each with whether its sender chose its id; for each its place, or why it was refused.
+        """Store items, each with a flag (sender chose its id); return the position of each, or its refusal.
 
-        Returns once every one is on disk or refused: StreamFull, Unavailable (it may be stored or not), HttpProblem
-        (422 the id says something else already, 413 too large). A sender that is faster than the projection waits.
+        Returns once each one is on disk or refused: StreamFull, Unavailable (it may be stored or not), HttpProblem (422
+        the id has other content already, 413 too large). A sender that is faster than the projection waits.
         """
         if items and self._is_full(len(items), items[0][0]):
             await self._wait_for_room([item for item, _ in items])
@@ -166,20 +166,20 @@ class Ingest:
         return results
 
     def projected(self, seq: int) -> None:
-        """The projection holds everything up to this sequence of FEEDBACK."""
+        """Forget the items up to this sequence of FEEDBACK, which the projection now contains."""
         for place in [place for place in self._unprojected if place <= seq]:
             for entry in self._unprojected.pop(place):
                 self._forget(entry)
         self._freed.set()
 
     async def close(self) -> None:
-        """Let what was taken reach the disk."""
+        """Wait until accepted items are on disk, at most ACK_S."""
         tasks = [*self._sending, *(lane.sender for lane in self._lanes.values() if lane.sender is not None)]
         if tasks:
             await asyncio.wait(tasks, timeout=ACK_S)
 
     def _begin(self, item: Feedback, chosen: bool) -> tuple[_Entry, bool] | PenstockError:
-        """``(the entry to wait for, whether it is an earlier one)``."""
+        """Enter an item; return ``(its entry, False)``, or ``(an equal earlier entry, True)``."""
         earlier = self._recent.get(item.id)
         try:
             if earlier is not None and _compare(item, _known(earlier.item)):
@@ -189,13 +189,13 @@ class Ingest:
             return error
 
     def _is_full(self, more: int, item: Feedback) -> bool:
-        """For the job and the key of ``item``: one that floods waits while others find room."""
+        """Return True if the job or key of ``item`` has no room: one that floods waits while others find room."""
         job, key_id = item.job, item.key_id
         has_room = self._items.has_room(job, key_id, more, MAX_UNPROJECTED)
         return not has_room or not self._bytes.has_room(job, key_id, 1, MAX_UNPROJECTED_BYTES)
 
     async def _wait_for_room(self, items: Sequence[Feedback]) -> None:
-        """In turn; returns without room where it takes too long, or too much waits already."""
+        """Wait in turn for room; return without it after ROOM_S, or if too many items wait already."""
         count, nbytes = len(items), sum(len(_encoder.encode(item)) for item in items)
         if self._queued + count > MAX_QUEUED or self._queued_nbytes + nbytes > MAX_QUEUED_BYTES:
             return
@@ -211,7 +211,7 @@ class Ingest:
 
     @contextlib.asynccontextmanager
     async def _turn(self, job: str, key_id: str) -> AsyncIterator[None]:
-        """Requests of one key for one job wait in turn."""
+        """Serialize the requests of one key for one job."""
         lock, users = self._queues.get((job, key_id)) or (asyncio.Lock(), 0)
         self._queues[job, key_id] = lock, users + 1
         try:
@@ -243,7 +243,7 @@ class Ingest:
             lane.filled.set()
         if lane.sender is None:
             work = self._send(item.job, lane)
-            lane.sender = asyncio.create_task(work, context=contextvars.Context())  # it sends what others ask, too
+            lane.sender = asyncio.create_task(work, context=contextvars.Context())  # not one request's
         return entry
 
     async def _send(self, job: str, lane: _Lane) -> None:
@@ -289,7 +289,7 @@ class Ingest:
         self._unprojected.setdefault(bound, []).extend(group)
 
     async def _publish(self, message: Outgoing) -> tuple[int | None, int]:
-        """``(sequence, a sequence at or above it)``; a payload in parts has no sequence that is known here."""
+        """Return ``(sequence, a sequence at or above it)``; the sequence is None for a payload in parts."""
         if len(message.data) <= MAX_INLINE_BYTES:
             seq = await self._bus.publish(
                 message.subject, message.data, headers=message.headers, msg_id=message.msg_id, deadline_s=ACK_S
@@ -303,7 +303,7 @@ class Ingest:
         return None, newest.seq if newest is not None else 0
 
     async def _unknown(self, group: list[_Entry]) -> list[_Entry]:
-        """The entries that are not stored yet; the others get their answer."""
+        """Return the entries that are not stored yet; complete the others."""
         chosen = [entry.item.id for entry in group if entry.chosen]
         known = await self._index.known(chosen) if chosen else {}
         found = []
@@ -348,9 +348,9 @@ def _known(item: Feedback) -> Known:
 
 
 def _compare(item: Feedback, earlier: Known) -> Known | None:
-    """``earlier`` where ``item`` only repeats it, None where it replaces it. Raises HttpProblem: 422 neither.
+    """Return ``earlier`` if ``item`` repeats it, None if ``item`` replaces it. Raises HttpProblem: 422 otherwise.
 
-    Only the key that posted an item revises it. A retraction is the same whoever may ask for it.
+    Only the key that posted an item can revise it. Retractions are equal whichever key sends them.
     """
     if item.fingerprint == earlier.fingerprint:
         return earlier
@@ -364,7 +364,7 @@ def _compare(item: Feedback, earlier: Known) -> Known | None:
 
 
 def _take(lane: _Lane) -> list[_Entry]:
-    """The next group: the oldest items, as many as a message may hold, at least one."""
+    """Return the next group: the oldest items, as many as fit into a message, at least one."""
     count = nbytes = 0
     for entry in lane.waiting[:GROUP_ITEMS]:
         if count and nbytes + entry.nbytes > GROUP_BYTES:
@@ -386,7 +386,7 @@ def _flooded(job: str) -> HttpProblem:
 
 
 def _seen(done: asyncio.Future[Stored]) -> None:
-    """Mark the error of a refused item as seen: its sender may be gone."""
+    """Mark the exception of a refused item as retrieved, because its sender may be gone."""
     if not done.cancelled():
         done.exception()
 

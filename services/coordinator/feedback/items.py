@@ -1,4 +1,4 @@
-"""From a posted body to what is stored: ids made canonical, users made pseudonyms, values checked against the job."""
+"""Converts a posted body to a stored item: canonical ids, pseudonyms for users, values checked against the job."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from penstock.shared.protocol.live.interaction import USER_TAG, Feedback
 __all__ = ["Identity", "derived_id", "item_of", "retraction_of", "target_of", "verdict_of"]
 
 VERSION_BITS, VERSION_8 = (0xF << 76) | (0x3 << 62), (0x8 << 76) | (0x2 << 62)
-"""Version and variant of a UUID, and what they are in one with contents of its maker's own (RFC 9562 §5.8)."""
+"""Bits of version and variant of a UUID, and their values in a UUID of version 8 (RFC 9562 §5.8)."""
 TEXTS = ("comment", "corrected", "demonstration", "messages", "completion", "answers")
-"""Parts of a body that people or models wrote."""
+"""Fields of a body with texts that people or models wrote."""
 UUID_CHARS = 36
 RANGE_FACTOR = 10.0
-"""A weighted value further out than this many times the larger bound of `clip` is an error of its sender."""
+"""A weighted value beyond this many times the larger bound of `clip` is refused as an error of its sender."""
 Posted = Metric | PostedInteraction | Preference | PostedPreference | Correction
 
 _canonical = msgspec.msgpack.Encoder(order="deterministic")
@@ -48,20 +48,20 @@ class Identity:
     key_id: str
     chosen: bool
     max_weight: float = 1.0
-    """Largest weight of its verdicts."""
+    """Largest weight of the sender's feedback."""
 
 
 def derived_id(digest: Callable[[str], bytes], key_id: str, idempotency_key: str, index: int) -> str:
-    """The id of an item that came with an Idempotency-Key: the same request again is the same item, for good.
+    """Return the id of an item posted with an Idempotency-Key: a repeated request always gives the same id.
 
-    ``digest`` is keyed by a secret (``Pseudonyms.digest``): nobody else can tell the id and take it first.
+    ``digest`` is keyed by a secret (``Pseudonyms.digest``), so no other sender can compute the id and use it first.
     """
     value = int.from_bytes(digest(f"item\n{key_id}\n{idempotency_key}\n{index}")[:16], "big")
     return str(UUID(int=(value & ~VERSION_BITS) | VERSION_8))
 
 
 def target_of(post: Posted) -> tuple[str, str]:
-    """``(id, JSON pointer)`` of the target by which an item finds its job; ('', '') for what names it itself."""
+    """Return ``(id, JSON pointer)`` of the target that determines the job; ('', '') if the post names the job."""
     if isinstance(post, PostedInteraction | PostedPreference):
         return "", ""
     if isinstance(post, Preference):
@@ -73,13 +73,13 @@ def target_of(post: Posted) -> tuple[str, str]:
 
 
 def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str], str]) -> Feedback:
-    """The item to store.
+    """Return the item to store.
 
-    What the job does not want to be stored is blanked in its texts, which may take a while: call it in a thread then.
+    If the job redacts texts, this may take a while: call it in a thread then.
 
     Raises:
-        HttpProblem: 422 for a metric that the job does not declare, or a value that does not fit it, and for tokens
-            and names where texts are to be looked through; 403 for what has no weight from a key that has a limit.
+        HttpProblem: 422 for a metric that the job does not declare, or an invalid value of it, and for tokens and names
+            in a job that redacts texts; 403 for feedback without a weight from a key with a weight limit.
     """
     _refuse_weightless(post, who)
     tags = dict(post.tags)
@@ -90,7 +90,7 @@ def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str]
         tags = job.redactor.replace_all(tags)
         fields |= _redacted(fields, job.redactor)
     if USER_TAG in tags:
-        tags[USER_TAG] = pseudonym(post.tags[USER_TAG])  # of the name as it was sent, whatever is blanked in it
+        tags[USER_TAG] = pseudonym(post.tags[USER_TAG])  # of the original name, before redaction
     if post.observed_at is not None:
         fields["body"] = {**fields.get("body", {}), "observed_at": post.observed_at.timestamp()}
     item = Feedback(
@@ -103,7 +103,7 @@ def item_of(post: Posted, job: LiveJob, who: Identity, pseudonym: Callable[[str]
 
 
 def retraction_of(feedback: str, job: str, who: Identity) -> Feedback:
-    """The item that takes another one back."""
+    """Return the item that retracts another one."""
     item = Feedback(
         id=who.id, job=job, kind="retraction", key_id=who.key_id, received=bus_time(), body={"feedback": feedback}
     )  # fmt: skip
@@ -111,7 +111,7 @@ def retraction_of(feedback: str, job: str, who: Identity) -> Feedback:
 
 
 def verdict_of(kind: Literal["release", "drop"], feedback: str, job: str, who: Identity) -> Feedback:
-    """The item that decides on one which is held back."""
+    """Return the item that releases or drops a quarantined one."""
     item = Feedback(
         id=who.id, job=job, kind=kind, key_id=who.key_id, received=bus_time(), body={"feedback": feedback}
     )  # fmt: skip
@@ -119,7 +119,7 @@ def verdict_of(kind: Literal["release", "drop"], feedback: str, job: str, who: I
 
 
 def _fields(post: Posted, job: LiveJob) -> dict[str, Any]:
-    """The fields of an item that depend on its kind."""
+    """Return the fields of an item that depend on its kind."""
     match post:
         case PostedInteraction():
             _check_rewards(post, job)
@@ -163,7 +163,7 @@ def _metric_fields(post: Metric, job: LiveJob) -> dict[str, Any]:
 
 
 def _value(post: Metric, job: LiveJob, *, by_episode: bool) -> tuple[bool | float | str | None, dict[str, Any]]:
-    """``(value, body)``: what a message may be does not fit into a scalar."""
+    """Return ``(value, body)``: a message goes into the body, because the value is a scalar."""
     name, value = post.metric_name, post.value
     declared = job.metric(name)
     if declared is not None:
@@ -184,7 +184,7 @@ def _value(post: Metric, job: LiveJob, *, by_episode: bool) -> tuple[bool | floa
 
 
 def _checked(name: str, value: Any, declared: MetricConfig, pointer: str) -> bool | float:
-    """A value as its metric declares it. Raises HttpProblem: 422."""
+    """Return a value that fits its metric's declaration. Raises HttpProblem: 422."""
     if declared.type == "boolean":
         if not isinstance(value, bool):
             raise _invalid(pointer, f"'{name}' is a boolean, found {_kind(value)}")
@@ -198,7 +198,7 @@ def _checked(name: str, value: Any, declared: MetricConfig, pointer: str) -> boo
 
 
 def _redacted(fields: dict[str, Any], redactor: Redactor) -> dict[str, Any]:
-    """The fields that hold what people or models wrote, as they may be stored."""
+    """Return the redacted fields that contain texts of people or models."""
     body = fields.get("body", {})
     texts = {name: redactor.replace_all(body[name]) for name in TEXTS if name in body}
     found: dict[str, Any] = {"body": {**body, **texts}} if texts else {}
@@ -213,7 +213,7 @@ def _refuse_tokens(post: Posted) -> None:
 
 
 def _refuse_names(post: Posted, redactor: Redactor) -> None:
-    """Two names that are blanked are the same name: what is told apart by them would be mixed up."""
+    """Refuse names with redacted parts: after redaction different names would be equal, and their data mixed up."""
     names = {f"/tags/{place}": name for place, name in enumerate(post.tags)}
     if isinstance(post, PostedInteraction) and post.group_id is not None:
         names["/group_id"] = post.group_id
@@ -224,7 +224,7 @@ def _refuse_names(post: Posted, redactor: Redactor) -> None:
 
 
 def _refuse_weightless(post: Posted, who: Identity) -> None:
-    """Only values of metrics are averaged by weight: all else would train in full, whatever the key may count."""
+    """Refuse feedback without a weight from a limited key: only metrics are weighted, the rest trains in full."""
     if who.max_weight >= 1:
         return
     if isinstance(post, Metric):
@@ -251,7 +251,7 @@ def _check_rewards(post: PostedInteraction, job: LiveJob) -> None:
 
 
 def _fingerprint(item: Feedback) -> str:
-    """SHA-256 of what an item says, whoever says it, under whichever id and revision."""
+    """Return the SHA-256 of an item's content, without sender, id and revision."""
     said = (
         item.job, item.kind, item.user, item.inference, item.episode, item.metric, item.value, item.weight,
         item.final, item.turn, item.tags, item.body,
@@ -260,7 +260,7 @@ def _fingerprint(item: Feedback) -> str:
 
 
 def _bare(text: str) -> str:
-    """The canonical id in what the models' patterns let through: a prefix and a UUID."""
+    """Return the canonical id in a text that the models' patterns accept: a prefix and a UUID."""
     return text[-UUID_CHARS:].lower()
 
 

@@ -1,4 +1,4 @@
-"""Which online job an item of feedback is for: by its target's mark, by name, or because there is only one."""
+"""Finds the online job of an item of feedback: by the mark in its target's id, by name, or as the only running one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 ONLINE = "online_rl"
 LOOK_AGAIN_S = 1.0
-"""A job that is not known may have been submitted a moment ago: the bucket is read at most this often."""
+"""Least time between reads of the bucket for an unknown job, which may have been submitted just now (seconds)."""
 RETRY_S = 1.0
 MARK_DIGITS = 8
-"""Hex digits of the mark that a canonical id ends in."""
+"""Hex digits of the job mark at the end of a canonical id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +37,36 @@ class LiveJob:
     finished: bool
     online: OnlineConfig
     redactor: Redactor | None = None
-    """Redaction of texts before they are stored; None: none."""
+    """Redacts texts before they are stored; None: texts are stored as they are."""
     finished_at: float | None = None
-    """When it was over (Unix seconds)."""
+    """End of the job (Unix seconds); None while it runs."""
 
     @property
     def names(self) -> list[str]:
-        """Metrics that may be posted."""
+        """Names of the metrics that may be posted."""
         return sorted({*self.online.metrics, REWARD, *RESERVED_METRICS})
 
     def metric(self, name: str) -> MetricConfig | None:
-        """How a metric that is a number or a boolean counts; None: there is none of this name."""
+        """Return the declaration of a numeric or boolean metric, or None if there is none of this name."""
         return self.online.metric(name)
 
 
 class _Other(NamedTuple):
-    """A job of another kind: it may answer people, and learns nothing from what they say."""
+    """A job of another kind: it may serve requests, but does not learn from feedback."""
 
     id: str
     name: str
     kind: str
 
     def refusal(self, pointer: str, target: str) -> HttpProblem:
-        """Of feedback that is for it."""
+        """Return the refusal of feedback for this job."""
         text = f"{target} job '{self.name}' ({self.id}), which is of kind {self.kind} and learns nothing from feedback"
         detail = f"{text}: only jobs of kind {ONLINE} do"
         return HttpProblem(422, "not_online", detail, errors=[Flaw(pointer=pointer, detail=detail)])
 
 
 class LiveJobs:
-    """Every online job there is, and the names of the others, followed in the `jobs` bucket."""
+    """All online jobs, and the names of the other jobs, followed in the `jobs` bucket."""
 
     def __init__(self, store: JobStore) -> None:
         self._store = store
@@ -86,7 +86,7 @@ class LiveJobs:
             await asyncio.sleep(RETRY_S)
 
     def know(self, entry: JobEntry) -> None:
-        """Take up a job as its record is now."""
+        """Add or update a job from its record."""
         if entry.kind != ONLINE:
             self._others[entry.mark] = _Other(entry.id, entry.name, entry.kind)
             return
@@ -103,24 +103,24 @@ class LiveJobs:
         self._jobs[job.id] = self._marks[entry.mark] = job
 
     def get(self, job: str) -> LiveJob | None:
-        """A job by its id."""
+        """Return a job by its id, or None."""
         return self._jobs.get(job)
 
     def was_over(self, job: str, time: float) -> bool:
-        """True if a job is known to have ended by then (Unix seconds): what came later nobody decides on."""
+        """Return True if a job had ended at ``time`` (Unix seconds): later items are never decided."""
         known = self._jobs.get(job)
         return known is not None and known.finished_at is not None and time >= known.finished_at
 
     def of_mark(self, mark: int) -> str | None:
-        """Id of the job whose ids end in ``mark``, also of one that is over."""
+        """Return the id of the job whose ids end in ``mark``, running or finished, or None."""
         job = self._marks.get(mark)
         return job.id if job is not None else None
 
     async def of_target(self, target: str, pointer: str) -> LiveJob:
-        """The job that a canonical id of an interaction or an episode is marked with; for others the only job there is.
+        """Return the job marked in a canonical id of an interaction or episode; without a mark, the only running job.
 
         Raises:
-            HttpProblem: 410 the job is over, 422 no job, several, or one that is not online.
+            HttpProblem: 410 the job is over; 422 no job, several jobs, or a job that is not online.
         """
         mark = int(target[-MARK_DIGITS:], 16)
         if mark not in self._marks and mark not in self._others:
@@ -136,7 +136,7 @@ class LiveJobs:
         raise no_job(pointer, f"'{target}' was not given out by an online job that is known here")
 
     async def of_model(self, model: str) -> LiveJob:
-        """The job with this name or id, with or without `@VERSION`.
+        """Return the job with this name or id, with or without `@VERSION`.
 
         Raises:
             HttpProblem: 410 the job is over, 422 there is none.
@@ -176,6 +176,6 @@ def _open(job: LiveJob) -> LiveJob:
 
 
 def no_job(pointer: str, detail: str) -> HttpProblem:
-    """The answer to feedback for no job that the key reaches; it names none, for they may be those of others."""
+    """Return the refusal of feedback for no known job. Lists no job names, because they may belong to other users."""
     text = f"{detail}; GET /v1/models lists the models that this key reaches"
     return HttpProblem(422, "no_such_target", text, errors=[Flaw(pointer=pointer, detail=text)])

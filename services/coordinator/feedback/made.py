@@ -1,6 +1,6 @@
-"""Lineage of a user's interactions and feedback: groups to train on, and the versions that were trained on them.
+"""Lineage of a user's interactions and feedback: the groups made of them, and the versions trained on those groups.
 
-The ledger tells, which is never purged.
+The source is the ledger, which keeps all its entries.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ __all__ = ["Made", "erase_groups", "is_made_of", "is_of_user"]
 
 
 class Made:
-    """Lineage of a user's data in one job, by its ledger.
+    """Lineage of a user's data in one job, from its ledger.
 
     Args:
-        user: pseudonym; what was admitted of their conversations is theirs, whatever else is known of it,
-        until: if it was admitted by then (Unix seconds): they may talk on, and that is not deleted.
-        interactions, feedback: ids of what is theirs.
-        others: feedback of others of which it is asked whether it was admitted.
+        user: pseudonym; everything admitted from the user's conversations is the user's.
+        until: only admissions up to this time (Unix seconds) count: later conversations are not deleted.
+        interactions, feedback: ids of the user's items.
+        others: feedback of other users, for which ``decided`` and ``needed`` are computed.
 
     Attributes:
-        ordinals: draws whose groups hold what is theirs.
+        ordinals: draws whose groups contain the user's data.
         versions: policy versions that were trained on it, rolled back or not.
         decided: those of ``others`` that were admitted, or ended without training.
         low_feedback: sequence in FEEDBACK below which everything is decided.
-        seq: of the newest entry of the ledger that was read.
+        seq: sequence of the newest ledger entry that was read.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class Made:
         self.ordinals, self.versions, self.decided = set[int](), set[int](), set[str]()
         self.low_feedback = self.seq = 0
         self._about: set[int] = set()
-        """Draws that hold it, or whose reward comes from it."""
+        """Draws that contain the data, or whose reward comes from it."""
         self._bodies: dict[int, list[str]] = {}
-        """Sources of draws among ``others``."""
+        """Draw -> those of ``others`` that it is made of."""
         self._open: set[int] = set()
-        """Those of all these that are in flight or in a sealed batch."""
+        """Those of all these draws that are in flight or in a sealed batch."""
         self._sealed: dict[int, _Batch] = {}
         self._trained: dict[int, _Batch] = {}
-        """Batches that a fork can open again or a trainer can repeat: the log still holds them."""
+        """Batches that a fork can reopen or a trainer can repeat, because the log still has them."""
         self._checkpoints: list[int] = []
         self._served = -1
-        """Batch of the version that is served, of a job with a promotion gate."""
+        """Batch of the served version, in a job with a promotion gate; -1: none."""
 
     @property
     def held(self) -> set[int]:
-        """Those of ``ordinals`` whose groups a trainer may still ask for."""
+        """Those of ``ordinals`` whose groups a trainer may still request."""
         return self.ordinals & self._asked_for()
 
     @property
@@ -82,18 +82,18 @@ class Made:
         return frozenset(name for ordinal in self._asked_for() for name in self._bodies.get(ordinal, ()))
 
     def _asked_for(self) -> set[int]:
-        """Draws in flight, in a sealed batch, or in one that a trainer repeats when it starts again."""
+        """Return the draws in flight, in a sealed batch, or in a batch that a restarted trainer repeats."""
         newest = self._earliest_start()
         return self._open.union(*(batch.ordinals for number, batch in self._trained.items() if number > newest))
 
     def _earliest_start(self) -> int:
-        """See ``restart.earliest_start``: behind it a trainer that starts again asks for nothing; -1 if none exists."""
+        """Return the batch after which a restarted trainer repeats; -1 if none. See ``restart.earliest_start``."""
         newest = max(self._checkpoints, default=-1)
         before = [number for number in self._checkpoints if number <= self._served]
         return newest if self._served < 0 else min(newest, max(before, default=newest))
 
     def take(self, event: Event) -> None:
-        """The next event of the ledger."""
+        """Apply the next event of the ledger."""
         match event:
             case Admitted() | Decided():
                 self._take_decisions(event)
@@ -136,13 +136,13 @@ class Made:
             self.versions.add(event.version)
 
     def _roll_back(self, event: LineageForked) -> None:
-        """The checkpoint before the fork is the newest one now: a trainer repeats what was trained in between."""
+        """Apply a fork: the checkpoint before it is now the newest one, so a trainer repeats the batches in between."""
         rolled_back = [number for number in self._trained if number >= event.from_batch]
         found = [self._trained.pop(number) for number in rolled_back] + list(self._sealed.values())
         self._sealed.clear()
         self._checkpoints = [number for number in self._checkpoints if number < event.from_batch]
         for batch in found:
-            if event.redraw:  # they are in flight again
+            if event.redraw:  # the draws are in flight again
                 self._open |= batch.ordinals
             else:
                 self._open -= batch.ordinals
@@ -162,14 +162,14 @@ class Made:
 
 
 class _Batch(NamedTuple):
-    """A batch: draws in it that matter, and the highest sequence in EXPERIENCE of its groups."""
+    """A batch: its relevant draws, and the highest EXPERIENCE sequence of its groups."""
 
     ordinals: frozenset[int]
     last_seq: int
 
 
 def is_made_of(admission: Admission, interactions: Container[str], feedback: Container[str]) -> bool:
-    """True if the group of an admission holds any of these (canonical ids)."""
+    """Return True if the group of an admission contains any of these items (canonical ids)."""
     names = (*admission.interactions, *admission.context)
     if any((bare_id(name) or name) in interactions for name in names):
         return True
@@ -177,12 +177,12 @@ def is_made_of(admission: Admission, interactions: Container[str], feedback: Con
 
 
 def is_of_user(admission: Admission, user: str, until: float) -> bool:
-    """True if an admission is of a conversation of ``user`` (a pseudonym), and from before ``until`` (Unix seconds)."""
+    """Return True if an admission is of a conversation of ``user`` (a pseudonym), up to ``until`` (Unix seconds)."""
     return admission.time <= until and user in (admission.user, *admission.users)
 
 
 async def erase_groups(bus: Bus, job: str, ordinals: Container[int]) -> int:
-    """Delete the groups of these draws, dead letters among them; how many. One that waits for training is lost.
+    """Delete the groups of these draws, also in dead letters, even if they wait for training; return their number.
 
     Raises:
         Unavailable: the bus went away; safe to repeat.
@@ -200,7 +200,7 @@ async def erase_groups(bus: Bus, job: str, ordinals: Container[int]) -> int:
 
 
 def _ordinal(group: Message) -> int:
-    """The place in the job's data order that a group is of; -1 where its headers do not say."""
+    """Return the ordinal of a group's draw; -1 if its headers are invalid."""
     try:
         return parse_group_header(group.headers).draw.ordinal
     except ProtocolError:

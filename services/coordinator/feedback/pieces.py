@@ -1,4 +1,4 @@
-"""The messages that one payload lies in, all of them or those that an interrupted deletion left."""
+"""Finds and erases the messages of one payload, also those that an interrupted deletion left."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["data_of", "erase_letter", "erase_message", "pieces_of"]
 
 
 async def pieces_of(bus: Bus, stream: str, first: Message) -> list[Message]:
-    """The messages of a payload that are there, in order. Raises Unavailable."""
+    """Return the existing messages of a payload, in order. Raises Unavailable."""
     try:
         count = count_of(first.headers)
-    except ProtocolError:  # it stands for itself alone
+    except ProtocolError:  # treat it as a single message
         return [first]
     found = await bus.get_many(stream, range(first.seq + 1, first.seq + count))
     rest = (found[seq] for seq in sorted(found))
@@ -24,17 +24,17 @@ async def pieces_of(bus: Bus, stream: str, first: Message) -> list[Message]:
 
 
 async def data_of(bus: Bus, stream: str, first: Message) -> bytes:
-    """The stored parts of a payload. Raises Unavailable."""
+    """Return the stored parts of a payload, joined. Raises Unavailable."""
     return b"".join(piece.data for piece in await pieces_of(bus, stream, first))
 
 
 async def erase_message(bus: Bus, stream: str, first: Message) -> None:
-    """Overwrite a payload and delete it, its first message last: while that stands, a search finds the rest."""
+    """Overwrite a payload and delete it, its first message last: while that exists, a search finds the rest."""
     for piece in reversed(await pieces_of(bus, stream, first)):
         await bus.delete_message(stream, piece.seq)
 
 
 async def erase_letter(bus: Bus, letter: DeadLetter) -> None:
-    """The same for a dead letter."""
+    """Overwrite and delete the messages of a dead letter, the first one last."""
     for _, seq in reversed(letter.places):
         await bus.delete_message(subjects.DEAD, seq)

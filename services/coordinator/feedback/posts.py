@@ -1,4 +1,4 @@
-"""Bodies of feedback, and the tags that senders give to requests, episodes and feedback."""
+"""Request bodies of feedback, and the tags of requests, episodes and feedback."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ __all__ = [
 ]
 
 MAX_ITEMS = 256
-"""Items of one batch."""
+"""Most items of one batch."""
 MAX_TOKENS = 131_072
-"""Prompt and completion of one posted interaction together."""
+"""Most tokens of prompt and completion of one posted interaction."""
 MAX_COMMENT, MAX_TEXT = 8192, 1 << 17
-"""Characters of a comment, and of a demonstration or an answer as text."""
+"""Most characters of a comment, and of a demonstration or an answer as text."""
 MAX_TAGS, MAX_TAG_KEY, MAX_TAG_VALUE = 16, 64, 512
-"""Tags of one request, episode or item of feedback; characters of their keys and values."""
+"""Most tags of one request, episode or item of feedback; most characters of their keys and values."""
 LOGPROB_SLACK = 1e-6
-"""A log-probability may exceed 0 by rounding."""
+"""Amount by which rounding may lift a log-probability above 0."""
 
 _UUID = r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}"
 InferenceId = Annotated[StrictStr, StringConstraints(pattern=rf"^(chatcmpl-|cmpl-)?{_UUID}$")]
@@ -80,7 +80,7 @@ Token = Annotated[StrictInt, Field(ge=0, lt=1 << 31)]
 
 
 def _storable(message: dict[str, Any]) -> dict[str, Any]:
-    """Python reads integers of any length; what is stored knows those of 64 bits."""
+    """Refuse integers beyond 64 bits, which Python parses but the storage format cannot hold."""
     open_ones: list[Any] = [message]
     while open_ones:
         value = open_ones.pop()
@@ -111,7 +111,7 @@ class _Post(BaseModel):
 
     @property
     def named_user(self) -> str:
-        """Whose verdict it is, as its sender says; '' where that is not said."""
+        """User whose feedback it is, as stated by the sender; '' if not stated."""
         return self.user or self.tags.get(USER_TAG, "")
 
 
@@ -143,7 +143,7 @@ class MetricByEpisode(Metric):
 
 
 class PostedSampling(BaseModel):
-    """How the tokens of a posted interaction were sampled."""
+    """Sampling settings of the tokens of a posted interaction."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -153,7 +153,7 @@ class PostedSampling(BaseModel):
 
 
 class PostedInteraction(_Post):
-    """A whole interaction of an agent that is not served here."""
+    """A whole interaction of an agent that Penstock does not serve."""
 
     kind: Literal["interaction"]
     model: ModelName = Field(description="Name or id of the online job")
@@ -202,7 +202,7 @@ class Preference(_Post):
 
 
 class PostedPreference(_Post):
-    """One answer to a prompt is better than another. Neither was served here."""
+    """One answer to a prompt is better than another; Penstock served neither."""
 
     kind: Literal["preference"]
     model: ModelName = Field(description="Name or id of the online job")
@@ -228,11 +228,11 @@ class Correction(_Post):
 
 
 _PROMPT_KEYS = ("model", "messages", "prompt_token_ids")
-"""Keys of a preference between texts; one between responses has none of them."""
+"""Keys of a preference between texts; a preference between responses has none of them."""
 
 
 def _kind(value: Any) -> str:
-    """The member of the union that a body is meant as, so that its flaws are those of that member only."""
+    """Return the union member that a body is meant as, so that only the flaws of that member are reported."""
     if not isinstance(value, dict):
         return "inference"
     kind = value.get("kind")
@@ -272,9 +272,9 @@ class FeedbackBodies(RootModel[list[FeedbackPost]]):
 POST: TypeAdapter[Any] = TypeAdapter(FeedbackPost)
 """Validates one body."""
 POSTS: TypeAdapter[list[Any]] = TypeAdapter(list[FeedbackPost])
-"""Validates a batch without flaws."""
+"""Validates a batch whose items are all valid."""
 KIND_TAGS = frozenset({"inference", "episode", "interaction", "preference", "posted_preference", "correction"})
-"""Names of the union's members in the places of flaws."""
+"""Names of the union's members in the locations of validation errors."""
 
 
 class ConsentBody(BaseModel):
@@ -286,5 +286,5 @@ class ConsentBody(BaseModel):
 
 
 def is_number(value: Any) -> bool:
-    """A finite number that is no boolean."""
+    """Return True for a finite number that is not a boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""Users as pseudonyms, and what they consented to. A user's own name never reaches a stream or a table."""
+"""Pseudonyms and consents of users. A user's own name is never written to a stream or table."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ KEY = "pseudonym"
 CONSENT = "consent"
 RETRY_S = 1.0
 Consent = Literal["opt_out", "opt_in"]
-"""Consent that a job requires: all users but those who refused, or only those who agreed."""
+"""Consent that a job requires: all users except those who refused, or only those who agreed."""
 OPTED_OUT, OPTED_IN = b"0", b"1"
 
 
 class Pseudonyms:
-    """HMACs of users under one key for the deployment, which lives in the `privacy` bucket."""
+    """HMACs of user names under one key of the deployment, which is in the `privacy` bucket."""
 
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.PRIVACY)
         self._key = b""
 
     async def load(self) -> None:
-        """Read the key, or make it. Raises Unavailable."""
+        """Read the key, or create it. Raises Unavailable."""
         with contextlib.suppress(Conflict):  # another replica was faster
             if await self._kv.get(KEY) is None:
                 await self._kv.create(KEY, secrets.token_bytes(32))
@@ -44,45 +44,45 @@ class Pseudonyms:
         self._key = entry.value
 
     def of(self, user: str) -> str:
-        """The pseudonym of a user, 32 hex digits; of nobody: ''. Raises Unavailable before ``load``."""
+        """Return the pseudonym of a user, 32 hex digits; '' for ''. Raises Unavailable before ``load``."""
         if not user:
             return ""
         return self.digest(user).hex()[:32]
 
     def digest(self, text: str) -> bytes:
-        """32 bytes that only the deployment can derive from a text. Raises Unavailable before ``load``."""
+        """Return 32 bytes that only the deployment can derive from a text. Raises Unavailable before ``load``."""
         if not self._key:
             raise Unavailable("the key of pseudonyms is not read yet; retry in a moment")
         return hmac.new(self._key, text.encode(), hashlib.sha256).digest()
 
 
 class Consents:
-    """Consent of users, by pseudonym; the same on every replica a moment after it was given."""
+    """Consents of users, by pseudonym; a change reaches every replica within moments."""
 
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.PRIVACY)
         self._said: dict[str, bool] = {}
 
     def of(self, pseudonym: str) -> bool | None:
-        """True if a user may be trained on; None where nothing was said."""
+        """Return True if a user may be trained on, False if not, None without a decision of the user."""
         return self._said.get(pseudonym)
 
     def opted_out(self, pseudonym: str) -> bool:
-        """True if a user must not be trained on."""
+        """Return True if a user refused to be trained on."""
         return self.of(pseudonym) is False
 
     async def say(self, pseudonym: str, *, train: bool) -> None:
-        """Store what a user allows, durably. Raises Unavailable."""
+        """Store a user's consent durably. Raises Unavailable."""
         await self._kv.put(f"{CONSENT}.{pseudonym}", OPTED_IN if train else OPTED_OUT)
         self._take(pseudonym, OPTED_IN if train else OPTED_OUT)
 
     async def read(self) -> None:
-        """Take in everything that was said until now. Raises Unavailable."""
+        """Load all consents stored until now. Raises Unavailable."""
         for entry in await self._kv.entries(CONSENT):
             self._take(entry.key.partition(".")[2], entry.value)
 
     async def run(self) -> None:
-        """Follow what users say until cancelled."""
+        """Follow changes of consents until cancelled."""
         while True:
             try:
                 async with contextlib.aclosing(self._kv.watch(CONSENT)) as entries:
@@ -100,7 +100,7 @@ class Consents:
 
 
 def objection(said: bool | None, consent: Consent) -> str:
-    """Why a user who ``said`` this is not trained on by a job that asks for ``consent``; '' where they are."""
+    """Return why a job that requires ``consent`` must not train on a user with the answer ``said``, or ''."""
     if said is False:
         return "opted_out"
     return "no_consent" if said is None and consent == "opt_in" else ""

@@ -1,9 +1,10 @@
-"""Posted items and their status, as tables: a file that can be deleted at any time and is rebuilt.
+"""Tables of posted items and their status: a SQLite file that can be deleted at any time and is then rebuilt.
 
-One file per process: the first free one of a numbered series in the data directory, held by a kernel lock, so that a
-process that starts again finds its own or another complete one. It remembers how far in which stream it has read.
+Each process has one file: the first free one of a numbered series in the data directory, held by a kernel lock, so that
+a restarted process finds a complete file, its own or another. The file stores how far each stream was read.
 
-No user is named in it, and no text: SQLite leaves copies of rows behind where it splits pages, also with secure_delete.
+It contains no user and no text, because SQLite leaves copies of rows behind when it splits pages, also with
+secure_delete.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ __all__ = ["LeaderEpochs", "Place", "Projection", "Target", "drop_abandoned", "o
 log = logging.getLogger(__name__)
 
 SCHEMA = 4
-"""Files of another one are built anew."""
+"""Schema version; files of another version are rebuilt."""
 MAX_FILES = 64
 CHECKPOINTS, CHECKPOINT_S = 3, 0.5
-"""How often, and after which pauses, what was deleted is tried to be taken out of the log."""
+"""Attempts, and pause between them (seconds), to remove deleted rows from the write-ahead log."""
 CHUNK = 256
 """Ids in one query."""
 
 Place = tuple[str, str, int]
 """Stream, its creation time, and the sequence up to which it was read."""
 Target = tuple[str, str, int]
-"""Target of feedback: an interaction, its episode ('' where that is no UUID) and its sequence; or an episode, '', 0."""
+"""Target of feedback: (interaction, its episode ('' if that is no UUID), its sequence), or (episode, '', 0)."""
 
 CACHE = "cache_size = -65536"
-"""64 MiB of pages: ids are random, so every item touches another one (2 MiB: half as many items per second)."""
+"""64 MiB of pages: ids are random, so every item touches another page (with 2 MiB: half as many items per second)."""
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS place (stream TEXT PRIMARY KEY, created TEXT NOT NULL, seq INTEGER NOT NULL);
@@ -69,15 +70,15 @@ CREATE TABLE IF NOT EXISTS leader (job TEXT PRIMARY KEY, epoch INTEGER NOT NULL)
 
 
 def _columns(count: int) -> str:
-    """The values of a row, out of the parameter ``?1``: a JSON array of rows, each an array."""
+    """Return SQL for the columns of a row in the parameter ``?1``: a JSON array of rows, each an array."""
     return ", ".join(f"json_extract(value, '$[{place}]')" for place in range(count))
 
 
 _REMAINS = "json_extract(value, '$[0]') NOT IN (SELECT id FROM erased)"
-"""The streams are read each for itself: what is deleted already may be read of in another one."""
+"""Condition for rows that are not erased: streams are read independently, so a deleted id may appear in another."""
 
-# One statement writes all rows: sqlite3 gives the interpreter's lock back at every step, and while the event loop is
-# busy it gets it again only after the switch interval. Row by row that is a few hundred rows per second.
+# One statement writes all rows: sqlite3 releases the interpreter lock at every step, and while the event loop is busy,
+# gets it back only after the switch interval. Row by row that is a few hundred rows per second.
 _POST = f"""
 INSERT INTO feedback (id, job, kind, metric, source, revision, fingerprint, seq, received, time)
 SELECT {_columns(10)} FROM json_each(?1) WHERE true
@@ -129,12 +130,12 @@ DELETE FROM target WHERE seq = 0 AND id IN (SELECT episode FROM target WHERE id 
     SELECT 1 FROM target AS turn WHERE turn.episode = target.id AND turn.id NOT IN (SELECT id FROM erased)
   )
 """
-"""Episodes of which no turn is left once what is deleted is gone."""
+"""Deletes episodes without a remaining turn, after the erased ids are gone."""
 _DELETE = f"DELETE FROM {{}} WHERE id IN (SELECT {_columns(1)} FROM json_each(?1))"
 
 
 def open_projection(directory: Path) -> Projection:
-    """The first file of the directory that no other process holds; a broken one is built anew."""
+    """Open the first file of the directory that no other process holds; a broken one is rebuilt."""
     directory.mkdir(parents=True, exist_ok=True)
     for number in range(MAX_FILES):
         lock = (directory / f"feedback-{number}.lock").open("wb")
@@ -154,7 +155,7 @@ def open_projection(directory: Path) -> Projection:
 
 
 def drop_abandoned(directory: Path) -> None:
-    """Delete the files that no process holds: nobody keeps them up, so nobody would delete from them."""
+    """Delete the files that no process holds: no process updates them, so users' data would stay in them."""
     for path in directory.glob("feedback-*.sqlite"):
         with path.with_suffix(".lock").open("wb") as lock:
             try:
@@ -170,13 +171,13 @@ def _remove(path: Path) -> None:
 
 
 class LeaderEpochs:
-    """The newest epoch of each job in DECISIONS: a message of an earlier leader that comes after it does not count."""
+    """The newest leader epoch of each job in DECISIONS; later messages of an earlier leader are ignored."""
 
     def __init__(self, epochs: Mapping[str, int] | None = None) -> None:
         self.epochs = dict(epochs or {})
 
     def is_gone(self, job: str, epoch: int) -> bool:
-        """True if a later leader has spoken before this message; no leader has epoch 0."""
+        """Return True if a later leader has published before this message; epoch 0 means no leader."""
         newest = self.epochs.get(job, 0)
         if 0 < epoch < newest:
             return True
@@ -203,7 +204,7 @@ class Projection:
         self._reader = _connect(path)
 
     def _check(self) -> None:
-        """Raise sqlite3.DatabaseError where this build cannot go on with the file."""
+        """Raise sqlite3.DatabaseError if this build cannot use the file."""
         version = self._writer.execute("PRAGMA user_version").fetchone()[0]
         tables = self._writer.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         if version != SCHEMA and (version or tables):
@@ -213,7 +214,7 @@ class Projection:
             raise sqlite3.DatabaseError(f"it is damaged: {flaw}")
 
     def discard(self) -> None:
-        """Remove the file, and give its name back."""
+        """Remove the file, and release its lock."""
         self._reader.close()
         self._writer.close()
         _remove(self.path)
@@ -221,18 +222,18 @@ class Projection:
             self._lock.close()
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file, and release its lock."""
         self._reader.close()
         self._writer.close()
         if self._lock is not None:
             self._lock.close()
 
     def places(self) -> dict[str, Place]:
-        """How far each stream was read."""
+        """Return how far each stream was read."""
         return {row[0]: tuple(row) for row in self._writer.execute("SELECT stream, created, seq FROM place")}
 
     def clear(self) -> None:
-        """Forget everything: the streams are others than those that were read."""
+        """Delete all rows, because the streams were replaced."""
         with self._writer:
             for table in ("place", "feedback", "target", "decided", "erased", "leader"):
                 self._writer.execute(f"DELETE FROM {table}")
@@ -250,7 +251,7 @@ class Projection:
         kept: Iterable[tuple[int, Feedback]] = (),
         epochs: Mapping[str, int] | None = None,
     ) -> None:
-        """Take what the streams said up to ``places``, all or nothing; ``epochs``: of the leaders that told it."""
+        """Apply messages of the streams up to ``places``, atomically; ``epochs``: newest leader epoch by job."""
         posts, fates, epochs = list(posts), list(fates), dict(epochs or {})
         retracted = [(item.body.get("feedback", ""), 1) for _, item in posts if item.kind == "retraction"]
         with self._writer:
@@ -275,7 +276,7 @@ class Projection:
             self._empty_log()
 
     def _empty_log(self) -> None:
-        """Take out of the log what was deleted: while somebody reads, it is kept. Raises sqlite3.OperationalError."""
+        """Remove deleted rows from the write-ahead log, which readers can prevent. Raises sqlite3.OperationalError."""
         for _ in range(CHECKPOINTS):
             if not self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
                 return
@@ -287,21 +288,21 @@ class Projection:
             self._writer.execute(statement, (msgspec.json.encode(some).decode(),))
 
     def known(self, ids: Sequence[str]) -> dict[str, Known]:
-        """Those of ``ids`` that are stored."""
+        """Return those of ``ids`` that are stored."""
         query = "SELECT id, fingerprint, revision, seq, source FROM feedback WHERE fingerprint != '' AND id IN ({})"
         return {row[0]: Known(row[1], row[2], row[3], row[4]) for row in self._in(query, ids)}
 
     def targets(self, ids: Sequence[str]) -> set[str]:
-        """Those of ``ids`` that are interactions or episodes."""
+        """Return those of ``ids`` that are interactions or episodes."""
         return {row[0] for row in self._in("SELECT id FROM target WHERE id IN ({})", ids)}
 
     def episodes(self, ids: Sequence[str]) -> dict[str, str]:
-        """The episode of each interaction that is recorded in one."""
+        """Return the episode of each interaction that is recorded in one."""
         query = "SELECT id, episode FROM target WHERE episode != '' AND id IN ({})"
         return {row[0]: row[1] for row in self._in(query, ids)}
 
     def turns(self, episode: str, after: str, limit: int) -> list[str]:
-        """Interactions of an episode past ``after`` ('': from the first), in the order in which they were recorded."""
+        """Return interactions of an episode past ``after`` ('': from the first), in the order of recording."""
         query = """
         SELECT id FROM target WHERE episode = ?1 AND seq > coalesce((SELECT seq FROM target WHERE id = ?2), 0)
         ORDER BY seq LIMIT ?3
@@ -309,15 +310,15 @@ class Projection:
         return [row[0] for row in self._reader.execute(query, (episode, after, limit))]
 
     def some_targets(self, limit: int) -> list[str]:
-        """At most ``limit`` interactions and episodes."""
+        """Return at most ``limit`` interactions and episodes."""
         return [row[0] for row in self._writer.execute("SELECT id FROM target LIMIT ?", (limit,))]
 
     def all_erased(self) -> set[str]:
-        """Ids of what was deleted on demand."""
+        """Return the ids that were deleted at users' requests."""
         return {row[0] for row in self._writer.execute("SELECT id FROM erased")}
 
     def fate(self, id: str) -> dict[str, Any] | None:
-        """The row of an item; None for an unknown one."""
+        """Return the row of an item, or None if it is unknown."""
         cursor = self._reader.execute("SELECT * FROM feedback WHERE id = ? AND fingerprint != ''", (id,))
         row = cursor.fetchone()
         if row is None:
@@ -326,18 +327,18 @@ class Projection:
         return {**found, "interactions": found["interactions"].split()}
 
     def decided(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Decisions on those interactions of ``ids`` that are decided."""
+        """Return decisions on those interactions of ``ids`` that are decided."""
         query = "SELECT id, status, reason, ordinal, batch, version, time FROM decided WHERE id IN ({})"
         names = ("status", "reason", "ordinal", "batch", "version", "time")
         return {row[0]: dict(zip(names, row[1:], strict=True)) for row in self._in(query, ids)}
 
     def outcomes(self, job: str) -> list[tuple[str, str, int]]:
-        """``(status, reason, interactions)`` of a job, of those that are decided."""
+        """Return ``(status, reason, interactions)`` of the decided interactions of a job."""
         query = "SELECT status, reason, count(*) FROM decided WHERE job = ? GROUP BY 1, 2 ORDER BY 1, 2"
         return list(self._reader.execute(query, (job,)))
 
     def held(self, jobs: Sequence[str] | None, after: str, limit: int) -> list[dict[str, Any]]:
-        """Items of these jobs (None: of all) that are held back, past the one ``after``, in the order of ids."""
+        """Return quarantined items of these jobs (None: of all) past the id ``after``, in the order of ids."""
         names = ("id", "job", "metric", "source", "reason", "received", "time")
         query = """
         SELECT id, job, metric, source, reason, received, time FROM feedback INDEXED BY held
@@ -348,7 +349,7 @@ class Projection:
         return [dict(zip(names, row, strict=True)) for row in self._reader.execute(query, (wanted, after, limit))]
 
     def funnel(self, job: str) -> list[tuple[str, str, str, int]]:
-        """``(metric or kind, source, status, items)`` of a job."""
+        """Return ``(metric or kind, source, status, items)`` of a job."""
         query = """
         SELECT CASE metric WHEN '' THEN kind ELSE metric END, source, status, count(*) FROM feedback
         WHERE job = ? AND kind NOT IN ('retraction', 'release', 'drop') GROUP BY 1, 2, 3 ORDER BY 1, 2, 3

@@ -1,7 +1,8 @@
-"""Data of a user in the streams: interactions, feedback, and the copies of both among the dead letters.
+"""Finds a user's data in the streams: interactions, feedback, and copies of both among the dead letters.
 
-Streams are searched from end to end: an index that forgot something would break the promise. What does not decode is
-the user's where it spells their pseudonym or the id of something else that is deleted: both stand in a message as text.
+Streams are searched completely, because an incomplete index would miss data that must be deleted. A message that does
+not decode is the user's if its bytes contain their pseudonym or the id of another deleted item, which are stored as
+text.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["Found", "Place", "Search", "decoded"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 Place = Message | DeadLetter
-"""Where something stands: its first message in INTERACTIONS or FEEDBACK (without its payload), or a dead letter."""
+"""Location of an item: its first message in INTERACTIONS or FEEDBACK (without its payload), or a dead letter."""
 ID = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
 
@@ -44,24 +45,24 @@ class Found:
     """Data of a user in one job."""
 
     interactions: defaultdict[str, list[Message]] = field(default_factory=lambda: defaultdict(list))
-    """Records by id: an answer that was broken off and completed has two, one that is a dead letter alone has none."""
+    """Messages by id: a response that was interrupted and completed has two, one that is a dead letter has none."""
     episodes: set[str] = field(default_factory=set)
     feedback: set[str] = field(default_factory=set)
     mixed: list[tuple[Place, list[Feedback]]] = field(default_factory=list)
-    """Messages and letters of feedback that hold some of it, and what they hold of others."""
+    """Messages and dead letters with feedback of the user, and the items of other users in them."""
     letters: list[DeadLetter] = field(default_factory=list)
-    """Those that hold nothing else."""
+    """Dead letters with data of this user only."""
     gone: set[str] = field(default_factory=set)
-    """Ids that earlier deletions of the user named, interactions and feedback."""
+    """Ids of interactions and feedback that earlier deletions of the user named."""
 
     def covers(self, item: Feedback) -> bool:
-        """True if an item is about one of these interactions or episodes."""
+        """Return True if an item is about one of these interactions or episodes."""
         targets = (item.inference, item.body.get("rejected"))
         return item.episode in self.episodes or any(id in self.interactions or id in self.gone for id in targets)
 
 
 class _Unreadable(NamedTuple):
-    """Messages that do not decode, and the ids that they spell."""
+    """A message that does not decode, and the ids that its bytes contain."""
 
     job: str
     stream: str
@@ -70,7 +71,7 @@ class _Unreadable(NamedTuple):
 
 
 class Search:
-    """Looks once for one user (a pseudonym)."""
+    """Searches once for the data of one user (a pseudonym)."""
 
     def __init__(self, bus: Bus, user: str, pseudonym: Callable[[str], str]) -> None:
         self._bus, self._user, self._pseudonym = bus, user, pseudonym
@@ -78,7 +79,7 @@ class Search:
         self._unreadable: list[_Unreadable] = []
 
     async def run(self) -> dict[str, Found]:
-        """The data, by job. Raises Unavailable."""
+        """Return the data, by job. Raises Unavailable."""
         await self._recall()
         letters = await read_dead_letters(self._bus, "*")
         async for message in self._bus.scan(subjects.INTERACTIONS, f"{subjects.INTERACTIONS.lower()}.>"):
@@ -98,7 +99,7 @@ class Search:
         return self._found
 
     async def _recall(self) -> None:
-        """Ids that earlier deletions named: a repeated one finds copies and feedback that came meanwhile."""
+        """Load ids of earlier deletions: a repeated one finds copies and feedback that arrived since."""
         async for message in self._bus.scan(subjects.FEEDBACK, subjects.erasures("*")):
             erasure = decoded(message.data, Erasure)
             if erasure is not None and erasure.user == self._user:
@@ -132,7 +133,7 @@ class Search:
             self._unreadable.append(one)
 
     def _judge_by_ids(self) -> None:
-        """Once all is read: what was said of the user's things, in a message that nobody can read, is theirs, too."""
+        """Assign unreadable messages to the user if they contain ids of the user's data; runs after all reads."""
         for one in self._unreadable:
             mine = self._found.get(one.job)
             if mine is None:
@@ -144,11 +145,11 @@ class Search:
     def _take_unreadable(self, one: _Unreadable) -> None:
         if isinstance(one.place, DeadLetter):
             self._found[one.job].letters.append(one.place)
-        elif one.stream == subjects.INTERACTIONS:  # which one it is its subject says, and a header its episode
+        elif one.stream == subjects.INTERACTIONS:  # id in its subject, episode in a header
             headers = one.place.headers
             self._keep(one.job, one.place.subject.rpartition(".")[2], headers.get(EPISODE_HEADER, ""), one.place)
         else:
-            self._found[one.job].mixed.insert(0, (one.place, []))  # while the rest stands, a search finds it again
+            self._found[one.job].mixed.insert(0, (one.place, []))  # while the rest exists, a search finds it again
 
     def _keep(self, job: str, id: str, episode: str, place: Place) -> None:
         mine = self._found[job]
@@ -161,7 +162,7 @@ class Search:
 
 
 def decoded(data: bytes, kind: type[T]) -> T | None:
-    """Content of a message; None for one that does not decode."""
+    """Decode a message; return None if it does not decode."""
     try:
         return unpack(data, kind)[0]
     except ProtocolError:

@@ -1,4 +1,4 @@
-"""Feedback of live agents: posts become items, items become durable, and questions are answered from the index."""
+"""Feedback of live agents: converts posts to items, stores them durably, and answers queries from the index."""
 
 from __future__ import annotations
 
@@ -48,29 +48,32 @@ RETRY_S = 1.0
 RETRY = {"Retry-After": "1", "retry-after-ms": "1000"}
 FOLDER = "feedback"
 PROMPT_S = 2.0
-"""A deletion that ends within this time is reported by the reply to its request."""
+"""Time that the request waits for its deletion, so that a quick one is reported in the response (seconds)."""
 REACH_S = 30.0
 RELEASED_S = 600.0
-"""So long a deletion waits for the jobs that made groups of the data: until no trainer can ask for one of them."""
+"""Longest time that a deletion waits until no trainer can request groups made of the data (seconds)."""
 ABANDONED_S = 20.0
-"""A deletion of which its process said nothing for this long is taken up by another one."""
+"""Time without a heartbeat after which another process takes a deletion over (seconds)."""
 LEARNT = frozenset({"admitted", "trained"})
-"""Fates of what is not taken back any more."""
+"""Statuses after which a retraction comes too late."""
 ENDED = {"status": "rejected", "reason": "job_ended"}
-"""Status of items that come after their job's end: no leader decides on them."""
+"""Status of items that arrive after their job's end: no leader decides on them."""
 Row = dict[str, Any]
 
 
 class FeedbackService:
-    """Takes feedback and answers for it. Every method may raise Unavailable."""
+    """Receives feedback and answers queries about it. Every method may raise Unavailable."""
 
     def __init__(
         self, bus: Bus, store: JobStore, data_dir: Path, *, ids_keep_s: float | None = None, share: float = 1.0,
         worker: str = "",
     ) -> None:  # fmt: skip
-        """``share``: of FEEDBACK, that one job may have of what the others leave (``ServiceSettings.tenant_share``).
+        """Create the service; nothing is read before ``run``.
 
-        ``worker``: id of this process.
+        Args:
+            share: share of FEEDBACK that one job may use of the space that other jobs leave
+                (``ServiceSettings.tenant_share``).
+            worker: id of this process.
         """
         self._ids_keep_s = ids_keep_s
         self.pseudonyms, self.consents = Pseudonyms(bus), Consents(bus)
@@ -89,7 +92,7 @@ class FeedbackService:
         self._erasing: dict[str, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Keep everything up until cancelled."""
+        """Keep index, jobs, consents and shares up to date until cancelled."""
         await self._load()
         async with asyncio.TaskGroup() as tasks:
             for part in (self.jobs, self.index, self.consents, self.shares):
@@ -98,8 +101,8 @@ class FeedbackService:
     async def _load(self) -> None:
         while True:
             try:
-                # Consents first: nobody is named, so no request of a user served, before what they said is known here.
-                # What is recorded as `no_consent` stays so for good.
+                # Consents first: requests of users are served only once pseudonyms are loaded, so consents are known by
+                # then. A record with `no_consent` would stay so forever.
                 await self.consents.read()
                 await self.pseudonyms.load()
                 return
@@ -110,15 +113,15 @@ class FeedbackService:
     # -- posts -------------------------------------------------------------------------------------------------------
 
     def pseudonym(self, user: str) -> str:
-        """Pseudonym of a user in stored records; '' for no user. Raises Unavailable while it is not known yet."""
+        """Return the pseudonym of a user for stored records; '' for no user. Raises Unavailable before it is loaded."""
         return self.pseudonyms.of(user)
 
     async def post(self, posts: Sequence[Any], *, caller: Caller, key: str | None) -> list[Row | HttpProblem]:
-        """Store validated posts (``FeedbackPost``); for each a ``FeedbackReply`` once it is on disk, or its refusal.
+        """Store validated posts (``FeedbackPost``); return for each a ``FeedbackReply`` once on disk, or its refusal.
 
-        ``key`` is the request's Idempotency-Key: posts without an id of their own get one from it and their place, so
-        that the same request again has no second effect, whenever it comes. What was refused before is among them as
-        its problem, and answered with it, for the others keep their places.
+        ``key`` is the request's Idempotency-Key: a post without an id gets one from the key and its position, so that a
+        repeated request never has a second effect. Posts that validation refused are passed as their problem and
+        returned unchanged, because the others keep their positions.
         """
         prepared = [await self._prepare(post, caller, key, place) for place, post in enumerate(posts)]
         items = [
@@ -142,7 +145,7 @@ class FeedbackService:
     async def _prepare(
         self, post: Posted | HttpProblem, caller: Caller, key: str | None, place: int
     ) -> tuple[Feedback, bool] | HttpProblem:
-        """``(item, whether its sender chose its id)``, or why there is none."""
+        """Return ``(item, True if its sender chose its id)``, or the refusal."""
         if isinstance(post, HttpProblem):
             return post
         try:
@@ -171,7 +174,7 @@ class FeedbackService:
                 raise HttpProblem(410, "erased", f"'{id}' was deleted together with the data of its user")
 
     def _refuse_old(self, item: Feedback, chosen: bool) -> None:
-        """Refusal of an item so old that its id is not remembered any more."""
+        """Refuse an item so old that its id is not remembered any more."""
         if self._ids_keep_s is None:
             return
         oldest = bus_time() - self._ids_keep_s
@@ -186,7 +189,7 @@ class FeedbackService:
                 raise HttpProblem(422, "beyond_horizon", detail, errors=[Flaw(pointer=pointer, detail=detail)])
 
     async def retract(self, feedback: str, *, caller: Caller) -> Row:
-        """Take an item back (``RetractReply``). Raises NotFound."""
+        """Retract an item (``RetractReply``). Raises NotFound."""
         row = await self.fate(feedback)
         id = derived_id(self.pseudonyms.digest, "", f"retract {row['feedback_id']}", 0)
         item = retraction_of(row["feedback_id"], row["job"], Identity(id, caller.id, chosen=True))
@@ -201,13 +204,13 @@ class FeedbackService:
     # -- questions ---------------------------------------------------------------------------------------------------
 
     async def fate(self, feedback: str) -> Row:
-        """Status of an item (``FateReply``). Raises NotFound."""
+        """Return the status of an item (``FateReply``). Raises NotFound."""
         id = bare_id(feedback)
         if id is None:
             raise NotFound(f"'{feedback[:80]}' is not the id of an item of feedback")
         item = self.ingest.recent(id)
         row = await self.index.fate(id)
-        if row is None and item is None:  # another replica may have taken it a moment ago
+        if row is None and item is None:  # another replica may have stored it a moment ago
             await self.index.catch_up(subjects.FEEDBACK)
             row = await self.index.fate(id)
         if item is not None and (row is None or row["revision"] < item.revision):
@@ -226,7 +229,7 @@ class FeedbackService:
         }  # fmt: skip
 
     async def episodes_of(self, interactions: Sequence[str]) -> dict[str, str]:
-        """The episode of each interaction (canonical UUIDs, both) that is recorded in one with a UUID."""
+        """Return the episode of each interaction (both canonical UUIDs) that is recorded in an episode with a UUID."""
         found = await self.index.episodes(interactions)
         if len(found) < len(interactions):
             await self.index.catch_up(subjects.INTERACTIONS)
@@ -234,14 +237,14 @@ class FeedbackService:
         return found
 
     async def _record(self, message: Message) -> Interaction | None:
-        """An interaction; None for one that was overwritten because its user wanted to be forgotten."""
+        """Return an interaction, or None if it was overwritten at its user's request."""
         try:
             return await whole_of(self._bus, subjects.INTERACTIONS, message, Interaction)
         except (ProtocolError, NotFound):
             return None
 
     async def turns(self, episode: str, *, after: str | None, limit: int) -> list[Row]:
-        """The recorded interactions of an episode (canonical UUID) past the one ``after``, oldest first."""
+        """Return the recorded interactions of an episode (canonical UUID) past ``after``, oldest first."""
         await self.index.catch_up(subjects.INTERACTIONS)
         marked = marked_id(episode)
         job = self.jobs.of_mark(marked[1]) if marked is not None else None
@@ -261,18 +264,18 @@ class FeedbackService:
         ]
 
     async def decisions(self, interactions: Sequence[str]) -> dict[str, Row]:
-        """Decisions on those interactions (canonical UUIDs) that are decided (``InteractionDecision``)."""
+        """Return decisions on those interactions (canonical UUIDs) that are decided (``InteractionDecision``)."""
         await self.index.catch_up(subjects.DECISIONS)
         return {name: _decision(row) for name, row in (await self.index.decided(interactions)).items()}
 
     def after_end(self, record: Interaction) -> Row | None:
-        """Decision on an undecided answer from after its job's end (``InteractionDecision``); else None."""
+        """Return the decision on an undecided response after its job's end (``InteractionDecision``), else None."""
         if not self.jobs.was_over(record.job, record.ended):
             return None
         return {**ENDED, "ordinal": None, "trained": None, "time": record.ended}
 
     async def funnel(self, job: str) -> Row:
-        """The feedback of a job, counted by metric, source and status (``Funnel``)."""
+        """Return the feedback of a job, counted by metric, source and status (``Funnel``)."""
         rows = await self.index.funnel(job)
         by_status: Counter[str] = Counter()
         for _, _, status, count in rows:
@@ -288,13 +291,13 @@ class FeedbackService:
     # -- users -------------------------------------------------------------------------------------------------------
 
     async def consent(self, user: str, *, train: bool) -> Row:
-        """Store what a user allows (``ConsentReply``)."""
+        """Store a user's consent (``ConsentReply``)."""
         pseudonym = self.pseudonyms.of(user)
         await self.consents.say(pseudonym, train=train)
         return {"user": pseudonym, "train": train}
 
     async def erase(self, user: str) -> Row:
-        """Begin to delete a user's data, and report (``ErasureReply``)."""
+        """Begin to delete a user's data, and return the progress (``ErasureReply``)."""
         pseudonym = self.pseudonyms.of(user)
         report = await self._eraser.begin(pseudonym)
         with contextlib.suppress(TimeoutError):
@@ -305,14 +308,14 @@ class FeedbackService:
         return _shown(await self._eraser.find(pseudonym) or report)
 
     async def erasure(self, user: str) -> Row:
-        """How far the deletion of a user's data is (``ErasureReply``). Raises NotFound."""
+        """Return the progress of the deletion of a user's data (``ErasureReply``). Raises NotFound."""
         report = await self._eraser.find(self.pseudonyms.of(user))
         if report is None:
             raise NotFound("nobody asked for the deletion of this user's data")
         return _shown(report)
 
     async def finish_deletions(self) -> None:
-        """Take up, again and again, what a process that is gone did not finish; the coordinator that leads does so."""
+        """Take over deletions of processes that are gone, until cancelled; runs on the leading coordinator."""
         while True:
             with contextlib.suppress(Unavailable):
                 for report in await self._eraser.unfinished():
@@ -320,14 +323,14 @@ class FeedbackService:
             await asyncio.sleep(ABANDONED_S / 2)
 
     async def _take_up(self, user: str) -> asyncio.Task[None] | None:
-        """The task that deletes the data of a user (a pseudonym); None where another process does, or it is done."""
+        """Return the task that deletes a user's (pseudonym's) data; None if another process does so, or it is done."""
         report = None if user in self._erasing else await self._eraser.claim(user, abandoned_s=ABANDONED_S)
         if user not in self._erasing and report is not None:
             self._erasing[user] = asyncio.create_task(self._delete_all(report))
         return self._erasing.get(user)
 
     async def _delete_all(self, report: Report) -> None:
-        """Delete until it is done, or in other hands; the next start goes on with what is left."""
+        """Delete until done, or until another process takes over; after a restart the deletion continues."""
         keeping = asyncio.create_task(self._eraser.keep(report.user, every_s=ABANDONED_S / 4))
         try:
             while True:
@@ -345,13 +348,16 @@ class FeedbackService:
             del self._erasing[report.user]
 
     async def _forget(self, seq: int) -> None:
-        """Wait until deletions up to there are in no index of this host any more. Raises Unavailable."""
+        """Wait until deletions up to ``seq`` are applied to every index of this host. Raises Unavailable."""
         await self.index.forget_abandoned()
         await self.index.reach(seq, REACH_S)
 
 
 def _identity(post: Posted, caller: Caller, key: str | None, place: int, digest: Callable[[str], bytes]) -> Identity:
-    """Sender of a post. Keys of episodes made by one key share its id; ids that they choose count in their episode."""
+    """Return sender and id of a post.
+
+    Episode keys made by one key share its id; ids that their senders choose are unique per episode.
+    """
     sender = caller.sender
     if post.feedback_id is not None:
         chosen = bare_id(post.feedback_id) or ""
@@ -380,7 +386,7 @@ def _reply(item: Feedback, stored: Stored | None, known: set[str]) -> Row:
 
 
 def _refusal(error: PenstockError) -> HttpProblem:
-    """Reply to the sender: an item that has no flaw may be sent again with the same id."""
+    """Return the response for an error: a valid item may be sent again with the same id."""
     if isinstance(error, HttpProblem):
         return error
     code = "ingest_backlog_full" if isinstance(error, StreamFull) else "ingest_unavailable"
@@ -388,7 +394,7 @@ def _refusal(error: PenstockError) -> HttpProblem:
 
 
 def _fresh(item: Feedback) -> Row:
-    """The fate of an item that is on disk and not indexed yet."""
+    """Return the status of an item that is on disk and not indexed yet."""
     return {
         "object": "feedback", "feedback_id": item.id, "job": item.job, "kind": item.kind, "metric": item.metric,
         "status": "received", "reason": "", "interactions": [], "ordinal": None, "trained": None,
@@ -398,7 +404,7 @@ def _fresh(item: Feedback) -> Row:
 
 
 def _decision(row: Row) -> Row:
-    """Decision on an interaction, as the API shows it."""
+    """Return a decision on an interaction in the form of the API."""
     trained = {"step": row["batch"], "version": row["version"]} if row["status"] == "trained" else None
     ordinal = row["ordinal"] if row["ordinal"] >= 0 else None
     return {

@@ -1,4 +1,4 @@
-"""Jobs as records: the store, its index, retention and removal, and the workers that are there for them.
+"""Job records: the store, its index, retention and removal, and the registry of the workers that run the jobs.
 
-Every other folder of the coordinator calls it; it imports none of them.
+Every other folder of the coordinator uses it; it imports none of them.
 """

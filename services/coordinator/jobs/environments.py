@@ -1,4 +1,4 @@
-"""The simulator of an embodied job: asked once what it is like, and whether the job fits it."""
+"""Gets the description of an embodied job's simulator from an env worker, and checks the job against it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["check_camera", "check_spec", "describe_environment"]
 
 REST_BYTES = 96
-"""Of a decision, beside its arrays: spans, padding of the frame."""
+"""Bytes of a stored decision beside its arrays: spans, padding of the frame."""
 
 
 async def describe_environment(bus: Bus, config: EmbodiedJob, *, deadline_s: float, camera: bool = False) -> EnvSpec:
-    """Have an env worker make the job's simulator and begin one episode; returns its description.
+    """Have an env worker create the job's simulator and begin one episode; return its description.
 
     Args:
-        camera: look whether episodes can be filmed, too: ``no_video`` of the description.
+        camera: also check if episodes can be recorded as video; see ``no_video`` of the description.
 
     Raises:
-        ConfigError: the simulator cannot be made, or the job does not fit it.
-        Unavailable: no env worker answered until the deadline.
+        ConfigError: the simulator cannot be created, or the job does not fit it.
+        Unavailable: no env worker answered within ``deadline_s`` seconds.
     """
     request = config.environment.opening(1, camera=camera)
     reply = await bus.request(subjects.ENV_DESCRIBE, pack(request, job=config.name), deadline_s=deadline_s)
@@ -38,10 +38,10 @@ async def describe_environment(bus: Bus, config: EmbodiedJob, *, deadline_s: flo
 
 
 def check_spec(config: EmbodiedJob, spec: EnvSpec) -> None:
-    """Look whether policy and budgets of a job fit its simulator.
+    """Check that policy and budgets of a job fit its simulator.
 
     Raises:
-        ConfigError: names the key, and what the simulator has.
+        ConfigError: they do not; names the key, and the simulator's value.
     """
     policy, where = config.policy, f"{spec.backend} '{spec.env_id}'"
     unknown = [name for name in policy.observations if name not in spec.observations]
@@ -77,7 +77,7 @@ def check_spec(config: EmbodiedJob, spec: EnvSpec) -> None:
 
 
 def check_camera(config: EmbodiedJob, spec: EnvSpec) -> list[str]:
-    """Warnings about the films of a job. Raises ConfigError: it asks for some and no episode can be filmed."""
+    """Return warnings about the videos of a job. Raises ConfigError if it requires videos and none can be recorded."""
     if not spec.no_video:
         return []
     if config.evaluation.videos != "auto":
@@ -86,7 +86,7 @@ def check_camera(config: EmbodiedJob, spec: EnvSpec) -> list[str]:
 
 
 def bytes_per_step(config: EmbodiedJob, spec: EnvSpec) -> int:
-    """Bytes that one decision adds to a stored group: observations, actions, log-probs, rewards and flags."""
+    """Return the bytes that one decision adds to a stored group: observations, actions, log-probs, rewards, flags."""
     observed = sum(prod(one.shape) * np.dtype(one.dtype).itemsize for one in spec.observations.values())
     numbers = max(1, prod(spec.action_shape))
     return observed + config.environment.action_chunk * (numbers * (8 + 4) + 4 + 2) + REST_BYTES

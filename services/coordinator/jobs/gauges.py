@@ -36,7 +36,7 @@ class JobGauges:
         self._shown: dict[str, frozenset[str]] = {}
 
     def show(self, kind: str, values: Mapping[str, float]) -> None:
-        """Show the values of a new row of ``kind``."""
+        """Export the values of a new row of ``kind``."""
         for name in self._shown.get(kind, frozenset()) - values.keys():
             VALUES.remove(self._job, name)
         for name, value in values.items():
@@ -44,7 +44,7 @@ class JobGauges:
         self._shown[kind] = frozenset(values)
 
     def hide(self) -> None:
-        """Remove all values: another coordinator leads the job now, or nobody does."""
+        """Remove all values, because this coordinator no longer leads the job."""
         for kind in self._shown:
             self.show(kind, {})
 

@@ -1,7 +1,7 @@
-"""All jobs in memory, in short, as the `jobs` bucket has them: lists and checks cost no read of every record.
+"""In-memory summaries of all jobs in the `jobs` bucket, so that lists and checks need not read every record.
 
-An index asks the bucket for its newest revision and reads what it lacks, so an answer holds every change that was
-stored before the question, by this process or another.
+An index first asks the bucket for its newest revision and reads the missing changes, so its result includes every
+change stored before the request, by this process or another.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from penstock.shared.transport.bus import Entry, KeyValue
 __all__ = ["JobEntry", "JobIndex", "decode_stored", "entry_of"]
 
 Order = Literal["asc", "desc"]
-"""Of ids, which is that of creation."""
+"""Order by id, which is the order of creation."""
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_BYTE_BUDGET = 256 << 20
-"""Of a job file without `limits.byte_budget`."""
+"""Bytes of a job file without `limits.byte_budget`."""
 YIELD_EVERY = 64
-"""Records taken up before other tasks have their turn."""
+"""Number of records that are read before other tasks run."""
 
 
 class _Origin(msgspec.Struct, frozen=True):
@@ -72,7 +72,7 @@ _decoder = msgspec.json.Decoder(_Stored)
 
 
 class JobEntry(msgspec.Struct, frozen=True):
-    """A job in short; ``record`` decodes the rest."""
+    """A job's summary; ``record`` decodes the whole record."""
 
     id: str
     name: str
@@ -81,32 +81,32 @@ class JobEntry(msgspec.Struct, frozen=True):
     labels: dict[str, str]
     byte_budget: int
     scales: bool
-    """True if workers are to be started or stopped for it."""
+    """True if the job has a pending request to start or stop workers."""
     fine_tuned: bool
-    """True if it came from `POST /v1/fine_tuning/jobs`."""
+    """True if the job came from `POST /v1/fine_tuning/jobs`."""
     mark: int
     revision: int
     value: bytes
     origin: str = ""
-    """`job:ID@NUMBER` of the checkpoint that it began with; empty: with none."""
+    """`job:ID@NUMBER` of the checkpoint that the job started from; empty: none."""
 
     @property
     def trains(self) -> bool:
-        """True if its kind has a trainer, a ledger and checkpoints."""
+        """True if jobs of its kind have a trainer, a ledger and checkpoints."""
         return trains({"kind": self.kind})
 
     @property
     def finished(self) -> bool:
-        """True if it is in a phase that it never leaves."""
+        """True if the job is in a terminal phase."""
         return self.phase in TERMINAL_PHASES
 
     def record(self) -> JobRecord:
-        """The whole record at this revision. Raises ProtocolError for bytes that are none."""
+        """Return the whole record at this revision. Raises ProtocolError if its bytes do not decode."""
         return decode_stored(self.id, self.value, self.revision)
 
 
 def decode_stored(key: str, value: bytes, revision: int) -> JobRecord:
-    """A stored record. Raises ProtocolError for bytes that are none."""
+    """Decode a stored record. Raises ProtocolError."""
     try:
         record = JobRecord.model_validate_json(value)
     except ValueError as error:
@@ -115,7 +115,7 @@ def decode_stored(key: str, value: bytes, revision: int) -> JobRecord:
 
 
 def entry_of(key: str, value: bytes, revision: int) -> JobEntry:
-    """A stored record in short. Raises ProtocolError for bytes that are none."""
+    """Decode the summary of a stored record. Raises ProtocolError."""
     try:
         stored = _decoder.decode(value)
     except msgspec.DecodeError as error:
@@ -130,12 +130,12 @@ def entry_of(key: str, value: bytes, revision: int) -> JobEntry:
 
 
 def _byte_budget(spec: _Spec) -> int:
-    """Bytes that the job may have in EXPERIENCE; a deployment stores no groups."""
+    """Return the bytes that the job may have in EXPERIENCE; a deployment stores no groups."""
     return 0 if spec.kind == "serving" else int(spec.limits.get("byte_budget", DEFAULT_BYTE_BUDGET))
 
 
 class JobIndex:
-    """Every job by id (which is time of submission), by name and by phase."""
+    """All jobs by id (which sorts by submission time), by name and by phase."""
 
     def __init__(self, kv: KeyValue) -> None:
         self._kv = kv
@@ -148,12 +148,12 @@ class JobIndex:
         self._reading = asyncio.Lock()
 
     async def current(self) -> JobIndex:
-        """The index with every change that is stored by now. Raises Unavailable."""
+        """Return the index with every change stored by now. Raises Unavailable."""
         before = self._read_to
         end = await self._kv.end()
         if end != self._read_to:
             async with self._reading:
-                if end < before and end < self._read_to:  # another bucket took the place of the one that was read
+                if end < before and end < self._read_to:  # another bucket replaced the one that was read
                     self._clear()
                 if end > self._read_to:
                     await self._catch_up(end)
@@ -180,7 +180,7 @@ class JobIndex:
         self._read_to = read_to
 
     def take(self, entry: Entry) -> None:
-        """Take up a change that is stored; an older one than that which is known changes nothing."""
+        """Apply a stored change; a change older than the known revision is ignored."""
         known = self._entries.get(entry.key)
         if entry.revision <= max(known.revision if known else 0, self._deleted.get(entry.key, 0)):
             return
@@ -211,20 +211,20 @@ class JobIndex:
             _remove(self._by_phase[known.phase], known.id)
 
     def get(self, job: str) -> JobEntry | None:
-        """A job by its id."""
+        """Return a job by its id, or None."""
         return self._entries.get(job)
 
     def all(self) -> list[JobEntry]:
-        """Every job, oldest first."""
+        """Return all jobs, oldest first."""
         return [self._entries[id] for id in self._ids]
 
     def unfinished(self) -> list[JobEntry]:
-        """Jobs that are not over, oldest first."""
+        """Return the jobs that are not in a terminal phase, oldest first."""
         phases = (phase for phase in self._by_phase if phase not in TERMINAL_PHASES)
         return [self._entries[id] for id in sorted(itertools.chain.from_iterable(self._by_phase[p] for p in phases))]
 
     def of_models(self, models: frozenset[str]) -> list[JobEntry]:
-        """Jobs with one of these names or ids, oldest first."""
+        """Return the jobs with one of these names or ids, oldest first."""
         found = {id for model in models for id in self._by_name.get(model, ())} | models & self._entries.keys()
         return [self._entries[id] for id in sorted(found)]
 
@@ -232,7 +232,7 @@ class JobIndex:
         self, *, after: str | None, limit: int, order: Order, phase: str | None, name: str | None,
         kind: str | None, labels: Mapping[str, str], models: frozenset[str] | None,
     ) -> list[JobEntry]:  # fmt: skip
-        """At most ``limit`` jobs past the id ``after``, in the order of their ids.
+        """Return at most ``limit`` jobs past the id ``after``, in the order of their ids.
 
         The filters are those of ``CoordinatorControl.list_jobs``.
         """
@@ -251,7 +251,7 @@ class JobIndex:
 
 
 def _past(ids: list[str], after: str | None, order: Order) -> Iterator[str]:
-    """The part of sorted ``ids`` that lies strictly past ``after`` in an order, without a copy of it."""
+    """Iterate over the part of sorted ``ids`` strictly past ``after`` in an order, without copying it."""
     if order == "asc":
         places = range(0 if after is None else bisect_right(ids, after), len(ids))
     else:

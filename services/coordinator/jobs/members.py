@@ -13,7 +13,7 @@ __all__ = ["Member", "Members", "PresenceChange", "PresenceWatch"]
 LOST_AFTER = 4.0
 """Heartbeat intervals without a heartbeat after which a worker counts as lost."""
 FORGET_AFTER_S = 600.0
-"""A lost worker stays listed this long."""
+"""Time for which a lost worker stays listed (seconds)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Members:
         self._members: dict[tuple[str, str], Member] = {}
 
     def on_heartbeat(self, beat: Heartbeat, now: float) -> bool:
-        """Record a heartbeat; True where its worker was not alive before, or changed whether it is ready."""
+        """Record a heartbeat; return True if its worker was not alive before, or if its readiness changed."""
         before = self._members.get((beat.service, beat.worker))
         self._members[beat.service, beat.worker] = Member(beat, now)
         for key in [k for k, m in self._members.items() if now - m.heard > FORGET_AFTER_S]:
@@ -51,7 +51,7 @@ class Members:
         return [member for _, member in sorted(self._members.items())]
 
     def rows(self, job: str, now: float) -> list[dict[str, Any]]:
-        """Return one row per worker, with its entry for ``job``; none of those that drained before they ended."""
+        """Return one row per worker, with its entry for ``job``; without workers that drained before they ended."""
         return [
             {
                 "service": m.beat.service,

@@ -40,16 +40,16 @@ KEYS: Mapping[str, tuple[Callable[[str], str], ...]] = {
 
 
 async def delete_job(bus: Bus, store: JobStore, job: str, *, checkpoints: Path | None, archive: LedgerArchive) -> None:
-    """Delete a finished job with everything that the streams and buckets hold of it.
+    """Delete a finished job with all its data in streams and buckets.
 
     Args:
-        checkpoints: directory of all jobs' checkpoints, to delete those of the job, too; None keeps them.
-        archive: has the older entries of its ledger, which are deleted, too.
+        checkpoints: directory of all jobs' checkpoints, to also delete those of the job; None keeps them.
+        archive: archive of older ledger entries, from which the job's entries are deleted, too.
 
     Raises:
         NotFound: there is no such job.
-        Conflict: it has not ended, or a running job began with one of these checkpoints.
-        Unavailable: the bus or the disk refuses; some of it may be gone, and the call can be repeated.
+        Conflict: it has not ended, or a running job started from one of its checkpoints.
+        Unavailable: the bus or the disk refuses; some data may be gone, and the call can be repeated.
     """
     if bus.held:
         raise Unavailable("a backup is being taken: nothing is deleted meanwhile; try again in a minute")
@@ -85,7 +85,7 @@ def _check_unused(folder: Path, running: Iterable[JobEntry]) -> None:
 
 def _delete_files(folder: Path) -> None:
     try:
-        for commit in folder.glob("*/COMMIT"):  # first: an interrupted removal leaves nothing that looks complete
+        for commit in folder.glob("*/COMMIT"):  # first: an interrupted removal leaves no complete checkpoint
             commit.unlink(missing_ok=True)
         shutil.rmtree(folder)
     except FileNotFoundError:

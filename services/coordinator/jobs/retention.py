@@ -12,7 +12,7 @@ from penstock.shared.protocol.parts import part_subject
 __all__ = ["FULL_SHARE", "GIVEN_UP", "check_room", "oldest_finished", "without_interactions"]
 
 FULL_SHARE = 0.7
-"""Above this share of a stream the oldest finished job loses its messages there; its audit and replay report that."""
+"""Fill level of a stream above which the oldest finished job loses its messages there; audit and replay report it."""
 GIVEN_UP: Mapping[str, Callable[[str], str]] = {
     subjects.EXPERIENCE: subjects.experience,
     subjects.BATCHES: subjects.batches,
@@ -22,7 +22,7 @@ GIVEN_UP: Mapping[str, Callable[[str], str]] = {
     subjects.FEEDBACK: subjects.feedback,
     subjects.DECISIONS: subjects.decisions,
 }
-"""Streams in which finished jobs make room, and a job's subject there."""
+"""Streams from which finished jobs can be purged, with a job's subject there."""
 
 
 def oldest_finished(
@@ -37,9 +37,10 @@ def oldest_finished(
 
 
 def without_interactions(jobs: Iterable[JobEntry]) -> list[str]:
-    """Return the jobs that can do without their interactions, in the order in which they lose them.
+    """Return the jobs that can lose their interactions, in the order in which they lose them.
 
-    Finished jobs come first, then running ones that do not learn from them. Online jobs purge decided ones themselves.
+    Finished jobs come first, then running ones that do not learn from interactions. Online jobs purge decided
+    interactions themselves.
     """
     jobs = sorted(jobs, key=lambda job: job.id)
     finished = [job.id for job in jobs if job.finished]
@@ -51,7 +52,7 @@ def check_room(jobs: Iterable[JobEntry], byte_budget: int, *, experience_bytes: 
     """Refuse a job whose byte budget does not fit beside those of running jobs.
 
     Raises:
-        ConfigError: names the numbers.
+        ConfigError: it does not fit; names the numbers.
     """
     running = [job for job in jobs if not job.finished]
     taken = sum(job.byte_budget for job in running)

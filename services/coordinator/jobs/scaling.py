@@ -1,4 +1,4 @@
-"""Carries out requests for more or fewer workers through the supervisor of their processes. Run by the leader."""
+"""Executes requests for more or fewer workers through the supervisor of the worker processes. Run by the leader."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ logger = logging.getLogger(__name__)
 ASK_S = 10.0
 POLL_S = 0.5
 DEADLINE_S = 180.0
-"""New workers load models, and old ones finish their work, within this time."""
+"""Time in which new workers load models and old ones finish their work (seconds)."""
 PROBE_S = 2.0
 
 
 class Scaler:
-    """The workers of the deployment; ``run`` carries out pending operations, the newest of each pool."""
+    """Scales the workers of the deployment; ``run`` executes pending operations, only the newest of each pool."""
 
     def __init__(self, bus: Bus, store: JobStore) -> None:
         self._bus, self._store = bus, store
         self._under_way: dict[str, tuple[str, Operation, asyncio.Task[None]]] = {}
 
     async def pool(self, pool: Pool) -> ScaleReply:
-        """The workers there are. Raises Unavailable where nobody starts processes by request."""
+        """Return the current workers of a pool. Raises Unavailable if no supervisor starts processes on request."""
         return await self._ask(pool, None, PROBE_S)
 
     async def run(self) -> None:
-        """Carry out operations until cancelled."""
+        """Execute operations until cancelled."""
         try:
             async for job in self._store.watch():
                 for operation in job.record().operations if job.scales else ():
@@ -53,7 +53,7 @@ class Scaler:
             self._under_way.clear()
 
     async def _begin(self, job: str, operation: Operation) -> None:
-        """Carry out an operation, unless a newer one exists for the same pool."""
+        """Start an operation, unless a newer one exists for the same pool."""
         pool = str(operation.args["pool"])
         before = self._under_way.get(pool)
         if before is not None:

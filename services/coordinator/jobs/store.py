@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 CAS_TRIES = 20
 MAX_OPERATIONS = 16
-"""Operations that a record remembers."""
+"""Number of operations that a record keeps."""
 
 
 class JobStore:
-    """Create, read and compare-and-set job records."""
+    """Creates, reads and changes (by compare-and-set) job records."""
 
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.JOBS)
@@ -37,7 +37,7 @@ class JobStore:
         self, config: AnyJob, id: str = "", *, fine_tuning: dict[str, Any] | None = None,
         origin: ModelOrigin | None = None,
     ) -> JobRecord:  # fmt: skip
-        """Store a new job durably; with an ``id`` that exists already, nothing, and return that one.
+        """Store a new job durably and return its record; if ``id`` exists already, store nothing and return that job.
 
         Raises:
             Conflict: the job with this ``id`` was deleted.
@@ -59,34 +59,34 @@ class JobStore:
         return record.model_copy(update={"revision": revision})
 
     async def _known(self, job: str) -> JobRecord:
-        """The job that has this id already; an id is never used again, for messages of the job may be under way."""
+        """Return the job that has this id. Ids are never reused, since messages of the old job may be in flight."""
         record = await self.find(job)
         if record is None:
             raise Conflict(f"job '{job}', which this request made before, was deleted; use a new Idempotency-Key")
         return record
 
     async def get(self, job: str) -> JobRecord:
-        """Raises NotFound for an unknown job."""
+        """Return the record of a job. Raises NotFound."""
         record = await self.find(job)
         if record is None:
             raise NotFound(f"no job '{job}'")
         return record
 
     async def find(self, job: str) -> JobRecord | None:
-        """The record of a job, None for an unknown one."""
+        """Return the record of a job, or None."""
         entry = await self._kv.get(job)
         return decode_record(entry) if entry is not None else None
 
     async def delete(self, job: str) -> None:
-        """Leave a marker instead of the record of a job; whoever still changes it finds none."""
+        """Replace the record of a job by a deletion marker; concurrent changes then raise NotFound."""
         await self._kv.delete(job)
 
     async def index(self) -> JobIndex:
-        """All jobs in short, with every change that is stored by now. Raises Unavailable."""
+        """Return the index of all jobs, with every change stored by now. Raises Unavailable."""
         return await self._index.current()
 
     async def change(self, job: str, edit: Callable[[JobRecord], JobRecord]) -> JobRecord:
-        """Compare-and-set ``edit(record)``, again on a conflict; an edit that changes nothing writes nothing."""
+        """Store ``edit(record)`` by compare-and-set, repeated on conflicts; an edit without changes writes nothing."""
         for _ in range(CAS_TRIES):
             record = await self.get(job)
             changed = edit(record)
@@ -102,7 +102,7 @@ class JobStore:
     async def set_desired(
         self, job: str, state: DesiredState, *, force: bool = False, checkpoint: bool = True
     ) -> JobRecord:
-        """Write what the user wants. Raises Conflict when the job is terminal or being cancelled."""
+        """Write the desired state. Raises Conflict when the job is terminal or being cancelled."""
 
         def edit(record: JobRecord) -> JobRecord:
             if record.status.phase in TERMINAL_PHASES:
@@ -138,10 +138,10 @@ class JobStore:
         return await self.change(job, change)
 
     async def extend(self, job: str, edit: Callable[[JobRecord], AnyJob]) -> JobRecord:
-        """Let a job that has ended go on with the job file that ``edit`` makes of its record.
+        """Continue a finished job with the job file that ``edit`` makes of its record.
 
         Raises:
-            Conflict: it goes on already.
+            Conflict: the job has not ended.
         """
 
         def change(record: JobRecord) -> JobRecord:
@@ -162,7 +162,7 @@ class JobStore:
         return await self.change(job, change)
 
     async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
-        """Ask for something. Raises Conflict when the job is terminal, or too much is asked for already."""
+        """Add a pending operation. Raises Conflict when the job is terminal, or has too many pending operations."""
 
         def edit(record: JobRecord) -> JobRecord:
             if record.status.phase in TERMINAL_PHASES:
@@ -180,7 +180,7 @@ class JobStore:
         return await self.change(job, edit)
 
     async def finish_operation(self, job: str, done: Operation) -> None:
-        """Write how an operation ended; one that is over stays as it is."""
+        """Write the result of an operation, unless it has ended already."""
 
         def edit(record: JobRecord) -> JobRecord:
             operations = [done if one.id == done.id and one.state == "pending" else one for one in record.operations]
@@ -189,7 +189,7 @@ class JobStore:
         await self.change(job, edit)
 
     async def set_status(self, job: str, **fields: Any) -> JobRecord:
-        """Merge fields into the observed status, which its leader writes and nobody else."""
+        """Merge fields into the observed status, which only the job's leader writes."""
 
         def edit(record: JobRecord) -> JobRecord:
             seen = {**fields, "heartbeat_at": bus_datetime()}
@@ -198,7 +198,7 @@ class JobStore:
         return await self.change(job, edit)
 
     async def watch(self) -> AsyncIterator[JobEntry]:
-        """Every job now and on each change; one whose record does not decode is logged and left out."""
+        """Yield every job now and on each change; a record that does not decode is logged and skipped."""
         async for entry in self._kv.watch(""):
             if entry.value is None:
                 continue
@@ -217,10 +217,10 @@ def _total_steps(config: AnyJob) -> int | None:
 
 
 def _wanted(record: JobRecord, changes: dict[str, Any]) -> JobRecord:
-    """The record with something that the user wants changed."""
+    """Return the record with a change that the user requested, under a new generation."""
     return record.model_copy(update={**changes, "generation": record.generation + 1, "changed_from": record.revision})
 
 
 def decode_record(entry: Entry) -> JobRecord:
-    """A record with the store's revision. Raises ProtocolError for bytes that are none."""
+    """Decode a record, with the store's revision. Raises ProtocolError."""
     return decode_stored(entry.key, entry.value or b"", entry.revision)

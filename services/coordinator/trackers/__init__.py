@@ -1,4 +1,4 @@
-"""Trackers behind one protocol: each writes a job's rows of metrics to a program that people watch."""
+"""Trackers behind one protocol: each writes a job's rows of metrics to an experiment tracking tool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OPENERS: dict[str, Callable[[Any, Run], Tracker]] = {
     "wandb": open_wandb,
     "swanlab": open_swanlab,
 }
-"""By type, which is also the name of the package."""
+"""Tracker type, which is also the name of the package -> its opener."""
 
 
 def check_trackers(configs: Sequence[TrackerConfig]) -> None:
@@ -34,5 +34,5 @@ def check_trackers(configs: Sequence[TrackerConfig]) -> None:
 
 
 def open_tracker(config: TrackerConfig, run: Run) -> Tracker:
-    """The tracker of one entry. It may ask the network and blocks: call it, and all of its methods, in one thread."""
+    """Open a tracker. This may use the network and blocks: call it, and all of its methods, in one thread."""
     return _OPENERS[config.type](config, run)

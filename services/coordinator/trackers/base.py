@@ -12,7 +12,7 @@ __all__ = ["Run", "Tracker"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The job as trackers show it; ``directory`` is theirs to write to."""
+    """The job as shown by trackers; ``directory`` is for the tracker's files."""
 
     id: str
     name: str
@@ -21,15 +21,15 @@ class Run:
 
 
 class Tracker(Protocol):
-    """Takes every row of a run from the first one on, whoever leads: a new leader writes them again.
+    """Receives every row of a run from the first one on; a new leader writes all rows again.
 
-    Methods block, and may raise anything that the package behind raises.
+    Methods block, and may raise any exception of the package behind it.
     """
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """One row: values of update ``step`` at ``time`` (Unix seconds)."""
+        """Write one row: values of update ``step`` at ``time`` (Unix seconds)."""
         ...
 
     def close(self) -> None:
-        """Write what is buffered; the run is over, or another leader goes on."""
+        """Flush buffered rows, at the end of the run or when another leader takes over."""
         ...

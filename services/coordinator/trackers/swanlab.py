@@ -1,4 +1,4 @@
-"""SwanLab."""
+"""Tracker for SwanLab."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ class _SwanLab:
 
 
 def open_swanlab(config: SwanLabTracker, run: Run) -> _SwanLab:
-    """An experiment of this run."""
+    """Open an experiment for this run."""
     return _SwanLab(config, run)

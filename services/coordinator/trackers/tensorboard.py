@@ -1,4 +1,4 @@
-"""TensorBoard: event files, written without torch or tensorflow."""
+"""Tracker for TensorBoard: writes event files without torch or tensorflow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _TensorBoard:
 
         self._events, self._summaries = event_pb2, summary_pb2
         self._writer: Any = EventFileWriter(str(directory), flush_secs=FLUSH_S)
-        # A session that starts at step 0 makes TensorBoard forget what earlier leaders wrote from there on.
+        # A session start at step 0 makes TensorBoard discard the rows of earlier leaders, which are written again.
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._writer.add_event(event_pb2.Event(wall_time=clock.time(), step=0, session_log=start))
 
@@ -38,5 +38,5 @@ class _TensorBoard:
 
 
 def open_tensorboard(config: TensorBoardTracker, run: Run) -> _TensorBoard:
-    """Event files in the directory of the run."""
+    """Open event files in the directory of the run."""
     return _TensorBoard(run.directory)

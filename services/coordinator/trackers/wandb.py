@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Tracker for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Wandb:
         self._run.define_metric("*", step_metric="update")
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """See ``Tracker.write``. The x-axis is the metric `update`: W&B's own steps only count rows."""
+        """See ``Tracker.write``. The x-axis is the metric `update`, because W&B's own steps only count rows."""
         self._run.log({"update": step, **values})
 
     def close(self) -> None:
@@ -33,5 +33,5 @@ class _Wandb:
 
 
 def open_wandb(config: WandbTracker, run: Run) -> _Wandb:
-    """A run whose id is the job's; another leader resumes it."""
+    """Open a run with the job's id, which another leader resumes."""
     return _Wandb(config, run)
