@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import what scripts use when they use it: services import this package, too, and need none of it."""
+    """Import ``Job`` and ``train`` on first use, because services import this package, too, and need neither."""
     if name not in ("Job", "train"):
         raise AttributeError(f"module 'penstock' has no attribute '{name}'")
     from penstock import job

@@ -1,9 +1,9 @@
-"""Jobs for scripts and notebooks: ``penstock.train("job.yaml")`` submits one, and shows how it goes.
+"""Jobs in scripts and notebooks: ``penstock.train("job.yaml")`` submits one and returns a handle for it.
 
 ::
 
     job = penstock.train("addition.yaml")     # PENSTOCK_URL, PENSTOCK_API_KEY, or your own `penstock up`
-    job                                       # in a notebook: its state and its curve
+    job                                       # in a notebook: its state and its reward curve
     job.wait()
     job.metrics("reward/mean").to_pandas().plot()
 """
@@ -31,15 +31,20 @@ _CURVE_POINTS = 200
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metrics by update. ``steps`` counts updates; each of ``series`` has a value for each step, None where there is
-    none; ``wall`` is when, in Unix seconds."""
+    """Metrics by update.
+
+    Attributes:
+        steps: number of each update.
+        wall: time of each update (Unix seconds).
+        series: metric name -> one value per step, None where a step has none.
+    """
 
     steps: list[int]
     wall: list[float]
     series: dict[str, list[float | None]]
 
     def to_pandas(self) -> Any:
-        """A ``pandas.DataFrame`` with a column for each metric and one row per step.
+        """Return a ``pandas.DataFrame`` with a column for each metric and one row per step.
 
         Raises:
             ConfigError: pandas is not installed; Penstock does not need it otherwise.
@@ -52,9 +57,9 @@ class Metrics:
 
 
 class Job:
-    """A job of a deployment, by id, unique start of an id, or name. Each call asks the deployment.
+    """A job of a deployment, found by id, unique prefix of an id, or name. Each call sends a request to the deployment.
 
-    Raises NotFound where there is no such job. ``client`` stays open; ``with Job(...)`` closes it.
+    Raises NotFound if there is no such job. ``client`` stays open; ``with Job(...)`` closes it.
     """
 
     def __init__(self, ref: str, client: Client | None = None) -> None:
@@ -71,28 +76,28 @@ class Job:
 
     @property
     def record(self) -> JobRecord:
-        """The job as it is now: ``record.status.phase``, ``record.status.warnings``, ``record.spec``."""
+        """The current record of the job: ``record.status.phase``, ``record.status.warnings``, ``record.spec``."""
         return self.client.get(self.id)
 
     def wait(self, timeout_s: float | None = None) -> JobRecord:
-        """Wait for its end. Raises DeadlineError: it did not come within ``timeout_s``."""
+        """Wait for the end of the job. Raises DeadlineError if it has not ended after ``timeout_s`` seconds."""
         return self.client.wait(self.id, timeout_s=timeout_s)
 
     def metrics(self, *names: str) -> Metrics:
-        """Values of these metrics by update, of all where none is named."""
+        """Return the values of these metrics by update; without names, of all metrics."""
         found = self.client.metrics(self.id, names=list(names) or None, max_points=_MAX_POINTS)
         return Metrics(found["steps"], found["wall"], found["series"])
 
     def samples(self, limit: int = 20) -> list[Any]:
-        """Completions of the newest update with their rewards."""
+        """Return completions of the newest update with their rewards."""
         return list(self.client.samples(self.id, limit=limit))
 
     def events(self, *, follow: bool = False) -> Iterator[Row]:
-        """Events so far, oldest first; ``follow`` goes on to its end."""
+        """Yield the events so far, oldest first; with ``follow`` also new ones, until the job ends."""
         return self.client.events(self.id, follow=follow)
 
     def cancel(self) -> JobRecord:
-        """Ask it to end."""
+        """Request the end of the job."""
         return self.client.cancel(self.id)
 
     def __repr__(self) -> str:
@@ -100,7 +105,7 @@ class Job:
         return f"<Job {record.id} {record.name}: {record.status.phase}, update {_progress(record)}>"
 
     def _repr_html_(self) -> str:
-        """State, progress, warnings and curve of the reward, for notebooks."""
+        """Return HTML for notebooks: state, progress, warnings and reward curve."""
         record, found = self.record, self.client.metrics(self.id, names=REWARD, max_points=_CURVE_POINTS)
         status = record.status
         lines = [
@@ -112,15 +117,16 @@ class Job:
 
 
 def train(job: JobFile, *, url: str | None = None, api_key: str | None = None) -> Job:
-    """Submit a job and come back at once: a YAML file with the code beside it, or a mapping.
+    """Submit a job and return without waiting for it.
 
     Args:
-        url: of the API; default: PENSTOCK_URL, or that of your own `penstock up`.
+        job: a YAML file with the code beside it, or a mapping.
+        url: URL of the API; default: PENSTOCK_URL, or that of your own `penstock up`.
         api_key: default: PENSTOCK_API_KEY, or the key of your own `penstock up`.
 
     Raises:
         ConfigError: the job is not valid; one line per flaw.
-        Unavailable: no API answers there.
+        Unavailable: no API answers at the URL.
     """
     client = Client(url, api_key=api_key)
     try:
@@ -131,7 +137,7 @@ def train(job: JobFile, *, url: str | None = None, api_key: str | None = None) -
 
 
 def svg_curve(steps: Sequence[int], values: Sequence[float | None]) -> str:
-    """An inline SVG of a curve, with its first and last value; '' where there are fewer than two values."""
+    """Return an inline SVG of a curve, with its first and last value; '' if there are fewer than two values."""
     known = [(step, value) for step, value in zip(steps, values, strict=False) if value is not None]
     if len(known) < 2:
         return ""

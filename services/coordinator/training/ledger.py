@@ -2,8 +2,10 @@
 
 Life of a draw (every draw ends in exactly one terminal state)::
 
-    Drawn / redraw ──► in flight ──► sealed ──► trained │            │           │ ▼            ▼           ▼
-        dropped(reason) · refused · rolled_back
+    Drawn / redraw ──► in flight ──► sealed ──► trained
+                          │            │           │
+                          ▼            ▼           ▼
+                       dropped(reason) · refused · rolled_back
 
 ``drawn = trained + dropped + open`` holds after every event; ``open`` is an explicit set, not a remainder.
 """

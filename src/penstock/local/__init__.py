@@ -1,4 +1,4 @@
-"""One machine: the bus, the cache and the five services as processes under a supervisor."""
+"""Deployment on one machine: the bus, the cache and the five services as processes under a supervisor."""
 
 from penstock.local.room import LARGEST, SMALLEST, StreamSizes, plan_room
 from penstock.local.stack import Stack, StackOptions

@@ -1,12 +1,13 @@
-"""A whole deployment as a directory, taken while jobs run, and a deployment out of it, on another path or host.
+"""Backup of a whole deployment to a directory while jobs run, and restore to another path or host.
 
-The cut is the ledger's: what ``LEDGER`` had at one moment, and everything that it refers to. For that moment to exist
-in every stream the leader gives up nothing while they are read (it is asked to, again and again), and marks are taken,
-``LEDGER`` first: what an entry refers to was stored before it. Records of jobs are read before, for a ledger may be
-ahead of its record, never behind. What came after the marks is deleted when the streams are restored. Checkpoints,
-archived entries and uploads are linked, so that nobody deletes them while they are copied.
+The backup is consistent with the ledger: it has what ``LEDGER`` contained at one moment, and everything that this
+refers to. So that this moment exists in every stream, the leader deletes nothing while they are read (on a request that
+is repeated), and the end of each stream is marked, ``LEDGER`` first, because data is stored before an entry that refers
+to it. Job records are read earlier, because a ledger may be ahead of its record, never behind. Messages after the marks
+are deleted on restore. Checkpoints, archived entries and uploads are hard-linked, so that deletions during the copy do
+not remove them.
 
-The directory holds secrets (hashes of keys, what users sent): it is for its owner alone.
+The directory contains secrets (hashes of keys, users' data): only its owner may read it.
 """
 
 from __future__ import annotations
@@ -44,18 +45,18 @@ __all__ = ["BackupManifest", "load_backup", "read_manifest", "restore_files", "r
 SCHEMA = 1
 MANIFEST, STREAMS, FILES, DATA = "manifest.json", "streams", "files", "data"
 FOLDERS = ("checkpoints", "code", "files", "ledgers", "tracking")
-"""Of the data directory: the rest is the bus itself, caches that are built again, and logs."""
+"""Folders of the data directory that are copied; the rest is the bus itself, caches, and logs."""
 RESTORED = "restored"
-"""Folder of a restored data directory for data of jobs that is not where it was."""
+"""Folder of a restored data directory for jobs' data from outside of the old one."""
 DERIVED = frozenset({subjects.TICKETS, subjects.RAW})
-"""Work queues: a leader asks again for all that its ledger has in flight."""
+"""Work queues, which are not stored: a leader requests again everything in flight in its ledger."""
 KV = "KV_"
 LATE = frozenset({f"{KV}{subjects.LEASES}"})
-"""Read after the marks: an epoch in the ledger is never above that of the lease."""
+"""Read after the marks, so that no epoch in the ledger is above that of the lease."""
 KEPT_WHOLE = frozenset({subjects.AUDIT})
-"""Nothing is ever deleted from it."""
+"""Streams that are not cut at their mark: nothing is ever deleted from them."""
 FIRST = {subjects.EXPERIENCE: 0, subjects.INTERACTIONS: 1}
-"""Order of the marks behind that of LEDGER: what a policy made that the ledger does not know does not belong to it."""
+"""Order of the marks after that of LEDGER: data from a policy that the ledger does not know is left out."""
 HOLD_S, HOLD_EVERY_S = 60.0, 10.0
 TRIES = 3
 BLOCK = 1 << 20
@@ -64,7 +65,7 @@ Tell = Callable[[str], None]
 
 
 class StoredFile(msgspec.Struct, frozen=True):
-    """A file of the backup: where it lies in it, its size and its sha256 (hex)."""
+    """A file of the backup: its path in the backup, its size in bytes and its SHA-256 (hex)."""
 
     path: str
     nbytes: int
@@ -72,7 +73,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class StoredStream(msgspec.Struct, frozen=True):
-    """A stream: what the server said of it, its newest message that belongs to the cut, and its bytes."""
+    """A stream: its state at the server, its newest message that is part of the backup, and its data."""
 
     image: StreamImage
     mark: int
@@ -80,7 +81,7 @@ class StoredStream(msgspec.Struct, frozen=True):
 
 
 class Reference(msgspec.Struct, frozen=True):
-    """A path outside the data directory in a job file; ``file`` where it is kept here, None: it is only named."""
+    """A path in a job file outside of the data directory; ``file`` is its copy, None if it is not copied."""
 
     job: str
     path: str
@@ -88,7 +89,7 @@ class Reference(msgspec.Struct, frozen=True):
 
 
 class BackupManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of ``manifest.json``, which is written last: without it there is no backup."""
+    """Contents of ``manifest.json``, which is written last: a directory without it is no backup."""
 
     schema: int
     taken: float
@@ -100,7 +101,7 @@ class BackupManifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything."""
+        """Total bytes of the backup."""
         kept = [reference.file for reference in self.references if reference.file is not None]
         return sum(file.nbytes for file in (*self.files, *kept, *(stream.file for stream in self.streams)))
 
@@ -112,10 +113,10 @@ async def take_backup(bus: Bus, data_dir: Path, target: Path, tell: Tell = lambd
     """Write a backup of the deployment on ``bus``, whose services use ``data_dir``, to an empty or new directory.
 
     Raises:
-        ConfigError: the target holds something.
-        Conflict: another coordinator took the lead each time that it was tried.
+        ConfigError: the target is not empty.
+        Conflict: another coordinator became leader during each attempt.
         Unavailable: the bus went away.
-        OSError: a disk does not take or give something.
+        OSError: a disk cannot be read or written.
     """
     await asyncio.to_thread(_begin, target)
     for attempt in range(1, TRIES + 1):
@@ -147,7 +148,7 @@ def _empty(target: Path) -> None:
 
 @asynccontextmanager
 async def _held(bus: Bus) -> AsyncIterator[None]:
-    """Have the leader give up nothing; where nobody leads, nobody does."""
+    """Have the leader delete nothing; without a leader nothing is deleted anyway."""
 
     async def again() -> None:
         while True:
@@ -175,7 +176,7 @@ async def _is_led(bus: Bus) -> bool:
     except Unavailable:
         return False
     except PenstockError:
-        return True  # it answers, and leads no such job
+        return True  # it answers, but does not lead such a job
     return True
 
 
@@ -216,9 +217,9 @@ async def _take(bus: Bus, data_dir: Path, target: Path, tell: Tell) -> BackupMan
 
 
 async def _lost(bus: Bus, links: _Links, mark: int) -> str:
-    """A checkpoint that the cut needs, or a part of a ledger, that was deleted before it was linked; '': there is none.
+    """Return a needed checkpoint or part of a ledger that was deleted before it was linked, or ''.
 
-    Most of a long ledger stands in the archive, of which the links are read: that is what the backup will have.
+    Most of a long ledger is in the archive. Its links are read, because they are what the backup will contain.
     """
     for entry in (await JobStore(bus).index()).unfinished():
         try:
@@ -231,7 +232,7 @@ async def _lost(bus: Bus, links: _Links, mark: int) -> str:
 
 
 async def _newest_checkpoint(bus: Bus, job: str, archive: LedgerArchive, mark: int) -> str:
-    """Path of the newest checkpoint of a job's lineage, by its ledger up to ``mark``; '': there is none.
+    """Return the path of the newest checkpoint of a job's lineage, by its ledger up to ``mark``, or ''.
 
     Raises:
         ArchiveError: a part of the ledger is missing.
@@ -265,7 +266,7 @@ async def _save(bus: Bus, name: str, target: Path, mark: int | None) -> StoredSt
 
 
 class _Links:
-    """Hard links to the files of a data directory, which stay when the files are deleted."""
+    """Hard links to the files of a data directory, which remain when the files are deleted."""
 
     def __init__(self, data_dir: Path) -> None:
         self._data_dir, self._folder = data_dir, data_dir / f".backup-{os.getpid()}"
@@ -280,23 +281,23 @@ class _Links:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def update(self) -> None:
-        """Link what is there now and was not before; markers of wholeness last, so that no part looks whole."""
+        """Link new files; COMMIT markers last, so that no partial checkpoint looks complete."""
         for folder in FOLDERS:
             found = (path for path in (self._data_dir / folder).rglob("*") if path.is_file() and _is_done(path))
             for path in sorted(found, key=lambda path: (path.name == "COMMIT", str(path))):
                 place = self._folder / path.relative_to(self._data_dir)
                 if not place.exists():
                     place.parent.mkdir(parents=True, exist_ok=True)
-                    with contextlib.suppress(FileNotFoundError):  # deleted this moment
+                    with contextlib.suppress(FileNotFoundError):  # deleted just now
                         os.link(path, place)
 
     def has(self, checkpoint: str) -> bool:
-        """True if a checkpoint, as a ledger names it, is linked whole."""
+        """Return True if a checkpoint, as a ledger names it, is linked completely."""
         place = checkpoint_path(self._folder, checkpoint)
         return (place / "COMMIT").exists()
 
     def copy(self, target: Path) -> list[StoredFile]:
-        """Copy what is linked; a checkpoint that was not whole is left out."""
+        """Copy the linked files, without incomplete checkpoints."""
         stored = []
         for path in sorted(path for path in self._folder.rglob("*") if path.is_file()):
             name = path.relative_to(self._folder)
@@ -311,12 +312,12 @@ def _is_done(path: Path) -> bool:
 
 
 def _is_whole(root: Path, name: Path) -> bool:
-    """True if a file under ``checkpoints/JOB/CHECKPOINT`` belongs to a checkpoint that was committed."""
+    """Return True if a file under ``checkpoints/JOB/CHECKPOINT`` belongs to a committed checkpoint."""
     return len(name.parts) < 4 or (root / Path(*name.parts[:3]) / "COMMIT").exists()
 
 
 def _references(records: list[JobRecord], data_dir: Path, target: Path) -> list[Reference]:
-    """Paths in job files that lie elsewhere; data files are copied, directories (models) are only named."""
+    """Return paths in job files outside the data directory; files are copied, directories (models) only listed."""
     found: list[Reference] = []
     copies: dict[Path, StoredFile] = {}
     for record in records:
@@ -367,7 +368,7 @@ def _flush(file: BinaryIO) -> None:
 
 
 def read_manifest(source: Path) -> BackupManifest:
-    """Manifest of a backup. Raises ConfigError: there is none, or another version made it."""
+    """Return the manifest of a backup. Raises ConfigError: there is none, or another version wrote it."""
     try:
         manifest = msgspec.json.decode((source / MANIFEST).read_bytes(), type=BackupManifest)
     except FileNotFoundError:
@@ -402,11 +403,11 @@ def load_backup(source: Path) -> BackupManifest:
 
 
 def restore_files(source: Path, manifest: BackupManifest, data_dir: Path) -> None:
-    """Put the files of a backup into a data directory that holds none of them yet.
+    """Copy the files of a backup into a data directory that has none of these folders yet.
 
     Raises:
-        ConfigError: it holds a deployment.
-        OSError: the disk does not take them.
+        ConfigError: the directory already contains a deployment.
+        OSError: the disk cannot be written.
     """
     for name in (*FOLDERS, RESTORED):
         if (data_dir / name).exists() and any((data_dir / name).iterdir()):
@@ -422,14 +423,14 @@ def restore_files(source: Path, manifest: BackupManifest, data_dir: Path) -> Non
 async def restore_streams(
     bus: Bus, source: Path, manifest: BackupManifest, data_dir: Path, tell: Tell = lambda _: None
 ) -> list[str]:
-    """Put the streams of a backup on a bus that has none of them, cut them at their marks, and check the whole.
+    """Restore the streams of a backup to a bus without them, cut them at their marks, and check consistency.
 
-    Returns what people should know: paths that are not there, for example.
+    Returns messages for the user, for example about missing paths.
 
     Raises:
         ConfigError: the bus has such a stream already, or no room.
-        DataError: what was restored does not fit together; says how.
-        Unavailable: the bus does not take it.
+        DataError: the restored data is inconsistent; says how.
+        Unavailable: the bus refuses it.
     """
     for stream in manifest.streams:
         tell(f"stream {stream.image.name}")
@@ -461,7 +462,7 @@ async def _cut(bus: Bus, stream: str, mark: int) -> None:
 
 
 async def _repoint(bus: Bus, manifest: BackupManifest, data_dir: Path) -> list[str]:
-    """Have job files name what they need where it lies now; returns what is nowhere."""
+    """Rewrite paths in job files to their new locations; return messages about paths that exist nowhere."""
     notes, store = [], JobStore(bus)
     for entry in (await store.index()).all():
         moved = {manifest.data_dir: str(data_dir)}
@@ -496,7 +497,7 @@ def _moved(value: Any, moved: Mapping[str, str]) -> Any:
 
 
 async def _check(bus: Bus, job: str, data_dir: Path, *, finished: bool) -> None:
-    """See that a job can go on: its ledger folds, its checkpoint is there, and so are the groups trained after that."""
+    """Check that a job can continue: its ledger folds, its checkpoint exists, and so do the groups trained after it."""
     state = await Journal(bus, job, archive=ledger_archive(data_dir)).load()
     if finished or state.finished or state.checkpoint is None:
         return

@@ -1,4 +1,4 @@
-"""Processes that are kept alive: what can be started, and the loop that starts it again."""
+"""Child processes under supervision: the kinds of processes, and the loop that restarts them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ __all__ = ["Backoff", "Child", "KeptAlive", "LeashedNats", "LeashedValkey", "Ser
 
 POLL_S = 0.1
 STOP_S = 10.0
-"""A server whose start is given up has this long to end."""
+"""Time for a server to end when its start is cancelled (seconds)."""
 LOG_BYTES = 64 << 20
-"""A longer log file is set aside as ``.1`` when its process starts again."""
+"""Size above which a log file is renamed to ``.1`` when its process starts again."""
 LAST_BYTES = 64 << 10
 EXIT_CONFIG = 2
 
@@ -40,7 +40,7 @@ class Child(Protocol):
 
     @property
     def running(self) -> bool:
-        """The process lives."""
+        """True if the process is alive."""
         ...
 
     @property
@@ -49,30 +49,30 @@ class Child(Protocol):
         ...
 
     def start(self) -> None:
-        """Start it; blocks. Raises ConfigError, DeadlineError or OSError."""
+        """Start the process; blocks. Raises ConfigError, DeadlineError or OSError."""
         ...
 
     def stop(self, *, deadline_s: float) -> None:
-        """Ask it to end, kill it at the deadline; blocks."""
+        """Request the end of the process, and kill it at the deadline; blocks."""
         ...
 
 
 class LeashedNats(NatsServer):
-    """nats-server that does not outlive its supervisor."""
+    """A nats-server that the kernel kills when its supervisor dies."""
 
     def _command(self) -> list[str]:
         return leashed(super()._command())
 
 
 class LeashedValkey(ValkeyServer):
-    """Valkey that does not outlive its supervisor."""
+    """A Valkey server that the kernel kills when its supervisor dies."""
 
     def _command(self) -> list[str]:
         return leashed(super()._command())
 
 
 class ServiceProcess:
-    """``python -m penstock.services.NAME`` with its log appended to ``LOG_DIR/WORKER.log``."""
+    """Runs ``python -m penstock.services.NAME``, with its log appended to ``LOG_DIR/WORKER.log``."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ServiceProcess:
 
     @property
     def running(self) -> bool:
-        """The process lives."""
+        """True if the process is alive."""
         return self._process is not None and self._process.poll() is None
 
     @property
@@ -102,12 +102,12 @@ class ServiceProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended; negative for a signal."""
+        """Exit code, negative for a signal; None while the process is alive or was never started."""
         return self._process.poll() if self._process is not None else None
 
     def start(self) -> None:
-        """Start it; it is ready later."""
-        self._process = None  # how an earlier one ended says nothing of this one
+        """Start the process, without waiting until it is ready."""
+        self._process = None  # forget the exit code of an earlier process
         self.log.parent.mkdir(parents=True, exist_ok=True)
         if self.log.exists() and self.log.stat().st_size > LOG_BYTES:
             self.log.replace(self.log.with_suffix(".log.1"))
@@ -116,17 +116,17 @@ class ServiceProcess:
             self._process = self._launch(f"penstock.services.{self.service}", environment, log)
 
     def ask_to_stop(self) -> None:
-        """Ask it to drain. Once: a second signal ends the drain."""
+        """Send one signal to drain; a second signal would end the drain."""
         if self._process is not None:
             self._process.terminate()
 
     def stop(self, *, deadline_s: float) -> None:
-        """Ask it to drain; kill it and what it started at the deadline."""
+        """Request a drain; kill the process and its children at the deadline."""
         self.ask_to_stop()
         self.end(deadline_s=deadline_s)
 
     def end(self, *, deadline_s: float) -> None:
-        """Wait for its end; kill it and what it started at the deadline."""
+        """Wait for the end of the process; kill it and its children at the deadline."""
         process = self._process
         if process is None:
             return
@@ -136,12 +136,12 @@ class ServiceProcess:
             process.kill()
             process.wait()
         try:
-            os.killpg(process.pid, signal.SIGKILL)  # what it left behind in its session
+            os.killpg(process.pid, signal.SIGKILL)  # remaining processes of its session
         except ProcessLookupError:
             return
 
     def last_words(self) -> str:
-        """Message of the last line of the log."""
+        """Return the message of the last line of the log."""
         try:
             lines = self.log.read_bytes()[-LAST_BYTES:].decode("utf-8", "replace").strip().splitlines()
         except OSError:
@@ -150,12 +150,12 @@ class ServiceProcess:
 
 
 class ServiceRanks:
-    """Several processes of one service that only work together, with torchrun's variables.
+    """Runs several processes of one service that work as one group, with torchrun's variables.
 
-    It counts as ended as soon as one of them has, and then all are started again, at another port.
+    The group counts as ended as soon as one process has; then all are started again, at another port.
 
     Args:
-        environments: of each rank; the first is rank 0, which gives the whole its name.
+        environments: environment of each rank; rank 0, the first, gives the group its name.
     """
 
     HOST = "127.0.0.1"
@@ -176,12 +176,12 @@ class ServiceRanks:
 
     @property
     def running(self) -> bool:
-        """All of them live."""
+        """True if all processes are alive."""
         return bool(self._ranks) and all(rank.running for rank in self._ranks)
 
     @property
     def pid(self) -> int:
-        """Of rank 0; 0 before the first start."""
+        """Process id of rank 0; 0 before the first start."""
         return self._ranks[0].pid if self._ranks else 0
 
     @property
@@ -191,16 +191,16 @@ class ServiceRanks:
 
     @property
     def log(self) -> Path:
-        """Of the rank that ended first, as far as that can be seen; of rank 0 while all live."""
+        """Log of the rank that probably ended first; of rank 0 while all are alive."""
         return self._first_to_end.log
 
     @property
     def exit_code(self) -> int | None:
-        """How that rank ended; negative for a signal."""
+        """Exit code of that rank; negative for a signal."""
         return self._first_to_end.exit_code
 
     def start(self) -> None:
-        """Kill what is left of an earlier start, and start all of them."""
+        """Kill processes left from an earlier start, and start all ranks."""
         for rank in self._ranks:
             rank.end(deadline_s=0)
         size, port = len(self._workers), free_ports(1, self.HOST)[0]
@@ -218,7 +218,7 @@ class ServiceRanks:
             rank.start()
 
     def stop(self, *, deadline_s: float) -> None:
-        """Ask all of them to drain; kill them at the deadline."""
+        """Request a drain of all ranks; kill them at the deadline."""
         deadline = time.monotonic() + deadline_s
         for rank in self._ranks:
             rank.ask_to_stop()
@@ -226,18 +226,18 @@ class ServiceRanks:
             rank.end(deadline_s=max(0.0, deadline - time.monotonic()))
 
     def last_words(self) -> str:
-        """Message of the last line of its log."""
+        """Return the message of the last line of that rank's log."""
         return self._first_to_end.last_words()
 
     @property
     def _first_to_end(self) -> ServiceProcess:
-        """A killed rank ends by a signal, the others by an error about it."""
+        """Rank that probably ended first: a killed rank ends by a signal, the others by an error about it."""
         ended = [rank for rank in self._ranks if not rank.running]
         return min(ended or self._ranks[:1], key=lambda rank: rank.exit_code or 0)
 
 
 def _said(line: str) -> str:
-    """The message of a JSON log line, and the last line of its traceback; any other line as it is."""
+    """Return the message of a JSON log line with the last line of its traceback; return other lines unchanged."""
     try:
         record = msgspec.json.decode(line, type=dict[str, object])
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -247,7 +247,7 @@ def _said(line: str) -> str:
 
 
 class Backoff:
-    """0.2 s, doubling to 5 s; starts over after 10 s of good health."""
+    """Restart delays: 0.2 s, doubling to 5 s; reset after 10 s of uptime."""
 
     FIRST_S, LONGEST_S, HEALTHY_S = 0.2, 5.0, 10.0
 
@@ -255,7 +255,7 @@ class Backoff:
         self._next_s = self.FIRST_S
 
     def after(self, alive_s: float) -> float:
-        """Seconds to wait after a process that lived for ``alive_s``."""
+        """Return the seconds to wait after a process that lived for ``alive_s``."""
         if alive_s >= self.HEALTHY_S:
             self._next_s = self.FIRST_S
         pause, self._next_s = self._next_s, min(self._next_s * 2, self.LONGEST_S)
@@ -263,9 +263,10 @@ class Backoff:
 
 
 class KeptAlive:
-    """Starts a child, and again whenever it ends, until told to stop.
+    """Starts a child, and restarts it whenever it ends, until cancelled.
 
-    All children are started from the one thread of ``starter``: the leash is tied to the thread, not to the process.
+    All children are started from the one thread of ``starter``, because a child is killed when the thread that started
+    it ends.
     """
 
     def __init__(self, child: Child, starter: ThreadPoolExecutor, tell: Callable[[str], None]) -> None:
@@ -275,9 +276,9 @@ class KeptAlive:
         self._backoff = Backoff()
 
     async def start(self) -> None:
-        """The first start. Raises ConfigError, DeadlineError or OSError.
+        """Start the child for the first time. Raises ConfigError, DeadlineError or OSError.
 
-        Cancelled, it ends a start that takes long: whatever runs then is there to be stopped.
+        Cancellation ends a slow start; a process that runs then can be stopped as usual.
         """
         started = asyncio.get_running_loop().run_in_executor(self._starter, self.child.start)
         try:
@@ -291,7 +292,7 @@ class KeptAlive:
             raise
 
     async def keep(self, on_restart: Callable[[], None]) -> None:
-        """Until cancelled. Raises ConfigError when a service ends because its configuration is wrong."""
+        """Restart the child until cancelled. Raises ConfigError when a service ends because of its configuration."""
         began = time.monotonic()
         while True:
             await self._end_of_child()
@@ -313,7 +314,7 @@ class KeptAlive:
                 self._tell(f"{self.child.name} runs again, but that is not written down: {error}")
 
     async def stop(self, deadline_s: float) -> None:
-        """End the process; its thread-bound start is not involved."""
+        """Stop the process; this needs no thread of ``starter``."""
         await asyncio.to_thread(partial(self.child.stop, deadline_s=deadline_s))
 
     async def _end_of_child(self) -> None:

@@ -1,7 +1,7 @@
-"""Has the NATS of this machine started again once its full disk has room.
+"""Restarts the NATS server of this machine once its full disk has room again.
 
-A stream whose write failed takes no message from then on, however much room there is, until the server reads its files
-anew. What was acknowledged is in them; publishers, who get no answer meanwhile, try again.
+A stream whose write failed accepts no message, even after there is room, until the server reads its files again. They
+contain all acknowledged messages; publishers, whose requests fail meanwhile, retry.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ __all__ = ["DiskGuard", "has_room"]
 
 LOOK_S = 2.0
 FAILED_WRITE = "write error"
-"""In what the server says of a stream that takes nothing any more."""
+"""Part of the server's error for a stream that accepts no message any more."""
 PATIENCE = 15
-"""Anything else (JetStream is off) has to be said this often in a row; one that still opens its store is let be."""
+"""Number of consecutive checks that must report any other error (such as JetStream being off). A server that is still
+opening its store is left alone."""
 SETTLE_S = 5.0
 ROOM_BYTES = 8 << 20
-"""Enough for the server to start and to write a while."""
+"""Enough space for the server to start and to write for a while."""
 
 
 class DiskGuard:
-    """Watches one server, which is kept alive by somebody else; ``tell`` hears what is done."""
+    """Watches one server that another task keeps alive; ``tell`` receives messages about its actions."""
 
     def __init__(self, nats: NatsServer, tell: Callable[[str], None]) -> None:
         self._nats, self._tell = nats, tell
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Watch until cancelled."""
         while True:
             self._tell(f"nats: {await self._flaw()}; it is started again once there is room in {self._nats.directory}")
             while not await asyncio.to_thread(has_room, self._nats.directory):
@@ -54,14 +55,14 @@ class DiskGuard:
                 return flaw
 
     def _end(self) -> None:
-        """As a crash would: nothing of what it has in memory of a failed write gets to the disk."""
+        """Kill the server, so that nothing of a failed write in its memory reaches the disk."""
         if self._nats.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._nats.pid, signal.SIGKILL)
 
 
 def has_room(folder: Path) -> bool:
-    """True if some MiB can be written there; quotas count, too. Blocks."""
+    """Return True if ROOM_BYTES can be written to ``folder``, which also checks quotas. Blocks."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(os.urandom(ROOM_BYTES))

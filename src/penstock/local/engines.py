@@ -1,7 +1,7 @@
-"""Interpreters of rollout engines whose libraries do not fit into this one: made step by step, found, and checked.
+"""Installs and checks separate interpreters for rollout engines whose libraries do not fit into this one.
 
 The packages of an engine are pinned in one file beside its adapter, dependencies included, so that pip resolves
-nothing: what a resolver would add (CUDA builds of torchvision on a machine without a GPU) stays out.
+nothing: a resolver would add unwanted packages (CUDA builds of torchvision on a machine without a GPU).
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ LOCKS = Path(rollout.__file__).parent / "engines" / "requirements"
 IMPORT_LIMIT_S = 180.0
 INSTALL_LIMIT_S = 3600.0
 _LARGE = 2
-"""The first packages of a file are large: each is a step of its own, so that an interruption loses no more than one."""
+"""Number of large packages at the start of a file: each is a separate step, so that an interruption loses one."""
 
 Tell = Callable[[str], None]
 
 
 class _Made(msgspec.Struct):
-    """State of an environment, in a file of it."""
+    """Installation state of an environment, stored in the environment."""
 
     pins: str
     """Digest of the file of packages."""
     begun: int = -1
     done: int = -1
-    """Steps, by number."""
+    """Numbers of the newest step that was begun, and of the newest that was completed."""
     complete: bool = False
 
 
 def engine_python(name: str, engines_dir: Path) -> Path:
-    """The interpreter that has an engine.
+    """Return the interpreter that has an engine.
 
     Raises:
-        ConfigError: there is none, or it is not complete, or has other versions than this Penstock pins.
+        ConfigError: there is none, it is incomplete, or it has other versions than this Penstock pins.
     """
     folder = engines_dir.expanduser() / name
     made, problem = _read(folder), ""
@@ -63,7 +63,7 @@ def engine_python(name: str, engines_dir: Path) -> Path:
 
 
 def engine_problem(name: str, engines_dir: Path) -> str:
-    """Why an engine does not work here, or ''. Imports it, which takes some seconds."""
+    """Return why an engine does not work here, or ''. Imports the engine, which takes some seconds."""
     try:
         python = engine_python(name, engines_dir)
         _check(python, name)
@@ -73,19 +73,19 @@ def engine_problem(name: str, engines_dir: Path) -> str:
 
 
 def install_engine(name: str, engines_dir: Path, *, base: Path, tell: Tell, again: bool = False) -> Path:
-    """Make the environment of an engine, or complete one that was begun; nothing where it is complete. Blocks.
+    """Create the environment of an engine, or complete an interrupted one; a complete one is left as it is. Blocks.
 
     Args:
-        base: the interpreter from which it is made.
-        tell: hears of the progress.
-        again: remove what is there first.
+        base: interpreter from which the environment is created.
+        tell: receives messages about the progress.
+        again: remove an existing environment first.
 
     Returns:
         The interpreter.
 
     Raises:
         ConfigError: no such engine.
-        Unavailable: a step failed; what pip said was told. The next call goes on from there.
+        Unavailable: a step failed; ``tell`` received pip's errors. The next call continues from that step.
     """
     pins, folder = _pins(name), engines_dir.expanduser() / name
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +115,7 @@ def _install(folder: Path, made: _Made, steps: list[list[str]], tell: Tell) -> N
     for number, packages in enumerate(steps):
         if number <= made.done:
             continue
-        torn = ["--force-reinstall"] if made.begun == number else []  # files of a package may be half there
+        torn = ["--force-reinstall"] if made.begun == number else []  # an interrupted step may leave half-written files
         made.begun = number
         _write(folder, made)
         what = packages[0] if len(packages) == 1 else f"{len(packages)} libraries"
@@ -165,8 +165,8 @@ def _runs(python: Path) -> bool:
 
 
 def _check(python: Path, name: str) -> None:
-    """Raise Unavailable where ``name`` cannot be imported."""
-    beside = "nats, xxhash, msgspec" if name in ENGINE_PACKAGES else "torch"  # a worker runs in it, or only a server
+    """Raise Unavailable if ``name`` cannot be imported."""
+    beside = "nats, xxhash, msgspec" if name in ENGINE_PACKAGES else "torch"  # with a worker in it, or only a server
     command = [str(python), "-c", f"import {name}, transformers, {beside}"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=IMPORT_LIMIT_S, check=False)
@@ -179,7 +179,7 @@ def _check(python: Path, name: str) -> None:
 
 @contextmanager
 def _alone(folder: Path, tell: Tell) -> Iterator[None]:
-    """One process at a time makes the environment; the kernel drops the lock with its holder."""
+    """Hold a lock so that one process at a time installs; the kernel releases it when the holder ends."""
     with folder.with_suffix(".lock").open("w") as lock:
         end, waits = time.monotonic() + INSTALL_LIMIT_S, False
         while True:
@@ -197,7 +197,7 @@ def _alone(folder: Path, tell: Tell) -> Iterator[None]:
 
 
 def _run(command: list[str], what: str, tell: Tell) -> None:
-    """Run one step and tell its output line by line. Raises Unavailable where it fails."""
+    """Run one step and report its output line by line. Raises Unavailable if it fails."""
     tell(f"{what} ...")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None

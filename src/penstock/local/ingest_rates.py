@@ -1,4 +1,4 @@
-"""Durable feedback per second through HTTP: nats-server, a coordinator and the load, each a process of its own."""
+"""Benchmark of durable feedback per second over HTTP: nats-server, coordinator and load are separate processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SINGLE, BATCH = "/v1/feedback", "/v1/feedback/batch"
 READY_S = 60.0
 LONGEST_S = 600.0
 BETWEEN_KILLS = 500
-"""Items that are acknowledged before something is killed; of batches so many times as many."""
+"""Acknowledged items between two kills; with batches, KILL_BATCHES times as many."""
 KILL_BATCHES = 20
 ID_BYTES = 37
 JOB = {
@@ -52,10 +52,10 @@ _MS = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 
 
 class Front:
-    """A coordinator that takes feedback for one online job, on a nats-server that syncs every message to disk."""
+    """A coordinator that accepts feedback for one online job, on a nats-server that syncs every message to disk."""
 
     def __init__(self, directory: Path, **variables: str) -> None:
-        """``variables``: further settings, without ``PENSTOCK_``."""
+        """Prepare the servers; ``variables``: further settings, without the prefix ``PENSTOCK_``."""
         self.directory, self._variables = directory, variables
         self.nats = NatsServer(directory / "nats")
         self.port = 0
@@ -76,16 +76,16 @@ class Front:
 
     @property
     def url(self) -> str:
-        """Address of the API."""
+        """URL of the API."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
-        """Process of the coordinator."""
+        """Process id of the coordinator."""
         return self._process.pid if self._process is not None else 0
 
     def start(self) -> None:
-        """Start the coordinator; returns when it is ready. Raises DeadlineError."""
+        """Start the coordinator and wait until it is ready. Raises DeadlineError."""
         own = {
             "NATS_URL": self.nats.url, "NATS_MONITOR_URL": self.nats.monitor_url, "HTTP_HOST": "127.0.0.1",
             "HTTP_PORT": str(self.port), "DATA_DIR": str(self.directory / "data"), "LIVE_RATE_LIMIT": "9999999/minute",
@@ -101,7 +101,7 @@ class Front:
         self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Return when the coordinator can store feedback. Raises DeadlineError."""
+        """Wait until the coordinator can store feedback. Raises DeadlineError."""
         end = time.monotonic() + READY_S
         while not _is_ready(f"{self.url}/readyz"):
             if time.monotonic() > end or (self._process is not None and self._process.poll() is not None):
@@ -109,17 +109,17 @@ class Front:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """End the coordinator as a crash would (SIGKILL)."""
+        """Kill the coordinator with SIGKILL, like a crash."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def item(self) -> dict[str, Any]:
-        """A verdict on a response that this job might have given."""
+        """Return feedback on a response that this job could have given."""
         return {"inference_id": new_marked_id(self.job), "metric_name": "accepted", "value": True}
 
     def plan(self, *, batch: int, connections: int, seconds: float, acked: str = "") -> Plan:
-        """Load with ``batch`` items in each request; 0: single items."""
+        """Return a load with ``batch`` items in each request; 0: single items."""
         body = json.dumps([self.item() for _ in range(batch)] if batch else self.item())
         return Plan(
             host="127.0.0.1", port=self.port, path=BATCH if batch else SINGLE, body=body, connections=connections,
@@ -128,12 +128,12 @@ class Front:
 
 
 def load_name() -> str:
-    """Generator of the load: wrk where it is installed."""
+    """Return the name of the load generator: wrk if it is installed."""
     return "wrk" if shutil.which("wrk") else "Python sockets in a process of their own (wrk is not installed)"
 
 
 def measure(plan: Plan) -> Result:
-    """Run one load to its end. Raises ConfigError where it could not."""
+    """Run one load to its end. Raises ConfigError if it fails."""
     if shutil.which("wrk") and not plan.acked:
         return _wrk(plan)
     with begun(plan) as process:
@@ -142,7 +142,7 @@ def measure(plan: Plan) -> Result:
 
 @contextmanager
 def begun(plan: Plan) -> Iterator[subprocess.Popen[bytes]]:
-    """A load that runs beside."""
+    """Run a load in a separate process."""
     command = [sys.executable, "-m", "penstock.local.load"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
@@ -158,7 +158,7 @@ def begun(plan: Plan) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def ended(process: subprocess.Popen[bytes], plan: Plan) -> Result:
-    """Report of a load at its end."""
+    """Wait for the end of a load and return its result."""
     output, _ = process.communicate(timeout=plan.seconds + READY_S)
     if process.returncode:
         raise ConfigError("the load broke off; is the machine short of file descriptors?")
@@ -166,7 +166,7 @@ def ended(process: subprocess.Popen[bytes], plan: Plan) -> Result:
 
 
 class Losses(msgspec.Struct, kw_only=True):
-    """Acknowledged items and what became of them after the kills."""
+    """Acknowledged items, and their state after the kills."""
 
     acked: int
     stored: int
@@ -177,7 +177,7 @@ class Losses(msgspec.Struct, kw_only=True):
 
 
 def kill_test(front: Front, *, connections: int, kills: int = 4, batch: int = 0) -> Losses:
-    """Load with SIGKILL of the coordinator and of nats-server in turn; then every acknowledged item is looked for.
+    """Run a load while killing the coordinator and nats-server in turn; then look for every acknowledged item.
 
     ``batch``: items in each request; 0: single items.
     """
@@ -207,7 +207,7 @@ def kill_test(front: Front, *, connections: int, kills: int = 4, batch: int = 0)
 
 
 def _grown(acked: Path, items: int) -> None:
-    """Return once so many more items were acknowledged. Raises DeadlineError."""
+    """Wait until ``items`` more items were acknowledged. Raises DeadlineError."""
     end, size = time.monotonic() + READY_S, acked.stat().st_size + items * ID_BYTES
     while acked.stat().st_size < size:
         if time.monotonic() > end:
@@ -216,7 +216,7 @@ def _grown(acked: Path, items: int) -> None:
 
 
 async def _stored(url: str) -> list[str]:
-    """Ids of every item in FEEDBACK, read from the stream itself."""
+    """Return the ids of all items in FEEDBACK, read from the stream itself."""
     async with await Bus.connect(url, name="bench") as bus:
         found: list[str] = []
         async with contextlib.aclosing(bus.scan(subjects.FEEDBACK, subjects.feedback("*"))) as messages:

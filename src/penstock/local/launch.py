@@ -1,4 +1,4 @@
-"""How the process of a service is started, and with which variables."""
+"""Starts the process of a service, with the environment variables that it may see."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _PREFIXES = (
     "PYTORCH_", "ATEN_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "NCCL_", "GLOO_", "UCX_", "TRITON_", "MALLOC_",
     "FAKETIME_", "ROCR_", "HIP_", "MUJOCO_", "SDL_", "MESA_", "LIBGL_", "EGL_", "GALLIUM_",
 )  # fmt: skip
-"""Variables of an interpreter, its libraries and the hardware. Tokens and keys of the user's shell are left out."""
+"""Variables of the interpreter, its libraries and the hardware. Tokens and keys of the user's shell are left out."""
 _HUB_PREFIXES = ("HF_", "HUGGINGFACE_", "HUGGING_FACE_", "TRANSFORMERS_", "VLLM_", "SGLANG_", "TOKENIZERS_")
-"""Where models and data sets lie. The token for gated ones is for those that load models."""
+"""Locations of models and data sets. Tokens for gated ones are only passed to services that load models."""
 _HUB = frozenset({"rollout", "trainer", "reward"})
 _TRACKERS = ("WANDB_", "MLFLOW_", "SWANLAB_")
 _COORDINATOR_ONLY = frozenset(
@@ -42,10 +42,10 @@ _SETTINGS = frozenset(f"PENSTOCK_{name.upper()}" for name in ServiceSettings.mod
 
 
 def service_environment(service: str, inherited: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a process of a service: what it may see of those ``inherited``, and its ``own``.
+    """Return the variables of a service's process: the permitted ones of ``inherited``, and its ``own``.
 
-    A worker may run functions of users, so it never sees a key of the API, nor what else the shell of the one who
-    started it holds. ``PENSTOCK_WORKER_ENV`` names further variables for workers, ``PENSTOCK_SCORER_ENV`` for reward.
+    A worker may run user code, so it never gets an API key, nor other secrets from the shell that started it.
+    ``PENSTOCK_WORKER_ENV`` names further variables for workers, ``PENSTOCK_SCORER_ENV`` for reward.
     """
     leads, both = service == "coordinator", {**inherited, **own}
     named = both.get("PENSTOCK_WORKER_ENV", "")
@@ -72,36 +72,36 @@ class Process(Protocol):
         ...
 
     def poll(self) -> int | None:
-        """How it ended, negative for a signal; None while it lives."""
+        """Return the exit code, negative for a signal, or None while the process is alive."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """How it ended. Raises subprocess.TimeoutExpired."""
+        """Wait for the end and return the exit code. Raises subprocess.TimeoutExpired."""
         ...
 
     def terminate(self) -> None:
-        """Ask it to end; nothing where it ended already."""
+        """Send SIGTERM; does nothing if the process has ended."""
         ...
 
     def kill(self) -> None:
-        """End it; nothing where it ended already."""
+        """Send SIGKILL; does nothing if the process has ended."""
         ...
 
 
 Launch: TypeAlias = Callable[[str, Mapping[str, str], IO[bytes]], Process]
-"""``launch(module, environment, log)`` runs a module as a program that dies with whoever starts it. ``environment`` is
-all that it gets; ``log`` is its standard output and error."""
+"""``launch(module, environment, log)`` runs a module as a program that dies with its starter. ``environment`` is its
+whole environment; ``log`` receives its standard output and error."""
 
 
 def interpreter(module: str, environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    """A new interpreter, ``python -m module``. It lives no longer than the thread that starts it."""
+    """Start ``python -m module`` with this interpreter. The process ends with the thread that starts it."""
     return _start(sys.executable, module, environment, log)
 
 
 def interpreter_of(python: Path, folder: Path) -> Launch:
-    """Start modules with another interpreter, which has the libraries that Penstock needs, and not Penstock.
+    """Return a launcher with another interpreter, which has the libraries that Penstock needs, but not Penstock itself.
 
-    It imports the code that runs here, so that both sides of every message agree: ``folder`` gets a link to it.
+    The process imports the code that runs here, by a link in ``folder``, so that both sides of every message agree.
     """
     own = folder / "penstock"
     folder.mkdir(parents=True, exist_ok=True)
@@ -126,5 +126,5 @@ def _start(python: str, module: str, environment: Mapping[str, str], log: IO[byt
         stderr=log,
         env=dict(environment),
         umask=0o077,
-        start_new_session=True,  # Ctrl-C reaches the supervisor alone, which then stops things in order
+        start_new_session=True,  # Ctrl-C reaches only the supervisor, which then stops everything in order
     )

@@ -1,10 +1,10 @@
-"""HTTP load from a process of its own: raw sockets, one request in flight on each, the next one as soon as it is done.
+"""HTTP load generator in a separate process: raw sockets, each with one request in flight at all times.
 
     python -m penstock.local.load < plan.json
 
-Prints one JSON object. A connection that breaks is opened again until the time is over; what was in flight counts as an
-error. SIGTERM ends it early. With ``acked`` the ids in the replies are appended to a file, one write for each reply,
-before the next request.
+Prints one JSON object. A broken connection is reopened until the time is over, and its request in flight counts as an
+error. SIGTERM ends the load early. With ``acked`` the ids in the replies are appended to a file, one write for each
+reply, before the next request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _IDS = re.compile(rb'"(?:feedback_id|id)":"([0-9a-f-]{36})"')
 
 
 class Plan(msgspec.Struct, kw_only=True):
-    """Requests and their target. ``items`` is what one request carries, for the rate."""
+    """The requests and their target. ``items`` is the number of items in one request, for the rate."""
 
     host: str
     port: int
@@ -45,7 +45,7 @@ class Plan(msgspec.Struct, kw_only=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """Results of a load; latencies are of whole requests that were answered well."""
+    """Results of a load; latencies are of whole requests with a ``good`` status."""
 
     requests: int
     items_per_s: float
@@ -67,8 +67,8 @@ class _Link(asyncio.Protocol):
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Begin."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        """Send the first request."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
         self._send()
 
     def data_received(self, data: bytes) -> None:
@@ -86,7 +86,7 @@ class _Link(asyncio.Protocol):
         self._send()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The load opens another connection."""
+        """Report the end, so that the load opens another connection."""
         if not self.over.done():
             self.over.set_result(None)
 
@@ -100,7 +100,7 @@ class _Link(asyncio.Protocol):
 
 
 class _Load:
-    """All connections together."""
+    """State shared by all connections."""
 
     def __init__(self, plan: Plan, acked: BinaryIO | None) -> None:
         self.plan = plan
@@ -115,12 +115,12 @@ class _Load:
         self._acked = acked
 
     def stop(self) -> None:
-        """End now, as if the time were used up."""
+        """End now, as if the time were over."""
         self._end = 0.0
 
     @property
     def is_over(self) -> bool:
-        """The time is used up."""
+        """True if the time is over."""
         return time.perf_counter() >= self._end
 
     def take(self, status: int, seconds: float, body: bytes) -> None:
@@ -133,7 +133,7 @@ class _Load:
             self._acked.write(b"".join(id + b"\n" for id in _IDS.findall(body)))
 
     async def keep_open(self) -> None:
-        """One connection after another until the time is over."""
+        """Open one connection after another until the time is over."""
         loop = asyncio.get_running_loop()
         while not self.is_over:
             try:
@@ -147,7 +147,7 @@ class _Load:
 
 @contextmanager
 def _acked(plan: Plan) -> Iterator[BinaryIO | None]:
-    """The file for acknowledged ids, unbuffered: what is in it was seen, whatever happens next."""
+    """Open the file for acknowledged ids, unbuffered, so that its content survives a kill."""
     if not plan.acked:
         yield None
         return
@@ -156,7 +156,7 @@ def _acked(plan: Plan) -> Iterator[BinaryIO | None]:
 
 
 async def run(plan: Plan) -> Result:
-    """Send until the time is over."""
+    """Send requests until the time is over."""
     with _acked(plan) as acked:
         load = _Load(plan, acked)
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Ports: free ones, and taken ones named before anything starts."""
+"""Finds free ports, and reports ports that are taken before anything starts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TRIES = 200
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """``count`` different ports that nobody listens on at the moment.
+    """Return ``count`` different ports without a listener at the moment.
 
-    They lie below those that the kernel gives to outgoing connections, which could take one before it is listened on.
+    They are below the kernel's range for outgoing connections, which could take a port before the caller listens on it.
     """
     probes: list[socket.socket] = []
     try:
@@ -31,7 +31,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def _bound(host: str) -> socket.socket:
-    """A socket on a port that is free; on one of the kernel's choice where no other is found."""
+    """Return a socket on a free port; the kernel chooses the port if none is found below its range."""
     try:
         stop = int(EPHEMERAL.read_text().split()[0])
     except (OSError, ValueError, IndexError):
@@ -50,7 +50,7 @@ def _bound(host: str) -> socket.socket:
 
 
 def claimable(host: str, port: int) -> None:
-    """Raise ConfigError if the API could not listen there."""
+    """Raise ConfigError if the API cannot listen on ``host`` and ``port``."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

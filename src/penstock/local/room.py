@@ -1,7 +1,7 @@
-"""How large the streams of this machine's own NATS are: as told, as they are already, or as the disk allows.
+"""Plans the sizes of this machine's NATS streams: as configured, as they exist, or as the disk allows.
 
-NATS counts what streams may hold, not what they hold. By default it would let them have three quarters of what is free
-at each start, so a disk that fills up keeps it from taking its own streams back. Here it is told the sum.
+NATS reserves what streams may hold, not what they hold. By default its limit is three quarters of the free space at
+each start, so on a full disk it would refuse its own streams. Here it gets the sum of their sizes as limit.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from penstock.shared.transport.streams import max_bytes
 __all__ = ["LARGEST", "SMALLEST", "Room", "StreamSizes", "plan_room"]
 
 SHARE = 0.75
-"""Of the free space, for streams whose size nobody set. Checkpoints, logs and gaps in NATS's files have the rest."""
+"""Share of the free space for streams without a configured size; the rest is for checkpoints, logs and file gaps."""
 SETTINGS = ("experience_bytes", "stream_bytes", "ledger_bytes")
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class StreamSizes:
-    """Bytes of EXPERIENCE, of each other stream, and of LEDGER where it has a size of its own.
+    """Bytes of EXPERIENCE, of each other stream, and of LEDGER if its size is configured.
 
-    Snapshots, the audit log and buckets have less.
+    Snapshots, the audit log and buckets are smaller.
     """
 
     experience_bytes: int
@@ -40,19 +40,19 @@ class StreamSizes:
 
     @property
     def by_stream(self) -> dict[str, int]:
-        """Of every stream, by its name at the server."""
+        """Bytes of every stream, by its name at the server."""
         return max_bytes(
             experience_bytes=self.experience_bytes, stream_bytes=self.stream_bytes, ledger_bytes=self.ledger_bytes
         )
 
     @property
     def reserved_bytes(self) -> int:
-        """All together."""
+        """Sum of all streams, in bytes."""
         return sum(self.by_stream.values())
 
     @property
     def variables(self) -> dict[str, str]:
-        """For the environment of services."""
+        """Environment variables for services."""
         sizes = {"PENSTOCK_EXPERIENCE_BYTES": self.experience_bytes, "PENSTOCK_STREAM_BYTES": self.stream_bytes}
         sizes |= {"PENSTOCK_LEDGER_BYTES": self.ledger_bytes} if self.ledger_bytes is not None else {}
         return {name: str(size) for name, size in sizes.items()}
@@ -61,30 +61,30 @@ class StreamSizes:
 LARGEST = StreamSizes(
     ServiceSettings.model_fields["experience_bytes"].default, ServiceSettings.model_fields["stream_bytes"].default
 )
-"""Where there is room, and nothing else is said."""
+"""Sizes without configuration, if there is room."""
 SMALLEST = StreamSizes(256 * MIB, 64 * MIB)
-"""EXPERIENCE takes one job with the default ``limits.byte_budget``."""
+"""Smallest sizes: EXPERIENCE holds one job with the default ``limits.byte_budget``."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """Sizes and place of streams; ``max_file_store`` is for the server, and counts what existing streams have."""
+    """Sizes and location of streams; ``max_file_store`` is the server's limit, and includes existing streams."""
 
     sizes: StreamSizes
     max_file_store: int
     folder: Path
     free_bytes: int
     held_bytes: int
-    """Bytes of the store on the disk."""
+    """Bytes that the store uses on the disk now."""
 
     @property
     def fits(self) -> bool:
-        """True if the disk holds all that the streams may."""
+        """True if the disk has room for everything that the streams may hold."""
         return self.max_file_store <= self.free_bytes + self.held_bytes
 
     @property
     def story(self) -> str:
-        """For people."""
+        """Message for the user."""
         sizes = self.sizes
         return (
             f"{self.folder} has {_mib(self.free_bytes)} free; streams take at most {_mib(self.max_file_store)} "
@@ -93,13 +93,13 @@ class Room:
 
 
 def plan_room(store: Path, environment: Mapping[str, str], *, largest: StreamSizes = LARGEST) -> Room:
-    """Sizes for the streams of a NATS that keeps its data in ``store``, which need not exist.
+    """Return sizes for the streams of a NATS server that keeps its data in ``store``, which need not exist.
 
-    A size that the environment sets (``environment``, or that of this process) is taken as it is. Else streams that
-    exist keep theirs. Else they get ``largest``, halved until all fit, and not less than SMALLEST.
+    A size set in ``environment``, or in the environment of this process, is used as it is. Otherwise existing streams
+    keep their sizes, and new ones get ``largest``, halved until all fit, but at least SMALLEST.
 
     Raises:
-        ConfigError: there is too little space for new streams, or a variable has a value that cannot be used.
+        ConfigError: there is too little space for new streams, or a variable has an invalid value.
     """
     folder = next(path for path in (store, *store.parents) if path.exists())
     stored = _stored(store)
@@ -144,19 +144,19 @@ def _halved(largest: StreamSizes) -> Iterator[StreamSizes]:
 
 
 def _stored(store: Path) -> dict[str, int]:
-    """``max_bytes`` of the streams that exist, by name."""
+    """Return ``max_bytes`` of the existing streams, by name."""
     found = {}
     for path in store.glob("jetstream/*/streams/*/meta.inf"):
         try:
             config = json.loads(path.read_bytes())
             found[str(config["name"])] = max(0, int(config["max_bytes"]))
         except (OSError, ValueError, LookupError, TypeError):
-            continue  # the server says what is wrong with it
+            continue  # the server reports the flaw
     return found
 
 
 def _held(store: Path) -> int:
-    """Bytes of the files in a store; some may go meanwhile."""
+    """Return the bytes of the files in a store; files may be deleted meanwhile."""
     held = 0
     for folder, _, names in os.walk(store):
         for name in names:

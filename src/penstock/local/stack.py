@@ -45,39 +45,40 @@ __all__ = ["Stack", "StackOptions"]
 
 SERVICES = ("coordinator", "reward", "env", "rollout", "trainer")
 STOPPING = (("env",), ("rollout", "trainer"), ("reward",), ("coordinator",))
-"""Services that stop together, in order: env asks rollout for actions, rollout asks reward for scores, all report."""
+"""Services that stop together, in order: env requests actions from rollout, rollout requests scores from reward, and
+all report to the coordinator."""
 REACH_S = 4.0
-"""A bus that is not ours has this long to answer."""
+"""Deadline for an external bus to answer (seconds)."""
 _POLL_S = 0.2
 
 
 @dataclass(frozen=True)
 class StackOptions:
-    """Processes to start. ``nats_url`` or ``redis_url``: use that server and start none."""
+    """Settings of a stack. ``nats_url`` or ``redis_url``: use that server instead of starting one."""
 
     data_dir: Path
     http_host: str = "127.0.0.1"
     http_port: int = 0
-    """0 takes a free one."""
+    """Port of the API; 0: a free one."""
     nats_url: str | None = None
     redis_url: str | None = None
     workers: dict[str, int] = field(default_factory=lambda: {"rollout": 1})
-    """Processes of a service where that is not one."""
+    """Number of processes by service; default: 1."""
     trainer_ranks: int = 1
-    """Processes that are one trainer together."""
+    """Number of processes that form one trainer."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Further variables for the services."""
+    """Further environment variables for the services."""
     largest: StreamSizes = LARGEST
-    """Of new streams whose size no variable sets; they are smaller where the disk has not the room."""
+    """Sizes of new streams that no variable sets; smaller if the disk lacks room."""
     drain_s: float = 20.0
     launch: Launch = interpreter
     """Starts the processes of the services."""
     pythons: dict[str, Path] = field(default_factory=dict)
-    """Interpreter of a service where that is not this one."""
+    """Interpreter by service; default: this one."""
 
 
 class Stack:
-    """Every process of a deployment on this machine; ``tell`` hears of restarts."""
+    """All processes of a deployment on this machine; ``tell`` receives messages about restarts."""
 
     def __init__(self, options: StackOptions, tell: Callable[[str], None] = lambda _: None) -> None:
         self.options = options
@@ -96,7 +97,7 @@ class Stack:
         self._claim: Claim | None = None
         self._nats_url, self._redis_url = options.nats_url, options.redis_url
         self.api_key = ""
-        """A key that may do everything; '' where the API is open."""
+        """API key with all scopes; '' if the API is open."""
         self._makes_key = False
         self._monitor_url: str | None = None
         self._room: Room | None = None
@@ -105,8 +106,8 @@ class Stack:
     async def __aenter__(self) -> Stack:
         """Start everything.
 
-        Before the first process: raises ConfigError if the directory or the port is taken, or the disk has no room for
-        streams, and Unavailable if the bus of ``nats_url`` does not answer.
+        Raises before the first process starts: ConfigError if the directory or the port is taken, or the disk lacks
+        room for streams; Unavailable if the bus at ``nats_url`` does not answer.
         """
         options = self.options
         port = options.http_port
@@ -151,14 +152,14 @@ class Stack:
 
     @property
     def restarts(self) -> int:
-        """Starts beyond the first ones."""
+        """Number of restarts of all processes."""
         return sum(child.restarts for child in self._children)
 
     async def ready(self, *, deadline_s: float, waiting: Callable[[list[str]], None] = lambda _: None) -> None:
-        """Wait until every service can work; ``waiting`` hears who cannot yet.
+        """Wait until every service is ready; ``waiting`` receives the names of those that are not.
 
         Raises:
-            DeadlineError: somebody is not ready in time; names them.
+            DeadlineError: a service is not ready in time; names them.
             ConfigError: a service refuses its configuration.
         """
         deadline = time.monotonic() + deadline_s
@@ -175,14 +176,14 @@ class Stack:
                 await asyncio.sleep(_POLL_S)
 
     async def broken(self) -> None:
-        """Return never, unless a service cannot go on: then raise its ConfigError."""
+        """Wait forever, or raise the ConfigError of a service that cannot continue."""
         assert self._broken is not None, "it was started"
         await asyncio.shield(self._broken)
 
     async def scale(self, service: str, replicas: int) -> None:
-        """Have ``replicas`` workers of a service: start what is missing, let what is too many drain. Safe to repeat.
+        """Change the number of workers of a service: start missing ones, drain surplus ones. Safe to repeat.
 
-        Returns before new ones are ready and old ones are gone: see ``pool``.
+        Returns before new workers are ready and old ones have ended: see ``pool``.
         """
         async with self._scaling:
             own = self._workers(service)
@@ -193,7 +194,7 @@ class Stack:
             self._write_state()
 
     async def pool(self, service: str) -> ScaleReply:
-        """How many workers of a service there are, how many of them can work, and how many others drain."""
+        """Return the number of workers of a service, of those that are ready, and of others that drain."""
         names = [kept.child.name for kept in self._workers(service)]
         urls = [self._health[name] for name in names if name in self._health]
         async with httpx.AsyncClient(timeout=2.0) as http:
@@ -205,11 +206,11 @@ class Stack:
         """Stop everything in the order of STOPPING; each stage gets ``drain_s``.
 
         Raises:
-            OSError: somebody could not be stopped; the others were, all the same.
+            OSError: a process could not be stopped; all others were.
         """
         await end_tasks([*self._watchers, *self._keepers.values()])
         self._keepers = {}
-        async with self._scaling:  # a start that was under way has ended
+        async with self._scaling:  # a start in progress has ended now
             await asyncio.gather(*self._leaving.values(), return_exceptions=True)
             ends: list[BaseException | None] = []
             for stage in _stages(self._children):
@@ -217,10 +218,10 @@ class Stack:
                 ends += await asyncio.gather(*stops, return_exceptions=True)
             self._children = []
         self._starter.shutdown()
-        if self._claim is not None and self.options.nats_url is None:  # else workers elsewhere may go on with them
+        if self._claim is not None and self.options.nats_url is None:  # external workers may continue otherwise
             await asyncio.to_thread(self._clear_shared_memory)
         if self._makes_key:
-            with contextlib.suppress(OSError):  # then it names a deployment that does not run, and is not believed
+            with contextlib.suppress(OSError):  # clients ignore a key of a stopped deployment
                 withdraw_key(self.url, self.options.data_dir)
         if self._claim is not None:
             self._claim.release()
@@ -230,17 +231,17 @@ class Stack:
                 raise error
 
     def _clear_shared_memory(self) -> None:
-        """Remove the weight slots of jobs that go on at the next start, and what killed processes left."""
+        """Remove the shared-memory weight slots of jobs, which a restart rewrites, and segments of killed processes."""
         directory = load_settings(self.options.environment).shm_dir
         with contextlib.suppress(OSError):
-            for folder in (self.options.data_dir / CHECKPOINTS).iterdir():  # each job has its initial one
+            for folder in (self.options.data_dir / CHECKPOINTS).iterdir():  # every job has one
                 remove_unheld(directory.glob(slot_name(folder.name, 0).removesuffix("0") + "[0-9]*"))
             sweep(directory, BULK_PREFIX)
 
     # -- start -------------------------------------------------------------------------------------------------------
 
     def _find_key(self) -> None:
-        """The first key of the configuration; or one in a file of this user, told to the user's clients."""
+        """Set the API key: the first configured one, or one in a file of this user that the user's clients can find."""
         settings = load_settings(self.options.environment)
         keys = [key for key in settings.api_keys.split(",") if key.strip()]
         if keys or settings.open_loopback:
@@ -256,7 +257,7 @@ class Stack:
             self._tell(f"clients will not find the key by themselves ({error}): PENSTOCK_API_KEY=$(cat {file})")
 
     def _url_of(self, role: str) -> str:
-        """Where a role reaches the bus; that of somebody else's bus is for all of them."""
+        """Return the bus URL of a role; on an external bus all roles share one."""
         return self._nats.url_of(role) if self._nats is not None else str(self._nats_url)
 
     async def _start_servers(self) -> None:
@@ -318,7 +319,7 @@ class Stack:
         return kept
 
     def _keep(self, kept: KeptAlive) -> None:
-        """Start it again whenever it ends; an error that another start cannot mend ends ``broken``."""
+        """Restart a child whenever it ends; an error that a restart cannot fix ends ``broken``."""
 
         def ended(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
@@ -331,7 +332,7 @@ class Stack:
     # -- scaling -----------------------------------------------------------------------------------------------------
 
     def _workers(self, service: str) -> list[KeptAlive]:
-        """Those that stay, in the order of their start."""
+        """Return the workers that are not leaving, in the order of their start."""
         return [kept for kept in self._children if _service_of(kept) == service and kept not in self._leaving]
 
     async def _add(self, service: str) -> None:
@@ -340,14 +341,14 @@ class Stack:
         environment = self._environment(worker, self._port, free_ports(1)[0])
         try:
             kept = await self._start_worker(service, worker, environment)
-        except (ConfigError, DeadlineError, OSError):  # one that is cancelled runs, and is stopped with the others
+        except (ConfigError, DeadlineError, OSError):  # a cancelled one runs, and is stopped with the others
             self._health.pop(worker, None)
             self._children = [kept for kept in self._children if kept.child.name != worker]
             raise
         self._keep(kept)
 
     async def _let_go(self, kept: KeptAlive) -> None:
-        """Have a worker finish what it has in hand, and end. One that could not be stopped stays, for another try."""
+        """Drain a worker and remove it. A worker that could not be stopped stays listed, for another attempt."""
         try:
             keeper = self._keepers.pop(kept, None)
             if keeper is not None:
@@ -366,7 +367,7 @@ class Stack:
             self._tell(f"{kept.child.name} is gone, but that is not written down: {error}")
 
     def _workers_of(self, service: str, number: int) -> list[str]:
-        """Names of the processes that are one worker of a service."""
+        """Return the names of the processes that form one worker of a service."""
         ranks = self.options.trainer_ranks if service == "trainer" else 1
         return [f"{service}-{number}", *(f"{service}-{number}-rank{rank}" for rank in range(1, ranks))]
 
@@ -418,7 +419,7 @@ def _service_of(kept: KeptAlive) -> str:
 
 
 def _stages(children: list[KeptAlive]) -> list[list[KeptAlive]]:
-    """In the order of STOPPING; the servers last, because everybody needs them to drain."""
+    """Group children in the order of STOPPING; servers last, because all services need them to drain."""
     stages: list[list[KeptAlive]] = [[] for _ in range(len(STOPPING) + 1)]
     for child in children:
         service = _service_of(child)

@@ -1,4 +1,4 @@
-"""Owner of a stack in a data directory: a lock that ends with its holder, and a file that says where things are."""
+"""Ownership of a data directory by one stack: a lock that ends with its holder, and a file with its addresses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Claim", "UpState", "read_state"]
 
 
 PATIENCE_S = 0.5
-"""Readers of the state touch the lock for a moment."""
+"""Time to wait for the lock, which readers of the state hold for a moment (seconds)."""
 
 
 class UpState(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,18 +26,18 @@ class UpState(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     url: str
     nats_url: str
-    """For people and tools: it may do everything."""
+    """URL with all permissions, for users and tools."""
     redis_url: str | None
     data_dir: str
     started: float
     processes: dict[str, int]
     """Process id by name."""
     nats_urls: dict[str, str] = {}
-    """For one more worker, by service."""
+    """Service -> URL for an additional worker of it."""
 
 
 class Claim:
-    """The right to run a stack in ``data_dir``; held until ``release`` or the end of the process.
+    """The right to run a stack in ``data_dir``, held until ``release`` or the end of the process.
 
     Raises:
         ConfigError: another process holds it.
@@ -48,7 +48,7 @@ class Claim:
         try:
             data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
             if data_dir.stat().st_mode & 0o077:
-                data_dir.chmod(0o700)  # keys, passwords, and what users wrote
+                data_dir.chmod(0o700)  # contains keys, passwords and user data
             self._lock = (data_dir / LOCK).open("wb")
         except OSError as error:
             raise ConfigError(f"cannot write to {data_dir}: {error.strerror}; choose another with --data-dir") from None
@@ -69,7 +69,7 @@ class Claim:
         self.release()
 
     def write(self, state: UpState) -> None:
-        """Publish where things are; replaces the file in one step. For this user only: addresses may hold passwords."""
+        """Replace the state file atomically. Only this user can read it, because addresses may contain passwords."""
         draft = self._state.with_suffix(".tmp")
         draft.unlink(missing_ok=True)
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -77,14 +77,14 @@ class Claim:
         draft.replace(self._state)
 
     def release(self) -> None:
-        """Give the directory back."""
+        """Remove the state file and release the lock."""
         if not self._lock.closed:
             self._state.unlink(missing_ok=True)
             self._lock.close()
 
 
 def read_state(data_dir: Path) -> UpState | None:
-    """The running stack of ``data_dir``, or None. A file left behind by a crash does not count."""
+    """Return the running stack of ``data_dir``, or None. A file left by a crash is ignored."""
     try:
         state = msgspec.json.decode((data_dir / "up.json").read_bytes(), type=UpState)
         with (data_dir / LOCK).open("rb") as lock:
@@ -111,4 +111,4 @@ def _is_free(lock: int) -> bool:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False
-    return True  # and released again when the caller closes the file
+    return True  # released when the caller closes the file

@@ -1,4 +1,4 @@
-"""Takes the coordinator's wishes about the number of workers, over the bus."""
+"""Receives the coordinator's scaling requests over the bus."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ CONNECT_S = 60.0
 
 
 class Scalable(Protocol):
-    """Processes that can become more and fewer."""
+    """Processes whose number can change."""
 
     async def scale(self, service: str, replicas: int) -> None:
-        """Begin to have that many."""
+        """Start to change the number of processes to ``replicas``."""
         ...
 
     async def pool(self, service: str) -> ScaleReply:
-        """How far that is."""
+        """Return the progress of that."""
         ...
 
 
 class Supervisor:
-    """Answers for the processes of one machine. Without one, workers are somebody else's to start."""
+    """Serves scaling requests for the processes of one machine. Without a supervisor, users start workers by hand."""
 
     def __init__(self, nats_url: str, processes: Scalable) -> None:
         self._nats_url, self._processes = nats_url, processes
         self._newest: dict[str, str] = {}
-        """Wish that was taken last, by pool."""
+        """Pool -> newest request that was accepted."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Serve until cancelled."""
         bus = await Bus.connect(self._nats_url, name="supervisor", deadline_s=CONNECT_S)
         async with bus, await bus.serve(subjects.SCALE, self._answer):
             await asyncio.Event().wait()
@@ -45,7 +45,7 @@ class Supervisor:
     async def _answer(self, data: bytes) -> bytes:
         request, _ = unpack(data, ScaleRequest)
         if request.replicas is not None:
-            if request.wish < self._newest.get(request.pool, ""):  # of a leader that had stalled
+            if request.wish < self._newest.get(request.pool, ""):  # from a stalled leader
                 raise Conflict(f"a newer wish for workers of '{request.pool}' was taken already")
             self._newest[request.pool] = request.wish
             await self._processes.scale(request.pool, request.replicas)
