@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 TRL_VENV ?= .bench/trl
 PEERS_VENV ?= .bench/peers
+SB3_VENV ?= .bench/sb3
 FRESH ?= ../shared/tools/fresh.sh
 GSM8K ?= data/gsm8k
 NO_SECRETS := PENSTOCK_API_KEYS=x $(foreach role,COORDINATOR ROLLOUT ENV REWARD TRAINER SUPERVISOR OPERATOR,PENSTOCK_NATS_$(role)=x)
@@ -11,7 +12,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test up down \
-	demo bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-online bench-length bench-rambling fresh package release clean
+	demo bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-online bench-sac bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -121,6 +122,15 @@ bench-jobs: $(BIN)/pytest  ## pages and submissions per second with ten thousand
 
 bench-embodied: $(BIN)/pytest  ## a robot arm as a job beside one plain process, three seeds (needs metaworld)
 	$(BIN)/python benchmarks/embodied_training.py $(ARGS)
+
+$(SB3_VENV)/bin/.stable-baselines3:
+	$(PYTHON) -m venv $(SB3_VENV)
+	$(SB3_VENV)/bin/pip install -q torch==2.13.0  # first and pinned: the same one on both sides
+	$(SB3_VENV)/bin/pip install -q stable-baselines3==2.9.2 gymnasium==1.4.0 mujoco==3.3.0
+	touch $@
+
+bench-sac: $(BIN)/fonttools $(SB3_VENV)/bin/.stable-baselines3  ## SAC as a job beside Stable-Baselines3, two MuJoCo tasks, three seeds (installs it into an environment of its own)
+	$(BIN)/python benchmarks/soft_actor_critic.py --baseline $(SB3_VENV)/bin/python --out docs/results/soft_actor_critic $(ARGS)
 
 bench-takeover: $(BIN)/pytest  ## how long a job stands still when its leader is replaced, with much kept or waiting
 	$(BIN)/python benchmarks/takeover.py $(ARGS)
