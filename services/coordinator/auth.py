@@ -226,8 +226,7 @@ def _presented(headers: Headers) -> str:
 
 
 def _refuse_foreign_pages(headers: Headers) -> None:
-    """Refuse requests for other hosts or from other origins, as web pages send them: without keys, loopback is the only
-    protection."""
+    """Refuse requests of web pages, by Host and Origin, because without keys loopback is the only protection."""
     host = _host_name(headers.get("host", "localhost"))
     origin = headers.get("origin")
     origin_host = _host_name(origin.partition("://")[2]) if origin else "localhost"

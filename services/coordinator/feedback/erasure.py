@@ -104,7 +104,7 @@ class Eraser:
         return await self._change(user, edit)
 
     async def claim(self, user: str, *, abandoned_s: float) -> Report | None:
-        """Take over a deletion; None if it is done, or its holder sent a heartbeat within ``abandoned_s`` seconds.
+        """Take over a deletion; None if it is done, or another holder was alive in the last ``abandoned_s`` seconds.
 
         Raises:
             Unavailable: the bus does not answer.

@@ -190,7 +190,7 @@ class PromotionGate:
     def lets_train(self, state: LedgerState) -> bool:
         """Return True if another batch may be sealed.
 
-        One at a time, so that the served version keeps its engine slot, and none during a trial, which uses the other
+        One at a time, so that the served version keeps its weight slot, and none during a trial, which uses the other
         slot.
         """
         if state.sealed or state.canary is not None:

@@ -231,7 +231,7 @@ class Stack:
                 raise error
 
     def _clear_shared_memory(self) -> None:
-        """Remove the shared-memory weight slots of jobs, which a restart rewrites, and segments of killed processes."""
+        """Remove weight slots in shared memory, also of jobs that continue at the next start, and dead segments."""
         directory = load_settings(self.options.environment).shm_dir
         with contextlib.suppress(OSError):
             for folder in (self.options.data_dir / CHECKPOINTS).iterdir():  # every job has one
