@@ -257,14 +257,14 @@ class CoordinatorService:
 
     async def clean_up(self, job: str) -> None:
         """Delete unneeded data of a finished job; retry while the bus is away, because this runs only once."""
-        while (error := await unexpected(self._give_up_rest(job))) is not None:
+        while (error := await unexpected(self._purge_leftovers(job))) is not None:
             expected = _only(error, Unavailable)
             logger.warning("cleaning up after job %s: %s", job, error, exc_info=None if expected else error)
             if not expected:
                 return
             await asyncio.sleep(RETRY_S)
 
-    async def _give_up_rest(self, job: str) -> None:
+    async def _purge_leftovers(self, job: str) -> None:
         """Purge tickets, raw groups and snapshots of a finished job and archive its ledger; groups stay for replay."""
         await self.bus.purge(subjects.SNAPSHOTS, subjects.snapshots(job))
         for stream, subject in ((subjects.TICKETS, subjects.tickets(job)), (subjects.RAW, subjects.raw(job))):

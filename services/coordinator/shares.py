@@ -88,7 +88,7 @@ class FeedbackShares:
     async def run(self) -> None:
         """Follow the stream until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._look())
+            tasks.create_task(self._refresh())
             async with contextlib.aclosing(
                 self._bus.follow(subjects.FEEDBACK, f"{subjects.FEEDBACK.lower()}.>", headers_only=True)
             ) as messages:
@@ -107,7 +107,7 @@ class FeedbackShares:
         room = self._share * (self._max_bytes - max(0, self._bytes - own))
         return of_key + nbytes <= KEY_SHARE * (room - (own - of_key))
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         """Refresh the fill level of the stream, and stop counting messages that the stream has removed."""
         while True:
             try:

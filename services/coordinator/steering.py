@@ -50,7 +50,7 @@ class Steering:
         record = await self._store.set_desired(job, state, force=force, checkpoint=checkpoint)
         if record.generation != before.generation:
             how = {"force": True} if force else {} if checkpoint else {"checkpoint": False}
-            await self._tell(job, VERBS[state], by, how)
+            await self._publish_event(job, VERBS[state], by, how)
         return record
 
     async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob], *, by: str) -> JobRecord:
@@ -76,7 +76,7 @@ class Steering:
         if record.generation != before.generation:
             keys = changed_keys(parse_job(before.spec), parse_job(record.spec))
             sections = {key.rpartition(".")[0] for key in keys}  # an empty value has its own key
-            await self._tell(job, "amend", by, {"keys": [key for key in keys if key not in sections]})
+            await self._publish_event(job, "amend", by, {"keys": [key for key in keys if key not in sections]})
         return record
 
     async def extend(self, job: str, max_updates: int, *, by: str) -> JobRecord:
@@ -90,7 +90,7 @@ class Steering:
             return config
 
         record = await self._store.extend(job, longer)
-        await self._tell(job, "extend", by, {"max_updates": max_updates})
+        await self._publish_event(job, "extend", by, {"max_updates": max_updates})
         return record
 
     async def _check_smaller_budget(self, record: JobRecord, edit: Callable[[JobRecord], AnyJob]) -> None:
@@ -107,10 +107,10 @@ class Steering:
     async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
         """Request an operation; ``operations`` of the record show its end. Raises Conflict: the job is terminal."""
         record = await self._store.begin_operation(job, operation)
-        await self._tell(job, operation.kind, operation.by, {**operation.args, "operation": operation.id})
+        await self._publish_event(job, operation.kind, operation.by, {**operation.args, "operation": operation.id})
         return record
 
-    async def _tell(self, job: str, action: str, by: str, details: dict[str, Any]) -> None:
+    async def _publish_event(self, job: str, action: str, by: str, details: dict[str, Any]) -> None:
         """Publish the event of a request that is already in the record; log an error if the bus does not accept it."""
         shown = ", ".join(f"{name} {value}" for name, value in details.items() if name not in ("keys", "operation"))
         what = " ".join((action.replace("_", " "), *details.get("keys", ()))) + (f" ({shown})" if shown else "")

@@ -231,7 +231,7 @@ class _BoundedProtocol(HttpToolsProtocol):
         if self._writer is not None:
             self._writer.cancel()
 
-    def _look_at_writing(self, before: int) -> None:
+    def _check_writing(self, before: int) -> None:
         """Disconnect a client that read too little since the last check, when ``before`` bytes waited."""
         left = self.transport.get_write_buffer_size()
         if left > before - WRITE_BYTES:
@@ -240,7 +240,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._watch_writing(left)
 
     def _watch_writing(self, left: int) -> None:
-        self._writer = self.loop.call_later(WRITE_S, self._look_at_writing, left)
+        self._writer = self.loop.call_later(WRITE_S, self._check_writing, left)
 
     def _unsupported_upgrade_warning(self) -> None:
         """Skip uvicorn's warning: a request to upgrade is answered in HTTP/1.1, as the standard allows."""
@@ -249,14 +249,14 @@ class _BoundedProtocol(HttpToolsProtocol):
         """Start the deadline of a head or a body."""
         self._stop_timer()
         self._began = self.loop.time()
-        self._timer = self.loop.call_later(seconds, self._look)
+        self._timer = self.loop.call_later(seconds, self._check_deadline)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _check_deadline(self) -> None:
         """Enforce the deadline; a body that arrives fast enough, or that the application leaves unread, gets more."""
         self._timer = None
         if self.transport.is_closing():
@@ -267,11 +267,13 @@ class _BoundedProtocol(HttpToolsProtocol):
             if self.flow.read_paused:
                 left = max(left, self._bounds.body_s)
             if left > 0:
-                self._timer = self.loop.call_later(left, self._look)
+                self._timer = self.loop.call_later(left, self._check_deadline)
                 return
             self._refuse(408, "slow_body", "the body of the request did not come in time", "slow body")
         elif self._silent_bytes and self.cycle is not None and not self.cycle.response_complete:
-            self._timer = self.loop.call_later(self._bounds.head_s, self._look)  # the previous response continues
+            self._timer = self.loop.call_later(
+                self._bounds.head_s, self._check_deadline
+            )  # the previous response continues
         elif self._silent_bytes:
             self._refuse(408, "slow_head", "the head of the request did not come in time", "slow head")
         elif self.cycle is None or self.cycle.response_complete:

@@ -128,9 +128,9 @@ class Eraser:
             while True:
                 await asyncio.sleep(every_s)
                 with contextlib.suppress(Unavailable):
-                    await self._change(user, self._held)
+                    await self._change(user, self._with_heartbeat)
 
-    def _held(self, known: Report | None) -> Report:
+    def _with_heartbeat(self, known: Report | None) -> Report:
         """Return the stored report with a new heartbeat. Raises Conflict if this process no longer holds it."""
         if known is None or known.holder != self._holder:
             raise Conflict("another process took the deletion up")
@@ -188,7 +188,7 @@ class Eraser:
         all_made = await self._made(report.user, found, until)
         for job, made in all_made.items():
             if made.held and not announced.get(job):  # its records are gone: user and time suffice
-                announced[job] = await self._say(
+                announced[job] = await self._publish_erasure(
                     Erasure(user=report.user, interactions=[], feedback=[], time=until), job
                 )
         for job, made in all_made.items():
@@ -221,7 +221,7 @@ class Eraser:
 
     def _merged(self, report: Report, known: Report | None) -> Report:
         """Return the counts of ``report`` with the other fields from the bucket."""
-        held = self._held(known)
+        held = self._with_heartbeat(known)
         stands = {name: getattr(held, name) for name in ("status", "requested", "finished", "holder", "alive")}
         return msgspec.structs.replace(report, **stands)
 
@@ -283,12 +283,12 @@ class Eraser:
         last, interactions, feedback = 0, sorted(mine.interactions), sorted(mine.feedback)
         for start in range(0, max(len(interactions), len(feedback)), NAMED):
             some = slice(start, start + NAMED)
-            last = await self._say(
+            last = await self._publish_erasure(
                 Erasure(user=user, interactions=interactions[some], feedback=feedback[some], time=time), job
             )
         return last
 
-    async def _say(self, erasure: Erasure, job: str) -> int:
+    async def _publish_erasure(self, erasure: Erasure, job: str) -> int:
         """Publish a deletion to all readers of the job's feedback; return its sequence."""
         return await self._bus.publish(subjects.erasures(job), pack(erasure, job=job))
 

@@ -120,9 +120,9 @@ class FeedbackIndex:
             projection = await self._load()
             for stream in STREAMS:
                 tasks.create_task(self._follow(stream))
-            tasks.create_task(self._take_over(projection))
-            tasks.create_task(self._see_end())
-            tasks.create_task(self._see_damage())
+            tasks.create_task(self._index_messages(projection))
+            tasks.create_task(self._watch_catch_up())
+            tasks.create_task(self._watch_damage())
 
     async def _load(self) -> Projection:
         try:
@@ -137,7 +137,7 @@ class FeedbackIndex:
         self._targets, self._all_targets = OrderedDict.fromkeys(some), len(some) <= TARGETS
         return projection
 
-    async def _see_damage(self) -> None:
+    async def _watch_damage(self) -> None:
         await self._damaged.wait()
         raise _Damaged("a question to it failed")
 
@@ -193,7 +193,7 @@ class FeedbackIndex:
             return message
         return (await self._bus.get_whole(stream, [message.seq])).get(message.seq, message)
 
-    async def _take_over(self, projection: Projection) -> None:
+    async def _index_messages(self, projection: Projection) -> None:
         """Write the messages that were read, in transactions of all that have arrived."""
         while True:
             some = [await self._queue.get()]
@@ -218,7 +218,7 @@ class FeedbackIndex:
             except sqlite3.DatabaseError as error:
                 raise _damage(error) from error
 
-    async def _see_end(self) -> None:
+    async def _watch_catch_up(self) -> None:
         """Set ``_caught_up`` once everything is indexed that was in FEEDBACK at the start."""
         while not self._caught_up.is_set():
             with contextlib.suppress(Unavailable):

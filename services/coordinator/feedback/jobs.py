@@ -124,7 +124,7 @@ class LiveJobs:
         """
         mark = int(target[-MARK_DIGITS:], 16)
         if mark not in self._marks and mark not in self._others:
-            await self._look_again()
+            await self._refresh()
         job = self._marks.get(mark)
         if job is not None:
             return _open(job)
@@ -144,7 +144,7 @@ class LiveJobs:
         name = model.partition("@")[0]
         job = self._named(name)
         if job is None:
-            await self._look_again()
+            await self._refresh()
             job = self._named(name)
         if job is None:
             others = [other for other in self._others.values() if name in (other.id, other.name)]
@@ -159,7 +159,7 @@ class LiveJobs:
         found = [job for job in self._jobs.values() if job.name == name]
         return max(found, key=lambda job: (not job.finished, job.id), default=None)
 
-    async def _look_again(self) -> None:
+    async def _refresh(self) -> None:
         if time.monotonic() - self._looked < LOOK_AGAIN_S:
             return
         self._looked = time.monotonic()

@@ -74,14 +74,14 @@ class Made:
     @property
     def held(self) -> set[int]:
         """Those of ``ordinals`` whose groups a trainer may still request."""
-        return self.ordinals & self._asked_for()
+        return self.ordinals & self._requestable()
 
     @property
     def needed(self) -> frozenset[str]:
         """Those of ``others`` of which a group may still be made."""
-        return frozenset(name for ordinal in self._asked_for() for name in self._bodies.get(ordinal, ()))
+        return frozenset(name for ordinal in self._requestable() for name in self._bodies.get(ordinal, ()))
 
-    def _asked_for(self) -> set[int]:
+    def _requestable(self) -> set[int]:
         """Return the draws in flight, in a sealed batch, or in a batch that a restarted trainer repeats."""
         newest = self._earliest_start()
         return self._open.union(*(batch.ordinals for number, batch in self._trained.items() if number > newest))

@@ -61,11 +61,11 @@ class Consents:
 
     def __init__(self, bus: Bus) -> None:
         self._kv = bus.kv(subjects.PRIVACY)
-        self._said: dict[str, bool] = {}
+        self._known: dict[str, bool] = {}
 
     def of(self, pseudonym: str) -> bool | None:
         """Return True if a user may be trained on, False if not, None without a decision of the user."""
-        return self._said.get(pseudonym)
+        return self._known.get(pseudonym)
 
     def opted_out(self, pseudonym: str) -> bool:
         """Return True if a user refused to be trained on."""
@@ -94,9 +94,9 @@ class Consents:
 
     def _take(self, pseudonym: str, value: bytes | None) -> None:
         if value is None:
-            self._said.pop(pseudonym, None)
+            self._known.pop(pseudonym, None)
         else:
-            self._said[pseudonym] = value != OPTED_OUT
+            self._known[pseudonym] = value != OPTED_OUT
 
 
 def objection(said: bool | None, consent: Consent) -> str:

@@ -60,11 +60,11 @@ class StreamGauges:
         """Refresh the gauges until cancelled."""
         while True:
             with contextlib.suppress(Unavailable):  # the last values stay; other metrics show that the bus is away
-                await self._look_at_streams()
+                await self._refresh_streams()
             self._show(oldest_versions(self._members.everybody(), time.monotonic()))
             await asyncio.sleep(EVERY_S)
 
-    async def _look_at_streams(self) -> None:
+    async def _refresh_streams(self) -> None:
         for name in STREAMS:
             state = await self._bus.stream_state(name)
             MESSAGES.labels(name.lower()).set(state.messages)

@@ -77,7 +77,7 @@ class LeaderRpc:
             data = await self._bus.request(subjects.LEADER, job.encode(), deadline_s=ASK_S)
             return list(msgspec.json.decode(data))
         except PenstockError:
-            return [await self._nobody()]
+            return [await self._no_leader()]
 
     def _known(self, job: str) -> list[dict[str, Any]] | None:
         runner = self._runners.get(job)
@@ -101,7 +101,7 @@ class LeaderRpc:
         record = msgspec.json.decode(entry.value, type=LeaseRecord) if entry is not None and entry.value else None
         return f"{record.holder} (epoch {record.epoch})" if record is not None and record.holder else "nobody"
 
-    async def _nobody(self) -> dict[str, Any]:
+    async def _no_leader(self) -> dict[str, Any]:
         return {
             "waiting_for": "a coordinator to lead this job",
             "subject": subjects.LEASES,

@@ -547,10 +547,10 @@ class JobRunner:
             self._known,
             conditions(self.run, self.job, self.members, self._known, clock=clock, now=now),
         )
-        self._tell_of_clocks(before)
+        self._report_clocks(before)
         return self._known
 
-    def _tell_of_clocks(self, before: list[Condition]) -> None:
+    def _report_clocks(self, before: list[Condition]) -> None:
         was, now = ({one.type: one for one in found}.get("ClocksAgree") for found in (before, self._known))
         if now is not None and now.status == "False" and (was is None or was.status != "False"):
             self.outbox.event("warning", "clock_skew", now.message)

@@ -42,7 +42,7 @@ class ServingRunner(LedgerlessRunner):
             while (end := self._end()) is None:
                 self._report("running" if self._served else "pending", self._message())
                 await self._until_changed(LOOK_S)
-                self._look(time.monotonic())
+                self._update_activity(time.monotonic())
             self._report(*end)
 
     def _entries(self, clock: float) -> dict[str, dict[str, Any]]:
@@ -50,7 +50,7 @@ class ServingRunner(LedgerlessRunner):
         found = {m.beat.worker: m.beat.jobs.get(self.job, {}) for m in self.members.of("rollout", clock)}
         return {worker: entry for worker, entry in found.items() if entry}
 
-    def _look(self, clock: float) -> None:
+    def _update_activity(self, clock: float) -> None:
         """Record from heartbeats if a worker serves the model, and when the last request was seen."""
         entries = self._entries(clock)
         tokens = {worker: int(entry.get("generated_tokens", 0)) for worker, entry in entries.items()}

@@ -84,7 +84,7 @@ class Health:
     def take(self, batch: int, values: Mapping[str, float]) -> None:
         """Add the values of the update that trained ``batch``."""
         row = {name: values[name] for name in FOLLOWED if math.isfinite(values.get(name, math.nan))}
-        self._look_for_spikes(values)
+        self._record_spikes(values)
         self._rows.append((batch, row))
         self._updates += 1
         self.recent = {}
@@ -216,7 +216,7 @@ class Health:
 
     # -- spikes ------------------------------------------------------------------------------------------------------
 
-    def _look_for_spikes(self, values: Mapping[str, float]) -> None:
+    def _record_spikes(self, values: Mapping[str, float]) -> None:
         """Record spikes of the next update, compared with the rows before it."""
         kl = values.get("policy/approx_kl")
         if kl is not None and (found := self._times("policy/approx_kl", kl, least=LEAST_KL)):

@@ -148,7 +148,7 @@ class Journal:
         """Append one entry; first archive old entries if the job's share of LEDGER, or LEDGER itself, is full."""
         if self._archive is None:
             return await self._append(data)
-        await self._look()
+        await self._refresh_fill_level()
         if self._held + len(data) > self._budget:
             await self._free(f"{self._held} bytes of {subjects.LEDGER} are of this job, which may have {self._budget}")
         elif self._is_crowded and self._held > MIN_SEGMENT_BYTES:
@@ -159,7 +159,7 @@ class Journal:
             await self._free(str(error))
             return await self._append(data)
 
-    async def _look(self) -> None:
+    async def _refresh_fill_level(self) -> None:
         """Refresh the fill level of LEDGER, at most once per LOOK_EVERY_S."""
         if time.monotonic() - self._looked >= LOOK_EVERY_S:
             state = await self._bus.stream_state(subjects.LEDGER)

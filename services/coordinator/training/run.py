@@ -419,7 +419,7 @@ class JobRun:
             released = self._apply(event)
             match event:
                 case Drawn() | Redrawn():
-                    effects.tickets += _asked_by(event)
+                    effects.tickets += _draws_of(event)
                 case Dropped():
                     effects.delete += self._release(event.draws)
                     effects.tickets += [draw.again() for draw in event.draws] if event.redraw else []
@@ -479,7 +479,7 @@ class JobRun:
         return range(seq, seq + num_parts(self.stored.get(seq, 0)))
 
 
-def _asked_by(event: Drawn | Redrawn) -> list[Draw]:
+def _draws_of(event: Drawn | Redrawn) -> list[Draw]:
     """Return the draws that an event requests."""
     if isinstance(event, Redrawn):
         return [event.draw]

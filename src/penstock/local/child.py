@@ -146,7 +146,7 @@ class ServiceProcess:
             lines = self.log.read_bytes()[-LAST_BYTES:].decode("utf-8", "replace").strip().splitlines()
         except OSError:
             return ""
-        return _said(lines[-1]) if lines else ""
+        return _message_of(lines[-1]) if lines else ""
 
 
 class ServiceRanks:
@@ -236,7 +236,7 @@ class ServiceRanks:
         return min(ended or self._ranks[:1], key=lambda rank: rank.exit_code or 0)
 
 
-def _said(line: str) -> str:
+def _message_of(line: str) -> str:
     """Return the message of a JSON log line with the last line of its traceback; return other lines unchanged."""
     try:
         record = msgspec.json.decode(line, type=dict[str, object])
@@ -299,7 +299,9 @@ class KeptAlive:
             alive_s = time.monotonic() - began
             self._check(alive_s)
             pause = self._backoff.after(alive_s)
-            self._tell(f"{self.child.name} {self._fate()} after {alive_s:.1f} s; starting it again in {pause:.1f} s")
+            self._tell(
+                f"{self.child.name} {self._describe_exit()} after {alive_s:.1f} s; starting it again in {pause:.1f} s"
+            )
             await asyncio.sleep(pause)
             began = time.monotonic()
             self.restarts += 1
@@ -328,7 +330,7 @@ class KeptAlive:
         if child.exit_code == EXIT_CONFIG:
             raise ConfigError(f"{child.name} cannot run as configured: {child.last_words()} (log: {child.log})")
 
-    def _fate(self) -> str:
+    def _describe_exit(self) -> str:
         code = self.child.exit_code if isinstance(self.child, (ServiceProcess, ServiceRanks)) else None
         if code is None:
             return "ended"

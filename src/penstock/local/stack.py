@@ -188,7 +188,7 @@ class Stack:
         async with self._scaling:
             own = self._workers(service)
             for kept in own[replicas:]:
-                self._leaving[kept] = asyncio.create_task(self._let_go(kept))
+                self._leaving[kept] = asyncio.create_task(self._remove_worker(kept))
             for _ in range(replicas - len(own)):
                 await self._add(service)
             self._write_state()
@@ -347,7 +347,7 @@ class Stack:
             raise
         self._keep(kept)
 
-    async def _let_go(self, kept: KeptAlive) -> None:
+    async def _remove_worker(self, kept: KeptAlive) -> None:
         """Drain a worker and remove it. A worker that could not be stopped stays listed, for another attempt."""
         try:
             keeper = self._keepers.pop(kept, None)
