@@ -271,9 +271,8 @@ class _BoundedProtocol(HttpToolsProtocol):
                 return
             self._refuse(408, "slow_body", "the body of the request did not come in time", "slow body")
         elif self._silent_bytes and self.cycle is not None and not self.cycle.response_complete:
-            self._timer = self.loop.call_later(
-                self._bounds.head_s, self._check_deadline
-            )  # the previous response continues
+            # The previous response continues.
+            self._timer = self.loop.call_later(self._bounds.head_s, self._check_deadline)
         elif self._silent_bytes:
             self._refuse(408, "slow_head", "the head of the request did not come in time", "slow head")
         elif self.cycle is None or self.cycle.response_complete:
