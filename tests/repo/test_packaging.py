@@ -19,7 +19,7 @@ LIGHT = ["penstock.client", "penstock.shared.protocol", "penstock.shared.config"
 def python(code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run ``code`` as a user would: outside the repository, with the installed environment alone."""
     return subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, timeout=110, check=False
     )
 
 
@@ -64,7 +64,7 @@ def test_the_symlinks_of_the_editable_install_are_there() -> None:
 
 def test_the_wheel_holds_every_module_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     (wheel,) = tmp_path.glob("*.whl")
     packed = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")]
