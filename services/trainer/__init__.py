@@ -1,1 +1,1 @@
-"""The trainer: takes sealed batches, makes policy updates, publishes weights, keeps checkpoints."""
+"""The trainer service: makes policy updates from sealed batches, publishes weights and writes checkpoints."""

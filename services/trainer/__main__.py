@@ -1,4 +1,4 @@
-"""``python -m penstock.services.trainer``."""
+"""Entry point of the trainer service: ``python -m penstock.services.trainer``."""
 
 from penstock.services.trainer.service import TrainerService
 from penstock.shared.runtime.service import run_service

@@ -1,4 +1,4 @@
-"""Checkpoints of one job beside its training: copied at a step boundary, written while the next batches train."""
+"""Checkpoints of one job: state is copied at a step boundary and written in the background while training continues."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["Checkpointing", "pinned_in"]
 logger = logging.getLogger(__name__)
 
 RETRY_S = 5.0
-"""After a checkpoint that could not be written."""
+"""Pause before the next attempt after a checkpoint could not be written."""
 
 
 class Checkpointing:
-    """Takes checkpoints when asked; one at a time is written.
+    """Takes checkpoints on request and writes them one at a time.
 
     Args:
         root: directory of all jobs' checkpoints, in the data directory.
         pinned: batch numbers whose checkpoints the coordinator wants to keep.
-        wake: called when one is due, for somebody may be waiting for a batch.
+        wake: called when a checkpoint is due, because the session may be waiting for a batch.
     """
 
     def __init__(
@@ -52,20 +52,20 @@ class Checkpointing:
         self.seconds = 0.0
 
     def ask(self, reason: str) -> None:
-        """Take one at the next step boundary. Ignored while one is written: whoever still wants one asks again."""
+        """Request a checkpoint at the next step boundary. Ignored while one is written; callers must ask again."""
         if not self._busy:
             self._ask(reason)
 
     @property
     def asked(self) -> bool:
-        """True if one is due."""
+        """Return True if a checkpoint is due."""
         return self._reason is not None
 
     async def take(self, progress: Progress) -> None:
-        """Copy the state and begin to write it. Waits for the one before, so that there is one copy at a time."""
+        """Copy the state and start to write it. Waits for the previous write, so that only one copy exists."""
         reason, self._reason = self._reason or "", None
         if progress.batch == self._taken:
-            return  # asked again while it is being written
+            return  # requested again while it is being written
         began = time.perf_counter()
         await self.written()
         self._busy = True
@@ -83,14 +83,14 @@ class Checkpointing:
         await self._queue.put((write, report))
 
     async def secure(self, progress: Progress, reason: str, *, wanted: Callable[[], bool]) -> None:
-        """Take one and return once it is in the ledger, however often that must be tried, while it is ``wanted``."""
+        """Take a checkpoint and return once the ledger has it. Retries for as long as ``wanted()`` is true."""
         self._ask(reason)
         while self.asked and wanted():
             await self.take(progress)
             await self.written()
 
     async def run(self) -> None:
-        """Record what was written, until cancelled. Raises Fenced."""
+        """Report written checkpoints to the coordinator until cancelled. Raises Fenced."""
         while True:
             write, report = await self._queue.get()
             self.writing = f"checkpoint after batch {report.batch} to be written and recorded"
@@ -116,7 +116,7 @@ class Checkpointing:
             logger.warning("old checkpoints of job %s are not deleted: %s", self._job, error)
 
     async def _try_again(self, report: Report, error: CheckpointError) -> None:
-        """Training goes on without it; the next one is taken at the boundary after the pause."""
+        """Request the checkpoint again after a pause. Training continues meanwhile."""
         logger.error("%s", error)
         self.writing = f"a checkpoint to succeed: {error}"
         await asyncio.sleep(RETRY_S)
@@ -128,10 +128,10 @@ class Checkpointing:
         self._wake()
 
     async def written(self) -> None:
-        """Return once every checkpoint that was taken is in the ledger."""
+        """Return once every checkpoint taken so far is recorded in the ledger."""
         await self._queue.join()
 
 
 def pinned_in(data: dict[str, Any]) -> set[int]:
-    """Batch numbers whose checkpoints the coordinator wants to keep, as its answers name them."""
+    """Return the batch numbers whose checkpoints the coordinator wants to keep, from one of its replies."""
     return set(data.get("pinned", ()))

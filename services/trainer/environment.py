@@ -1,4 +1,4 @@
-"""Facts that a bit-identical replay depends on, besides the checkpoint and the batches."""
+"""Properties of the environment, besides checkpoint and batches, that a bit-identical replay depends on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["describe_environment", "environment_differences"]
 
 
 def describe_environment(*, dtype: str, device: str) -> dict[str, str]:
-    """Pins of this process: library versions, CPU class and thread count; on a GPU also the device."""
+    """Return the pins of this process: library versions, CPU class and thread count; on a GPU also the device."""
     pins = {
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
@@ -27,7 +27,7 @@ def describe_environment(*, dtype: str, device: str) -> dict[str, str]:
 
 
 def environment_differences(saved: dict[str, str], current: dict[str, str]) -> list[str]:
-    """One line for each pin that differs; empty means that a replay must give the same bits."""
+    """Return one line for each pin that differs. If the list is empty, a replay must give the same bits."""
     keys = sorted(saved.keys() | current.keys())
     return [
         f"{key}: checkpoint '{saved.get(key, '')}', here '{current.get(key, '')}'"

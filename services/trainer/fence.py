@@ -1,4 +1,4 @@
-"""Which coordinator a trainer listens to: the newest one that it heard of."""
+"""Fencing of coordinators: the trainer obeys only the newest coordinator epoch that it has seen."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ __all__ = ["Fence"]
 
 
 class Fence:
-    """The highest coordinator epoch that was seen; what has a lower one comes from a leader that lost its lease."""
+    """Tracks the highest coordinator epoch seen. Messages with a lower epoch come from a leader that lost its lease."""
 
     def __init__(self) -> None:
         self.epoch = 0
 
     def lets_in(self, epoch: int) -> bool:
-        """True if a message of a coordinator with this epoch counts; from then on none of a lower one does."""
+        """Return True if ``epoch`` is not below the highest one seen. All lower epochs are refused from then on."""
         if epoch < self.epoch:
             return False
         self.epoch = epoch

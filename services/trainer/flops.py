@@ -6,9 +6,9 @@ A = Σ over layers of heads × head dimension::
     2 P · tokens + 2 H · scored tokens + 2 A · Σ length²
 
 A multiplication and an addition are two operations; causal attention needs half of ``4 A length²``. A training pass
-counts three forwards (the backward pass costs two), two where the weights are frozen under an adapter, whose own small
-matrices are left out; recomputed activations are not counted. Of a mixture of experts,
-the share of the experts that a token visits counts.
+counts three forwards (the backward pass costs two), or two if the weights are frozen under an adapter; the adapter's
+own small matrices are left out. Recomputed activations are not counted. In a mixture of experts, only the share of the
+experts that a token visits counts.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _HEADS = ("lm_head.weight", "score.weight")
 
 @dataclass(slots=True)
 class Work:
-    """Work of a model: packed tokens, scored tokens and the sum of squared sequence lengths."""
+    """Amount of work for a model: packed tokens, scored tokens and the sum of squared sequence lengths."""
 
     tokens: int = 0
     scored: int = 0
     squares: int = 0
 
     def add(self, microbatch: Microbatch | None, *, passes: int = 1) -> None:
-        """Count one microbatch ``passes`` times: 1 for a forward pass, 3 with the backward pass."""
+        """Add one microbatch ``passes`` times: 1 for a forward pass, 3 with the backward pass."""
         if microbatch is not None:
             self.tokens += passes * microbatch.tokens.num_tokens
             self.scored += passes * len(microbatch.select_M)
@@ -42,7 +42,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """Sizes of a model that its operations depend on."""
+    """Sizes of a model that determine its floating-point operations."""
 
     block_weights: float
     head_weights: int
@@ -50,10 +50,10 @@ class ModelFlops:
 
     @classmethod
     def of(cls, layout: TensorLayout, *, expert_share: float = 1.0) -> ModelFlops:
-        """From the shapes of the weights.
+        """Derive the sizes from the shapes of the weights.
 
         Args:
-            expert_share: experts that a token visits, as a share of all.
+            expert_share: fraction of the experts that a token visits.
         """
         blocks, head, embedding, attention = 0.0, 0, 0, 0
         for name, shape, _ in layout:
@@ -68,7 +68,7 @@ class ModelFlops:
         return cls(blocks, head or embedding, attention)
 
     def forward(self, work: Work) -> float:
-        """Operations of ``work``."""
+        """Return the floating-point operations of a forward pass over ``work``."""
         return (
             2 * self.block_weights * work.tokens
             + 2 * self.head_weights * work.scored

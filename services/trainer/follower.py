@@ -1,4 +1,4 @@
-"""A rank above 0: carries out the orders of rank 0, and has no say beyond its votes."""
+"""A rank above 0: carries out the orders of rank 0 and votes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class Follower:
-    """Takes orders until it is told to leave. Errors that all ranks share are rank 0's to report."""
+    """Carries out orders until rank 0 dismisses it. Rank 0 reports the errors that all ranks share."""
 
     def __init__(self, bus: Bus, ranks: Ranks, checkpoints: Path) -> None:
         self._bus, self._ranks, self._root = bus, ranks, checkpoints
@@ -51,10 +51,10 @@ class Follower:
         self._doing, self._since = "", bus_time()
 
     async def run(self) -> None:
-        """Until rank 0 says that it is over.
+        """Carry out orders until rank 0 sends ``Leave``.
 
         Raises:
-            RankLost: a rank is gone; this process must end too.
+            RankLost: a rank is lost; this process must end too.
         """
         try:
             async with Background() as background:
@@ -63,10 +63,10 @@ class Follower:
                 if self._saving is not None:
                     await asyncio.gather(self._saving, return_exceptions=True)
         finally:
-            self._ranks.orders.stop()  # a thread may still wait for the next one
+            self._ranks.orders.stop()  # a thread may still wait for the next order
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Entry of the job that is trained, for the heartbeat."""
+        """Return the heartbeat entry of the job that this rank trains; empty without a job."""
         replica, place = self._replica, self._ranks.place
         if replica is None:
             return {}

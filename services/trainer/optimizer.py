@@ -17,10 +17,10 @@ __all__ = ["AdamW8bit", "Optimizer", "check_fits", "copy_into", "decayed_names"]
 
 
 class AdamW8bit:
-    """As much of ``torch.optim.Optimizer`` as is needed; small parameters keep 32-bit moments.
+    """bitsandbytes' 8-bit AdamW with the used part of ``torch.optim.Optimizer``. Small tensors keep 32-bit moments.
 
-    ``state`` holds live tensors to be copied into; the library's tables and step counts, which are no tensors of ours,
-    stay inside.
+    ``state`` holds live tensors, so that loading can copy into them. The library's quantization tables and integer step
+    counts are not part of it.
 
     Raises:
         ConfigError: the library is not installed.
@@ -45,7 +45,7 @@ class AdamW8bit:
                 }
 
     def step(self) -> None:
-        """One step with the gradients that the parameters have."""
+        """Make one step with the current gradients of the parameters."""
         for param, own in self.state.items():
             self._inner.state[param]["step"] = int(own["step"])
         self._inner.step()
@@ -58,20 +58,21 @@ def _is_ours(name: str, value: Any) -> bool:
 
 
 def decayed_names(model: nn.Module) -> frozenset[str]:
-    """Parameters that are decayed: matrices, but not embeddings (nor a head tied to one), norms or biases."""
+    """Return the names of the parameters with weight decay: matrices except embeddings (and a head tied to one)."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return frozenset(n for n, p in model.named_parameters() if p.ndim >= 2 and id(p) not in embeddings)
 
 
 class Optimizer:
-    """AdamW (arXiv 1711.05101) that steps every parameter: an update without signal still ages the moments.
+    """AdamW (arXiv 1711.05101) that steps every parameter: an update without gradient still decays the moments.
 
-    Parameters narrower than float32 get float32 masters: gradients of microbatches are summed there, the step is made
-    there, and the parameter is its rounded copy. Otherwise small steps would be lost to rounding.
+    Parameters narrower than float32 get float32 masters: gradients of microbatches are summed into the masters, the
+    step changes the masters, and each parameter is the rounded copy of its master. Otherwise rounding would
+    lose small steps.
 
     Args:
         model: a module, or its parameters (or this rank's shards of them) by name.
-        decayed: names of the parameters that are decayed; default for a module: ``decayed_names(model)``.
+        decayed: names of the parameters with weight decay; default for a module: ``decayed_names(model)``.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Optimizer:
         self._adam = _open([group for group in groups if group["params"]], config)
 
     def collect(self) -> None:
-        """Move the gradients of narrow parameters into their masters; call after each backward."""
+        """Move the gradients of narrow parameters into their masters. Call it after each backward pass."""
         for name, master in self._masters.items():
             grad = self._params[name].grad
             if grad is not None:
@@ -105,14 +106,14 @@ class Optimizer:
                 self._params[name].grad = None
 
     def grad_norm(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """Global L2 norm of the gradients; overridden where a rank holds shards of them."""
+        """Return the global L2 norm of the gradients. Overridden where a rank holds shards of them."""
         return torch.nn.utils.get_total_norm(list(grads.values()))
 
     def step(self, learning_rate: float) -> float:
-        """Clip, step and zero the gradients.
+        """Clip the gradients, make a step and zero the gradients.
 
         Returns:
-            The global gradient norm before clipping. If it is not finite, no parameter and no moment was changed.
+            Global gradient norm before clipping. If it is not finite, parameters and moments are unchanged.
         """
         trained = list(self._trained.values())
         self.complete(trained)
@@ -130,36 +131,36 @@ class Optimizer:
         return norm
 
     def complete(self, trained: list[Tensor]) -> None:
-        """Give zeros to the parameters that no backward pass reached."""
+        """Set the gradients of parameters that no backward pass reached to zero."""
         for param in trained:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
 
     def clear(self, trained: list[Tensor]) -> None:
-        """Forget the gradients: the next backward pass then leaves its own in place instead of adding to zeros."""
+        """Drop the gradients, so that the next backward pass assigns its own instead of adding to zeros."""
         for param in trained:
             param.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of all moments (and masters), by ``<kind>.<parameter name>``."""
+        """Return copies of all moments (and masters) on the CPU, by ``<kind>.<parameter name>``."""
         return {key: value.detach().to("cpu", copy=True) for key, value in self.tensors().items()}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of ``state``.
+        """Restore what ``state`` returned.
 
         Raises:
-            CheckpointError: a tensor is missing, left over or of another shape.
+            CheckpointError: a tensor is missing, unexpected or of another shape or type.
         """
         copy_into(self.tensors(), state, what="optimizer state")
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state by name, live: to be copied into."""
+        """Return all state tensors by name. They are live: callers copy into them."""
         moments = {f"{kind}.{n}": v for n, p in self._trained.items() for kind, v in self._adam.state[p].items()}
         return moments | {f"master.{name}": master for name, master in self._masters.items()}
 
 
 def _open(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.AdamW | AdamW8bit:
-    """The optimizer of the job; its state is made now, so that saving and loading need no first step."""
+    """Build the job's optimizer and allocate its state at once, so that saving and loading need no first step."""
     if config.type == "adamw_8bit":
         return AdamW8bit(groups, config)
     adam = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=True)
@@ -176,7 +177,7 @@ def copy_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], *, what: s
     """Copy each tensor of ``saved`` into the one of the same name.
 
     Raises:
-        CheckpointError: names, shapes or types differ; nothing has been copied then.
+        CheckpointError: names, shapes or types differ; nothing was copied.
     """
     check_fits(own, saved, what=what)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""How far a job has come on this trainer."""
+"""Position of a job's training on this trainer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["Progress"]
 
 @dataclass(slots=True)
 class Progress:
-    """Changes at step boundaries only.
+    """Current policy version and batch of a trainer. Changes only at step boundaries.
 
     Attributes:
-        version: policy version of the weights; -1 before there are any.
-        batch: last batch that was trained.
-        digest: of the published weights.
+        version: policy version of the weights; -1 before the first.
+        batch: number of the last trained batch.
+        digest: digest of the published weights.
     """
 
     version: int = -1

@@ -1,10 +1,10 @@
-"""The trainer's end of the weight plane: slots filled by the learner, manifests announced on the bus.
+"""Publishing of policy versions: the learner writes weights into slots, and manifests are announced on the bus.
 
-A job that publishes adapters names with every version the weights that these belong to. Where the warm start made them,
-so that no engine can load them by itself, they are published before the first version.
+If a job publishes adapters, each manifest names the digest of the base weights. Base weights that come from the warm
+start exist nowhere else, so the trainer publishes them before the first version.
 
-Of a job with a promotion gate every version is announced as a candidate, and the coordinator tells the engines which
-one to serve; that one stays reachable until it names another.
+With a promotion gate, the trainer announces every version as a candidate, and the coordinator tells the engines which
+version to serve. The served version stays available until the coordinator names another.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RETRY_S = 0.2
 
 
 class Publishing:
-    """Publishes the policy of one job; ``gated``: the coordinator decides which version is served."""
+    """Publishes the policy of one job. If ``gated``, the coordinator decides which version engines serve."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings, job: str, *, gated: bool = False) -> None:
         self._bus, self._settings, self._job, self._gated = bus, settings, job, gated
@@ -45,12 +45,12 @@ class Publishing:
         self._base_manifest: WeightManifest | None = None
 
     async def publish(self, rank_group: RankGroup, *, version: int, epoch: int) -> WeightManifest:
-        """Copy the weights out; nobody knows of them until they are announced."""
+        """Copy the weights into a slot. Engines do not see them before ``announce``."""
         keep = await self._known(self._job) if self._gated else None
         return await rank_group.publish(partial(self._write, version, epoch, keep, await self._routes()))
 
     async def announce(self, manifest: WeightManifest) -> None:
-        """Tell the engines. Raises Fenced where a later trainer did."""
+        """Announce a version to the engines. Raises Fenced if a later trainer has announced one."""
         if self._base_manifest is not None:
             key, base = subjects.base_manifest(self._job), self._base_manifest
             data = pack(base, job=self._job, id=key, epoch=base.epoch)
@@ -59,44 +59,44 @@ class Publishing:
         await self._put(subjects.candidate_manifest(self._job) if self._gated else self._job, manifest)
 
     async def announce_served(self, manifest: WeightManifest) -> None:
-        """Tell the engines where the version that they serve lies now. Raises Fenced where a later trainer did."""
+        """Announce the new location of the served version. Raises Fenced if a later trainer has announced one."""
         await self._put(self._job, manifest)
 
     async def newest(self) -> int:
-        """The newest version that engines may know, -1: none. A trainer can end before it reports what it told them."""
+        """Return the newest version announced to engines, or -1. A trainer can end between announcement and report."""
         keys = (self._job, subjects.candidate_manifest(self._job))
         known = [await self._known(key) for key in keys]
         return max((manifest.version for manifest in known if manifest is not None), default=-1)
 
     async def stands(self, manifest: WeightManifest) -> bool:
-        """True if this is what engines are told to open now, and not what was announced before."""
+        """Return True if ``manifest`` is the current announcement and not a superseded one."""
         keys = (self._job, subjects.candidate_manifest(self._job))
         known = [await self._known(key) for key in keys]
         return any(one is not None and one.created == manifest.created for one in known)
 
     async def _put(self, key: str, manifest: WeightManifest) -> None:
-        """Announce a manifest unless a trainer after this one has announced its own.
+        """Announce a manifest unless a later trainer has announced its own.
 
         Raises:
-            Fenced: one has.
+            Fenced: a later trainer has.
         """
         data = pack(manifest, job=self._job, id=str(manifest.version), epoch=manifest.epoch)
         while (entry := await self._entry(key)) is None or entry.value != data:
             known = None if entry is None or entry.value is None else unpack(entry.value, WeightManifest)[0]
             if known is not None and known.epoch > manifest.epoch:
                 raise Fenced(f"'{key}' is at a manifest of trainer epoch {known.epoch} > {manifest.epoch}")
-            with contextlib.suppress(Conflict):  # written meanwhile
+            with contextlib.suppress(Conflict):  # another writer changed the key meanwhile
                 revision = 0 if entry is None else entry.revision
                 await self._bus.kv(subjects.MANIFESTS).update(key, data, revision, deadline_s=30)
                 return
 
     async def _known(self, key: str) -> WeightManifest | None:
-        """The manifest that stands under a key."""
+        """Return the current manifest under ``key``, or None."""
         entry = await self._entry(key)
         return None if entry is None or entry.value is None else unpack(entry.value, WeightManifest)[0]
 
     async def _entry(self, key: str) -> Entry | None:
-        """The value of a key; waits while the bus is away."""
+        """Return the entry of a key. Retries while the bus is unavailable."""
         while True:
             try:
                 return await self._bus.kv(subjects.MANIFESTS).get(key)
@@ -104,19 +104,19 @@ class Publishing:
                 await asyncio.sleep(RETRY_S)
 
     def close(self) -> None:
-        """Stop serving; what was published stays."""
+        """Stop serving weights. Published manifests stay."""
         for publisher in (self._publisher, self._base_publisher):
             if publisher is not None:
                 publisher.close()
 
     @property
     def transports(self) -> list[str]:
-        """Transports that this process can send by, for the coordinator to choose from."""
+        """Return the transports that this process can send by. The coordinator chooses from them."""
         settings = self._settings
         return ["shm"] + [way for way in ("tcp", settings.weight_collective) if way and settings.bulk_host]
 
     async def _routes(self) -> WeightRoutes:
-        """Choice of the coordinator; nothing where it does not say."""
+        """Return the coordinator's choice of transports; empty if it has not chosen."""
         with contextlib.suppress(Unavailable):
             entry = await self._bus.kv(subjects.MANIFESTS).get(subjects.weight_routes(self._job))
             if entry is not None and entry.value is not None:
@@ -134,14 +134,14 @@ class Publishing:
             self._write_base(base, epoch, learner)
             manifest = self._publisher.publish(weights, version=version, epoch=epoch, keep=keep)
         except Exception:
-            with contextlib.suppress(RuntimeError, ValueError):  # where the others are gone, that is the error to tell
+            with contextlib.suppress(RuntimeError, ValueError):  # if other ranks are lost, keep the first error
                 _gather_to_the_end(base, weights)
             raise
         _gather_to_the_end(base, weights)
         return msgspec.structs.replace(manifest, base=learner.base_digest)
 
     def _write_base(self, base: Iterator[tuple[str, Tensor]], epoch: int, learner: JobLearner) -> None:
-        """Publish the weights under the adapter where only this job has them."""
+        """Publish the weights under the adapter if only this job has them."""
         first = next(base, None)
         if first is None:
             return
@@ -152,6 +152,6 @@ class Publishing:
 
 
 def _gather_to_the_end(*rest: Iterator[tuple[str, Tensor]]) -> None:
-    """As other ranks do, whatever became of it here."""
+    """Exhaust the iterators: other ranks run all gathers, so this rank must run them too, even after an error."""
     for _ in chain(*rest):
         pass

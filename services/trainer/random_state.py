@@ -11,7 +11,7 @@ __all__ = ["random_state", "set_random_state"]
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Copies of the states of the generators of the CPU and of a GPU, uint8, by type of device."""
+    """Return copies of the states of the CPU and GPU generators, uint8, by device type."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -19,7 +19,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Inverse of ``random_state``; a GPU's state from a checkpoint without one stays."""
+    """Restore the result of ``random_state``. If it has no GPU state, the GPU generator stays as it is."""
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)

@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """Rank 0's own replica, and the other ranks.
+    """Runs each operation on rank 0's replica and on all other ranks.
 
     Args:
-        ranks: the other ranks; None for a single rank, where a cancelled call leaves no rank waiting.
+        ranks: the other ranks; None for a single rank, whose calls can be cancelled because no rank waits for it.
     """
 
     def __init__(self, replica: Replica, ranks: Ranks | None) -> None:
@@ -54,11 +54,11 @@ class RankGroup:
         await self._order(order, partial(replica.open, simulator))
 
     async def warm_start(self, on_step: Callable[[int, float], None]) -> None:
-        """Train on reference answers. Raises DataError."""
+        """Train on reference answers or demonstrations. Raises DataError or ConfigError."""
         await self._order(WarmStart(), partial(self._replica.warm_start, on_step))
 
     async def load(self, path: Path) -> None:
-        """Continue from a checkpoint. Raises CheckpointError."""
+        """Load a checkpoint. Raises CheckpointError."""
         await self._order(Load(str(path)), partial(self._replica.load, path))
 
     def inputs(self, last_trained: int) -> BatchInputs:
@@ -70,7 +70,7 @@ class RankGroup:
 
         Raises:
             Untrainable: some groups cannot be trained; nothing was changed.
-            ProtocolError: the batch as a whole cannot.
+            ProtocolError: the batch as a whole cannot be trained.
         """
 
         async def work() -> dict[str, float]:
@@ -85,15 +85,15 @@ class RankGroup:
         return await self._order(Train(manifest), work)
 
     async def remember(self) -> None:
-        """Copy the state."""
+        """Keep a copy of the state in memory."""
         await self._order(Remember(), self._replica.remember)
 
     async def recall(self) -> None:
-        """Go back to what was remembered."""
+        """Restore the remembered copy and free it."""
         await self._order(Recall(), self._replica.recall)
 
     async def forget(self) -> None:
-        """Free what was remembered."""
+        """Free the remembered copy."""
 
         async def work() -> None:
             self._replica.forget()
@@ -101,19 +101,19 @@ class RankGroup:
         await self._order(Forget(), work)
 
     async def publish(self, use: Callable[[JobLearner], T]) -> T:
-        """``use`` reads the whole weights of the learner once, in its thread."""
+        """Run ``use(learner)`` in rank 0's compute thread; it must read all weights once. All ranks gather them."""
         return await self._order(Publish(), partial(self._replica.write, use))
 
     async def remove_leftovers(self) -> None:
-        """Delete what earlier writers of this job's checkpoints did not finish. Raises OSError."""
+        """Delete unfinished files of earlier checkpoint writers of this job. Raises OSError."""
         await self._replica.remove_leftovers()
 
     async def save(self, number: int, meta: dict[str, object]) -> asyncio.Task[Path]:
-        """Copy the state of every rank and begin to write it.
+        """Copy the state of every rank and start to write it.
 
         Returns:
-            What goes on while the next batches train. It gives the directory of the checkpoint or raises
-            CheckpointError. Do not cancel it: the other ranks write, too.
+            Task that writes while the next batches train. It returns the directory of the checkpoint or raises
+            CheckpointError. Do not cancel it: the other ranks write at the same time.
         """
         token = secrets.token_hex(4)
 
@@ -128,7 +128,7 @@ class RankGroup:
         return await self._order(Save(number, token), work)
 
     async def close(self) -> None:
-        """Forget the job."""
+        """Free the models of the job on every rank."""
 
         async def work() -> None:
             self._replica.close()

@@ -1,9 +1,9 @@
-"""Repeat the trained batches of a job from a retained checkpoint and compare every weight digest with the ledger.
+"""Replay: repeat the trained batches of a job from a checkpoint and compare every weight digest with the ledger.
 
-On another environment than that of the training the digests differ; then what else was recorded is compared.
+In an environment other than that of the training, digests differ; the replay then compares gradient norms and weights.
 
-``python -m penstock.services.trainer.replay JOB REQUEST_ID [FROM_BATCH] [TO_BATCH]``; rows of progress go to
-``subjects.replay_progress(REQUEST_ID)``. Needs no engine: prompts, tokens and rewards come from the log.
+Command: ``python -m penstock.services.trainer.replay JOB REQUEST_ID [FROM_BATCH] [TO_BATCH]``. Progress rows go to
+``subjects.replay_progress(REQUEST_ID)``. No engine is needed: prompts, tokens and rewards come from the log.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from penstock.shared.weights.flat import fill
 __all__ = ["Recorded", "Replay"]
 
 GRADIENT_NORMS = ("optimizer/grad_norm", "policy/grad_norm", "actor/grad_norm")
-"""Names under which the rules report the norm of the policy's gradient."""
+"""Metric names under which the update rules report the norm of the policy's gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Traces of the training beside digests: gradient norms by batch, and checkpoints."""
+    """Records of the original training besides digests: gradient norms by batch, and checkpoints."""
 
     gradient_norms: dict[int, float | None]
     checkpoints: dict[int, Path]
 
     async def compare(self, near: Nearness, replica: Replica, number: int, metrics: Mapping[str, float]) -> list[str]:
-        """Compare what was replayed up to batch ``number``; says what came out. The replica is left as it was."""
+        """Return the findings of comparing batch ``number`` with the records. The replica keeps its state."""
         found = [near.gradient(_gradient_norm(metrics), self.gradient_norms.get(number))]
         if number in self.checkpoints:
             replayed = await replica.write(copy_weights)
@@ -69,13 +69,13 @@ class Recorded:
 
 
 class Replay:
-    """One replay of one job."""
+    """Runs one replay of one job."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings, job: str, request: str) -> None:
         self._bus, self._settings, self._job, self._request = bus, settings, job, request
 
     async def run(self, from_batch: int | None, to_batch: int | None) -> bool:
-        """Replay and report; returns whether every digest is the same or, on another environment, all is near."""
+        """Replay and report. Return True if all digests match or, in another environment, all deviations are small."""
         try:
             done = await self._run(from_batch, to_batch)
         except PenstockError as error:
@@ -135,7 +135,7 @@ class Replay:
         return Recorded(norms, {c.number: self._path(c) for c in checkpoints if self._exists(c)})
 
     async def _open(self, config: AnyTraining, simulator: EnvSpec | None) -> Replica:
-        """The job on this process alone; a model that is cut over ranks gets one rank."""
+        """Open the job in this process alone. A backend that shards the model gets one rank."""
         settings = self._settings
         if isinstance(config, JobConfig) and isinstance(config.backend, MegatronConfig):
             config = config.model_copy(update={"backend": config.backend.on_one_rank()})
@@ -149,7 +149,7 @@ class Replay:
         return replica
 
     async def _ledger(self) -> tuple[dict[int, BatchTrained], list[Checkpointed], EnvSpec | None]:
-        """Updates and checkpoints of the lineage, and facts of the simulator of an embodied job."""
+        """Return updates and checkpoints of the current lineage, and the simulator facts of an embodied job."""
         trained: dict[int, BatchTrained] = {}
         simulator: EnvSpec | None = None
         checkpoints: list[Checkpointed] = []
@@ -167,9 +167,9 @@ class Replay:
         return trained, checkpoints, simulator
 
     def _base(self, checkpoints: list[Checkpointed], from_batch: int | None, purged: int) -> Checkpointed:
-        """The newest checkpoint before ``from_batch``; without one the oldest whose log is still there.
+        """Return the newest checkpoint before ``from_batch``, or else the oldest with all later batches in the log.
 
-        ``purged`` is the last batch that lost groups to a purge.
+        ``purged``: the last batch that lost groups to a purge.
         """
         kept = [c for c in checkpoints if self._exists(c)]
         if from_batch is not None:
@@ -191,7 +191,7 @@ class Replay:
 
 
 def _differences(written: list[Path], here: dict[str, str]) -> list[str]:
-    """How the environments of those who wrote these checkpoints differ from this one, each way once."""
+    """Return the differences between the environments that wrote these checkpoints and this one, without duplicates."""
     found: dict[str, None] = {}
     for path in written:
         if (path / "COMMIT").exists():
@@ -205,12 +205,12 @@ def _gradient_norm(metrics: Mapping[str, float]) -> float | None:
 
 
 def _digest(buffer: NDArray[np.uint8], learner: JobLearner) -> str:
-    """Of the weights as they would be published."""
+    """Return the digest of the weights as they would be published."""
     return fill(buffer, learner.layout(), learner.weights())
 
 
 async def main(job: str, request: str, from_batch: int | None, to_batch: int | None) -> int:
-    """Connect, replay, disconnect."""
+    """Connect to the bus, run the replay and return the exit code."""
     settings = load_settings()
     async with await Bus.connect(settings.nats_url, name=f"replay-{request}", tls=settings.nats_tls) as bus:
         return 0 if await Replay(bus, settings, job, request).run(from_batch, to_batch) else 1

@@ -1,4 +1,4 @@
-"""One rank's part in the training of one job. All ranks make the same calls in the same order."""
+"""One rank's part in training one job. All ranks make the same calls in the same order."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ T = TypeVar("T")
 
 
 class Replica:
-    """The learner of this rank, the groups it trains, and its votes.
+    """Holds this rank's learner, fetches its groups, and votes with the other ranks.
 
     Args:
         world: all ranks of the trainer; None: this process trains the job alone.
-        threads: of this process.
+        threads: compute and disk threads of this process.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Replica:
 
     @property
     def learner(self) -> JobLearner:
-        """The models of the job; there are some after ``open``."""
+        """The learner with the models of the job. Available after ``open``."""
         assert self._learner is not None, "not opened"
         return self._learner
 
@@ -78,16 +78,16 @@ class Replica:
         """Build the learner with its initial weights; see ``open_learner``. Raises ConfigError."""
 
         def build() -> JobLearner:
-            torch.set_num_threads(self.config.placement.trainer_threads)  # of this thread: OpenMP counts by thread
+            torch.set_num_threads(self.config.placement.trainer_threads)  # set per thread: OpenMP counts by thread
             if self._world is not None:
                 self._collective = self._world.data_parallel(self.config.backend.model_parallel)
             return open_learner(self.config, self._collective, simulator=simulator)
 
-        self._learner = None  # its memory first
+        self._learner = None  # free its memory first
         self._learner = await self.together("the model to be built", build)
 
     async def warm_start(self, on_step: Callable[[int, float], None]) -> None:
-        """Train on reference answers or demonstrations. Raises DataError, or ConfigError where they do not fit."""
+        """Train on reference answers or demonstrations. Raises DataError, or ConfigError if they do not fit the job."""
         config, learner = self.config, self.learner
         if isinstance(learner, EmbodiedLearner):
             await self.together("the warm start", partial(learner.warm_start, on_step))
@@ -106,7 +106,7 @@ class Replica:
         await self.together("the warm start", work)
 
     async def load(self, path: Path) -> None:
-        """Continue from a checkpoint of any backend and number of ranks. Raises CheckpointError."""
+        """Load a checkpoint written by any backend with any number of ranks. Raises CheckpointError."""
         everybody = self._everybody
         verify = partial(verify_share, path, rank=everybody.rank, ranks=everybody.size)
         await self.together(f"checkpoint {path} to be verified", verify, meets=False)
@@ -116,14 +116,14 @@ class Replica:
         await self.together(f"checkpoint {path} to be loaded", partial(self.learner.load_state, checkpoint.state))
 
     def inputs(self, last_trained: int) -> BatchInputs:
-        """Prefetches this rank's groups of the batches after ``last_trained``."""
+        """Return the prefetcher of this rank's groups of the batches after ``last_trained``."""
         return BatchInputs(
             self._bus, self.job, self.positions, max_lag=self.config.train.max_lag, decode=decoder_of(self.config),
             last_trained=last_trained,
         )  # fmt: skip
 
     def positions(self, manifest: BatchManifest) -> list[int]:
-        """Positions of the groups that this rank trains; all of them where each rank computes a share of every step."""
+        """Return the positions of the groups that this rank trains; all for an embodied job, which splits each step."""
         if isinstance(self.config, EmbodiedJob):
             return list(range(len(manifest.groups)))
         tokens = [group.tokens for group in manifest.groups]
@@ -132,10 +132,10 @@ class Replica:
         return [int(position) for position in np.flatnonzero(owner == self._collective.rank)]
 
     async def fetch(self, manifest: BatchManifest, inputs: BatchInputs | None) -> BatchShard[Any]:
-        """This rank's groups, once every rank has its own.
+        """Return this rank's groups, after a vote in which every rank confirms that it has its own.
 
         Raises:
-            Untrainable: any rank's groups cannot be trained; names all bad draws, on every rank.
+            Untrainable: groups of any rank cannot be trained; names all bad draws, on every rank.
         """
         shard, bad, reason = None, [], ""
         try:
@@ -154,7 +154,7 @@ class Replica:
         return shard
 
     async def update(self, shard: BatchShard[Any], *, update_index: int) -> dict[str, float]:
-        """One policy update. Raises ProtocolError."""
+        """Make one policy update. Raises ProtocolError."""
 
         def work() -> dict[str, float]:
             with self._during(f"update {update_index}"):
@@ -164,18 +164,18 @@ class Replica:
         return metrics
 
     async def remember(self) -> None:
-        """Copy the state."""
+        """Keep a copy of the state in memory."""
         self.forget()  # one copy at a time
         self._remembered = await self._threads.compute(self.learner.state)
 
     async def recall(self) -> None:
-        """Go back to what was remembered."""
+        """Restore the remembered copy and free it."""
         assert self._remembered is not None, "nothing was remembered"
         await self._threads.compute(partial(self.learner.load_state, self._remembered))
         self.forget()
 
     def forget(self) -> None:
-        """Free what was remembered."""
+        """Free the remembered copy."""
         self._remembered = None
 
     async def gather_weights(self) -> None:
@@ -183,7 +183,7 @@ class Replica:
         await self._threads.compute(self._exhaust_weights)
 
     async def write(self, use: Callable[[JobLearner], T]) -> T:
-        """Rank 0: ``use`` may read the weights of the learner; whatever it leaves of them is gathered all the same."""
+        """Run ``use(learner)`` on rank 0. ``use`` must read all weights, because the other ranks run every gather."""
 
         def work() -> T:
             with self._during("the weights to be gathered"):
@@ -193,22 +193,22 @@ class Replica:
         return result
 
     async def copy(self) -> LearnerState:
-        """A copy of the state, for ``save``."""
+        """Return a copy of the state, for ``save``."""
         state: LearnerState = await self._threads.compute(self.learner.state)
         return state
 
     async def remove_leftovers(self) -> None:
-        """Rank 0: delete what earlier writers did not finish, after what this process still writes. Raises OSError."""
+        """Delete unfinished files of earlier writers, after this process's pending writes. Rank 0. Raises OSError."""
         await self._threads.write(partial(remove_leftovers, self._root, self.job))
 
     async def save(self, state: LearnerState, number: int, token: str, meta: dict[str, object] | None) -> Path | None:
-        """Write ``state`` in the thread that owns the disk, while training goes on.
+        """Write ``state`` in the disk thread, while training continues.
 
         Args:
-            meta: facts stored with it; rank 0 only.
+            meta: facts stored with the checkpoint; rank 0 only.
 
         Returns:
-            Where the checkpoint is, on rank 0.
+            Directory of the checkpoint on rank 0, else None.
 
         Raises:
             CheckpointError: a rank cannot write.
@@ -229,10 +229,10 @@ class Replica:
     # -- votes -------------------------------------------------------------------------------------------------------
 
     async def together(self, what: str, work: Callable[[], T], *, meets: bool = True) -> T:
-        """``work`` on every rank, in its thread; an error of one rank is raised on all of them.
+        """Run ``work`` on every rank in its compute thread. An error of one rank is raised on all of them.
 
         Args:
-            meets: whether the ranks meet in ``work``, so that one that fails leaves the others waiting for it there.
+            meets: whether ``work`` contains collectives, in which other ranks would wait for one that failed.
         """
 
         def voted() -> T:

@@ -23,13 +23,13 @@ ANSWER_DEADLINE_S = 5.0
 RETRY_S = 0.2
 
 Recorded = Callable[[], Awaitable[None]]
-"""Follows a report that is in the ledger."""
+"""Callback that runs once a report is in the ledger."""
 
 
 class Reporter:
-    """Sends reports; a refusal means that the ledger says otherwise and this trainer must start over (Fenced).
+    """Sends reports. A refusal means that the ledger disagrees and this trainer must start over (Fenced).
 
-    ``fence``: answers of coordinators that do not lead any more are none.
+    ``fence``: replies from coordinators with an old epoch are ignored.
     """
 
     def __init__(self, bus: Bus, job: str, fence: Fence | None = None) -> None:
@@ -37,13 +37,13 @@ class Reporter:
         self._fence = fence or Fence()
         self._queue: asyncio.Queue[tuple[Report, Recorded | None]] = asyncio.Queue(maxsize=256)
         self.unanswered: tuple[str, float] | None = None
-        """The report that the coordinator does not answer, and since when (Unix seconds)."""
+        """Description of the report that the coordinator has not answered, and since when (Unix seconds); else None."""
 
     async def ask(self, report: Report) -> dict[str, Any]:
-        """Send one report and wait for its answer for as long as it takes; ``unanswered`` says what is waited for.
+        """Send one report and wait without limit for its reply. ``unanswered`` describes the wait meanwhile.
 
         Raises:
-            Fenced: refused.
+            Fenced: the coordinator refused the report.
         """
         data = pack(report, job=self._job, id=f"{report.kind}:{report.batch}", epoch=report.epoch)
         began = bus_time()
@@ -56,7 +56,7 @@ class Reporter:
                 await asyncio.sleep(RETRY_S)
                 continue
             ack, envelope = unpack(reply, Ack)
-            if not self._fence.lets_in(envelope.epoch):  # what it knows may be old; the one that leads now is asked
+            if not self._fence.lets_in(envelope.epoch):  # its state may be old; ask the current leader
                 logger.warning("report %s %d was answered by a fenced coordinator", report.kind, report.batch)
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -66,7 +66,7 @@ class Reporter:
             return ack.data
 
     async def post(self, report: Report, then: Recorded | None = None) -> None:
-        """Queue a report behind the others; ``then`` is awaited once it is in the ledger, before the next is sent."""
+        """Queue a report. ``then`` is awaited once the report is in the ledger, before the next one is sent."""
         await self._queue.put((report, then))
 
     async def run(self) -> None:
@@ -79,5 +79,5 @@ class Reporter:
             self._queue.task_done()
 
     async def settled(self) -> None:
-        """Return once every queued report is in the ledger, and what was to follow it is done."""
+        """Return once every queued report is in the ledger and its callback is done."""
         await self._queue.join()

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the position in the run: nothing to save, nothing to drift on resume."""
+"""The learning rate as a pure function of the update index: nothing to checkpoint, no drift after a resume."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["decay", "learning_rate"]
 
 
 def learning_rate(config: OptimizerConfig, update_index: int, total_updates: int | None) -> float:
-    """Learning rate of policy update ``update_index`` (from 0).
+    """Return the learning rate of policy update ``update_index`` (from 0).
 
-    Linear warmup over ``warmup_updates``, whose first update already moves (``peak / warmup``); then constant, linear
+    Linear warmup over ``warmup_updates``, whose first update has rate ``peak / warmup``; then constant, linear
     or cosine decay (arXiv 1608.03983, eq. 5, without restarts) towards ``min_lr_ratio`` at ``total_updates``.
 
     Raises:
@@ -31,7 +31,7 @@ def learning_rate(config: OptimizerConfig, update_index: int, total_updates: int
 
 
 def decay(schedule: Schedule, progress: float, min_ratio: float) -> float:
-    """Factor of the peak rate after ``progress`` (0 to 1) of the decay: 1 at the start, ``min_ratio`` at the end."""
+    """Return the factor of the peak rate at ``progress`` (0 to 1) of the decay: from 1 down to ``min_ratio``."""
     match schedule:
         case "constant":
             return 1.0

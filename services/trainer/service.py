@@ -1,4 +1,4 @@
-"""The trainer process: a session for every job that runs, and replays on request; or a rank that follows another."""
+"""The trainer process: runs a session per job and replays on request, or follows rank 0 on a rank above 0."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ __all__ = ["TrainerService"]
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 2.0
-"""Followers have this long to hear that it is over."""
+"""Time that followers have to take the ``Leave`` order."""
 END_S = 2.0
-"""A process whose ranks are lost has this long to tidy up."""
+"""Time that a process whose ranks are lost has to shut down cleanly."""
 
 
 class TrainerService:
-    """Opens and closes sessions as jobs come and go. On a rank above 0 it only follows."""
+    """Opens and closes sessions as jobs start and end. On a rank above 0, only runs the follower."""
 
     name = "trainer"
 
@@ -57,14 +57,14 @@ class TrainerService:
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._replays: set[asyncio.Task[None]] = set()
         self._files: dict[str, AnyTraining] = {}
-        """Newest job files of the jobs that run here."""
+        """Newest config of each job that runs here."""
 
     async def run(self) -> None:
         """Serve until drained or cancelled.
 
         Raises:
-            RankLost: another rank of this trainer is gone: all of them must be started again. With several ranks, every
-                error that ends a session does so, too.
+            RankLost: another rank of this trainer is lost, so all of them must be restarted. With several ranks, every
+            error that ends a session has the same effect.
         """
         try:
             if self._place.size > 1:
@@ -93,13 +93,13 @@ class TrainerService:
             await end_tasks([watching, guarding])
 
     async def _guard(self) -> None:
-        """Notice a rank that falls silent."""
+        """Watch the liveness of the ranks and end the process if one is lost."""
         liveness = None if self._ranks is None else self._ranks.liveness
         if liveness is not None and (error := await unexpected(liveness.run())) is not None:
             self._lose(error)
 
     def _lose(self, error: Exception) -> None:
-        """The ranks cannot go on together: this process ends."""
+        """End this process, because the ranks cannot continue together."""
         logger.error("ending, for the ranks of this trainer to start over: %s", _first(error))
         _end_soon()
         if not self._lost.done():
@@ -119,7 +119,7 @@ class TrainerService:
             raise error
 
     async def _meet(self) -> Ranks:
-        """The ranks; a process that is the only one of its trainer becomes a rank when a job needs it."""
+        """Join the ranks of this trainer. A single process becomes rank 0 of 1 when a job's backend needs ranks."""
         async with self._meeting:
             if self._ranks is None:
                 logger.info("meeting the %d ranks of this trainer as rank %d", self._place.size, self._place.rank)
@@ -131,7 +131,7 @@ class TrainerService:
         return self._ranks
 
     def _amend(self, job: str, config: AnyJob) -> None:
-        """A job whose backend changed leaves the one that it has at the next step boundary."""
+        """Ask a session whose job changed its backend to end at the next step boundary."""
         if not isinstance(config, AnyTraining):
             return
         self._files[job] = config
@@ -140,7 +140,7 @@ class TrainerService:
             session.leave(f"to go on with backend '{config.backend.type}'")
 
     async def _run_sessions(self, job: str, config: AnyTraining) -> None:
-        """One after the other, where the backend changes."""
+        """Run the job's sessions one after another: a new one each time the backend changes."""
         self._files[job] = config
         try:
             while await self._run_session(job) and self.ready:
@@ -149,32 +149,32 @@ class TrainerService:
             del self._files[job]
 
     async def _run_session(self, job: str) -> bool:
-        """True if it ended because the job moves to another backend."""
+        """Run one session. Return True if it ended because the job changes its backend."""
         torch.set_num_threads(self._files[job].placement.trainer_threads)
         if self._files[job].backend.type != "local":
             await self._meet()
-        config = self._files[job]  # it may have changed meanwhile
+        config = self._files[job]  # it may have changed during ``_meet``
         ranks = self._ranks if config.backend.type != "local" else None
         session = TrainerSession(self.bus, self.settings, job, config, ranks)
         self.sessions[job] = session
         try:
             error = await unexpected(session.run())
-        finally:  # also where the job was over before the session was
+        finally:  # also when the job ended before the session did
             self.sessions.pop(job, None)
             if ranks is not None and ranks.stranded:
                 self._lose(RankLost(ranks.stranded))
         if error is not None and ranks is not None and ranks.place.size > 1:
-            # The others may stand anywhere: only a common new start brings the ranks together again.
+            # The other ranks may be anywhere in their orders: only a restart of all processes synchronizes them.
             if ranks.liveness is not None:
                 logger.error("job %s cannot go on: %s", job, ranks.liveness.story())
             self._lose(error)
-            await asyncio.Event().wait()  # the process ends
+            await asyncio.Event().wait()  # until the process ends
         if error is not None:
             raise error
         return session.leaves
 
     async def drain(self) -> None:
-        """Stop every session at its next step boundary, then the followers. A follower leaves when rank 0 says so."""
+        """Stop every session at its next step boundary, then dismiss the followers. A follower waits for ``Leave``."""
         self.ready = False
         if self._place.rank:
             await self._ended.wait()
@@ -188,13 +188,13 @@ class TrainerService:
                 await self._ranks.threads.compute(partial(_dismiss, self._ranks.orders))
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Per job."""
+        """Return the heartbeat entries by job."""
         if self._follower is not None:
             return self._follower.status()
         return {job: session.status() for job, session in self.sessions.items()}
 
     async def _on_replay(self, data: bytes) -> bytes:
-        """Start a replay in a process of its own: it needs the thread count of its job, not of ours."""
+        """Start a replay in its own process, because the replay needs the thread count of its job."""
         request, envelope = unpack(data, ReplayRequest)
         bounds = [str(bound) if bound is not None else "" for bound in (request.from_batch, request.to_batch)]
         process = await asyncio.create_subprocess_exec(
@@ -231,7 +231,7 @@ def _first(error: BaseException) -> BaseException:
 
 
 def _end_soon() -> None:
-    """A thread that waits for a rank that is gone cannot be ended; it would hold up the end for as long as it waits."""
+    """Exit forcibly after ``END_S``: a thread that waits for a lost rank cannot be stopped and would delay the exit."""
     timer = threading.Timer(END_S, os._exit, [EXIT_FAILED])
     timer.daemon = True
     timer.start()

@@ -1,8 +1,8 @@
-"""One job on one trainer: where exactly-once lives.
+"""Training session of one job on one trainer, which makes sure that each batch is trained exactly once.
 
-The checkpoint holds weights, optimizer, RNG, batch number and version. A restarted trainer loads the newest one that
-the ledger knows, repeats the batches trained after it and compares each weight digest with the ledger; only then it
-goes on. On several ranks this is rank 0; the others only follow orders.
+A checkpoint holds weights, optimizer, RNG, batch number and version. A restarted trainer loads the newest checkpoint in
+the ledger, repeats the batches trained after it, compares each weight digest with the ledger, and only then continues.
+On several ranks the session runs on rank 0; the other ranks follow its orders.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ logger = logging.getLogger(__name__)
 
 
 async def is_wanted(bus: Bus, job: str) -> bool:
-    """True if there is such a job and nobody wants it paused; False while the bus is away."""
+    """Return True if the job exists and is not to be paused; False while the bus is unavailable."""
     try:
         entry = await bus.kv(subjects.JOBS).get(job)
-    except Unavailable:  # asked again soon
+    except Unavailable:  # the caller polls
         return False
     if entry is None or entry.value is None:
         return False
@@ -73,14 +73,15 @@ async def is_wanted(bus: Bus, job: str) -> bool:
 RESTART_S = 0.5
 RESUMED_POLL_S = 1.0
 TURN_LEASES = 4
-"""A job that waits for its lease gives the ranks to other jobs after this many lease lengths."""
+"""Number of lease lengths after which a job that waits for its lease yields the ranks to other jobs."""
 
 
 class TrainerSession:
-    """Holds the trainer lease of a job and trains its sealed batches, one after another.
+    """Holds the trainer lease of a job and trains its sealed batches one after another.
 
     Args:
-        ranks: where the models of the job are cut over ranks; None: this process trains it alone, beside other jobs.
+        ranks: the ranks over which the job's models are sharded; None: this process trains the job
+            alone, beside other jobs.
     """
 
     def __init__(
@@ -110,15 +111,15 @@ class TrainerSession:
         self._epoch = 0
         self._draining = False
         self._leaving = ""
-        """Why this session ends with a checkpoint."""
+        """Reason of ``leave``; empty: no checkpoint is due at the end."""
         self._unopened = ""
-        """Why the job cannot be opened here."""
+        """Error that prevents opening the job here; empty if none."""
         self._going_back = ""
-        """Why this trainer is to start over from an earlier batch."""
+        """Reason for which the coordinator wants this trainer to restart from an earlier batch; empty if none."""
         self._left_out: frozenset[str] = frozenset()
-        """Draws that no batch may be trained with any more: the data of their users is being deleted."""
+        """Draws that must not be trained any more, because the data of their users is being deleted."""
         self._lost: WeightManifest | None = None
-        """A worker cannot open it."""
+        """Published weights that a worker reported it cannot open."""
         self.progress = Progress()
         self._seconds = {"wait": 0.0, "publish": 0.0}
         self._reported_seconds: dict[str, float] = {}
@@ -126,10 +127,10 @@ class TrainerSession:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Train until cancelled. Starts over whenever the ledger or the lease says so.
+        """Train until cancelled. Starts over when the ledger or the lease requires it.
 
         Raises:
-            RankLost: another rank is gone; this process must end (alone, or in an ExceptionGroup).
+            RankLost: another rank is lost; this process must end (alone, or in an ExceptionGroup).
         """
         try:
             while not self._draining:
@@ -172,7 +173,7 @@ class TrainerSession:
                 await self._rank_group.close()
 
     async def _hold(self, lease: Lease) -> None:
-        # A new one: what an earlier lease left unsaid is not true any more.
+        # A new reporter: reports queued under an earlier lease are obsolete.
         self._reporter = Reporter(self._bus, self.job, self._fence)
         async with asyncio.TaskGroup() as tasks:
             keeping = tasks.create_task(lease.keep())
@@ -182,7 +183,7 @@ class TrainerSession:
                 reason = str(_first(group))
                 await self._reporter.ask(Report(kind="failed", epoch=self._epoch, reason=reason))
                 self._wait(f"the coordinator to end this job, which cannot go on: {reason}", subjects.JOBS)
-                await asyncio.Event().wait()  # with the job this session ends
+                await asyncio.Event().wait()  # the session ends with the job
             keeping.cancel()
 
     async def _train(self) -> None:
@@ -219,10 +220,10 @@ class TrainerSession:
         try:
             described = start.get("environment")
             await self._rank_group.open(msgspec.convert(described, EnvSpec) if described else None)
-        except (ConfigError, CheckpointError, torch.OutOfMemoryError) as error:  # the second: that of another rank
+        except (ConfigError, CheckpointError, torch.OutOfMemoryError) as error:  # CheckpointError: of another rank
             if start["checkpoint"] is None:
                 raise
-            # What was trained is worth more than this backend, or this machine: somebody may choose another one.
+            # The trained state is worth more than this backend or machine: the user can choose another one.
             self._unopened = str(error)
             await self._ask_for_a_pause(start["last_trained"] + 1, 0, self._unopened)
             raise Fenced(f"the job cannot be opened here: {error}") from None
@@ -247,11 +248,11 @@ class TrainerSession:
 
     @property
     def leaves(self) -> bool:
-        """True if it ends because of ``leave``."""
+        """Return True if the session ends because of ``leave``."""
         return bool(self._leaving)
 
     def leave(self, reason: str) -> None:
-        """Stop at the next step boundary, with a checkpoint of all that is trained by then and the reason for it."""
+        """Stop at the next step boundary, after a checkpoint of everything trained by then with ``reason``."""
         self.drain()
         self._leaving = reason
 
@@ -268,7 +269,7 @@ class TrainerSession:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     async def _step(self) -> None:
-        """Train the next batch when it is sealed, or checkpoint when asked."""
+        """Take a checkpoint if one is due, then train the next sealed batch. Raises Fenced to start over."""
         assert self._checkpointing is not None
         if self._going_back:
             raise Fenced(f"back to an earlier batch: {self._going_back}")
@@ -290,11 +291,11 @@ class TrainerSession:
         await self._train_batch(manifest)
 
     async def _publish_again(self, lost: WeightManifest) -> None:
-        """Workers of the present version get it in another segment; an older one is made again from a checkpoint."""
+        """Publish the current version again in a new segment. An older version requires a restart from a checkpoint."""
         self._lost, progress = None, self.progress
         await self._reporter.settled()
         if not await self._publishing.stands(lost):
-            return  # it was announced anew meanwhile
+            return  # it was announced again meanwhile
         if (lost.version, lost.digest) != (progress.version, progress.digest) or lost.base:
             raise Fenced(f"the weights of version {lost.version} are gone, and are made again")
         logger.warning("version %d is published again: a worker cannot open it", lost.version)
@@ -336,7 +337,7 @@ class TrainerSession:
         progress = self.progress
         progress.version = manifest.start_version + 1
         began = time.perf_counter()
-        await self._reporter.settled()  # there is one version at a time that engines do not know yet
+        await self._reporter.settled()  # at most one version is not yet announced to engines
         published = await self._publishing.publish(self._rank_group, version=progress.version, epoch=self._epoch)
         self._seconds["publish"] += time.perf_counter() - began
         progress.batch, progress.digest = manifest.number, published.digest
@@ -351,7 +352,7 @@ class TrainerSession:
                 kind="trained", epoch=self._epoch, batch=manifest.number, revision=manifest.revision,
                 version=progress.version, digest=published.digest, metrics=metrics,
             ),
-            # Not before: a successor that trains the batch again may get other bits, and engines would have seen both.
+            # Not before: a trainer that repeats the batch may get other bits, and engines would have seen both.
             partial(self._publishing.announce, published),
         )  # fmt: skip
 
@@ -367,7 +368,7 @@ class TrainerSession:
         )  # fmt: skip
 
     async def _halt(self, manifest: BatchManifest, error: NonFiniteStep) -> None:
-        """Have the job paused; once somebody resumes it, the batch is trained from where it began."""
+        """Ask the coordinator to pause the job. After it is resumed, train the batch from its start."""
         logger.error("batch %d is not trained: %s", manifest.number, error.reason)
         await self._reporter.settled()
         await self._ask_for_a_pause(manifest.number, manifest.revision, error.reason)
@@ -376,18 +377,18 @@ class TrainerSession:
             raise Fenced(f"batch {manifest.number} was left half trained: back to the last checkpoint")
 
     async def _ask_for_a_pause(self, batch: int, revision: int, reason: str) -> None:
-        """Have the job paused before a batch."""
+        """Ask the coordinator to pause the job before a batch."""
         report = Report(kind="halted", epoch=self._epoch, batch=batch, revision=revision, reason=reason)
         await self._reporter.ask(report)
 
     async def _until_resumed(self, reason: str) -> None:
-        """Wait until somebody resumes the job, or this session is over."""
+        """Wait until the job is resumed or this session ends."""
         self._wait(f"the job to be resumed: {reason}", subjects.JOBS)
         while not (self._draining or self._going_back or await is_wanted(self._bus, self.job)):
             await asyncio.sleep(RESUMED_POLL_S)
 
     async def _let_others_try(self) -> None:
-        """Another trainer may be able to open the job: it gets the lease first."""
+        """Wait before the next attempt, so that a trainer that can perhaps open the job gets the lease first."""
         end = time.monotonic() + TURN_LEASES * self._settings.lease_s
         while not self._draining and time.monotonic() < end:
             await asyncio.sleep(min(RESTART_S, self._settings.lease_s))
@@ -401,10 +402,10 @@ class TrainerSession:
             return pack(Ack(ok=False, reason=reason), job=self.job, epoch=self._epoch)
         if command.kind == "checkpoint" and self._checkpointing is not None:
             self._checkpointing.ask(str(command.args.get("reason", "")))
-        if command.kind == "rollback" and int(command.args["version"]) >= self.progress.version:  # not done already
+        if command.kind == "rollback" and int(command.args["version"]) >= self.progress.version:  # unless done already
             self._going_back = str(command.args.get("reason", ""))
             self._wake()
-        if command.kind == "leave_out":  # what is being trained by now is trained
+        if command.kind == "leave_out":  # a batch in training is finished
             self._left_out = frozenset(map(str, command.args["draws"]))
         return pack(Ack(ok=True), job=self.job, epoch=self._epoch)
 
@@ -417,23 +418,23 @@ class TrainerSession:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Wall time by stage, since this session began."""
+        """Wall time by stage since this session began."""
         checkpoint = 0.0 if self._checkpointing is None else self._checkpointing.seconds
         return {**self._seconds, **self._rank_group.seconds, "checkpoint": checkpoint}
 
     def _second_facts(self) -> dict[str, float]:
-        """Seconds by stage since the last call, and since this session began."""
+        """Return seconds by stage since the last call, and since this session began."""
         totals, before = self.seconds, self._reported_seconds
         self._reported_seconds = totals
         of_update = {f"seconds/{name}": total - before.get(name, 0.0) for name, total in totals.items()}
         return of_update | {f"seconds_total/{name}": total for name, total in totals.items()}
 
     def _wait(self, what: str, subject: str) -> None:
-        if self._waiting is None or self._waiting[:2] != (what, subject):  # else it goes on, and so does its age
+        if self._waiting is None or self._waiting[:2] != (what, subject):  # keep the start of an ongoing wait
             self._waiting = (what, subject, bus_time())
 
     def status(self) -> dict[str, Any]:
-        """This worker's entry for the job, for its heartbeat."""
+        """Return this worker's entry for the job, for its heartbeat."""
         row: dict[str, Any] = {
             "version": self.progress.version,
             "batch": self.progress.batch,

@@ -1,4 +1,4 @@
-"""Where a trainer begins: with version 0, or with what the ledger says was trained already."""
+"""Start of a training session: from version 0, or from the state recorded in the ledger."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["Start"]
 
 Wait = Callable[[str, str], None]
-"""``(what is waited for, subject)``, for people who ask."""
+"""Callback ``(what the trainer waits for, subject)``, shown in status."""
 
 
 class Start:
-    """Brings the rank group and ``progress`` to where the ledger is. Used once, under one lease."""
+    """Brings the rank group and ``progress`` to the state in the ledger. Used once, under one lease."""
 
     def __init__(
         self, bus: Bus, job: str, config: AnyTraining, *, rank_group: RankGroup, publishing: Publishing,
@@ -39,10 +39,10 @@ class Start:
         self._rank_group, self._publishing, self._reporter = rank_group, publishing, reporter
         self._progress, self._epoch, self._wait, self._data_dir = progress, epoch, wait, data_dir
         self.damaged = False
-        """An older checkpoint than the newest one was read."""
+        """True if the newest checkpoint could not be read and an older one was."""
 
     async def begin(self) -> None:
-        """Version 0: warm start, publish. Its checkpoint is still to be taken."""
+        """Warm-start and publish version 0. The caller takes its checkpoint."""
         count, unit = self._warm_start
         if count:
             self._wait(f"the warm start: 0 of {count} {unit}", subjects.report(self._job))
@@ -53,21 +53,21 @@ class Start:
         await self._publishing.announce(manifest)
 
     async def restore(self, start: dict[str, Any]) -> None:
-        """A checkpoint, and everything that was trained after it once more.
+        """Load a checkpoint and repeat everything that was trained after it.
 
         Args:
-            start: the coordinator's answer to `hello`.
+            start: the coordinator's reply to `hello`.
 
         Raises:
-            CheckpointError: it cannot be read, or its weights are not those that the ledger knows.
-            Fenced: the ledger says otherwise by now.
+            CheckpointError: it cannot be read, or its weights are not those that the ledger records.
+            Fenced: the ledger has changed since.
         """
         progress = self._progress
         progress.batch = await self._load(start)
         start["batches"] = [row for row in (*start.get("earlier", ()), *start["batches"]) if row[0] > progress.batch]
         await self._repeat(start)
         await self._rank_group.forget()
-        # The batches of this lineage may end below: a fork gave up the last ones, and their numbers are not used again.
+        # The batches of this lineage may end earlier: a fork dropped the last ones, and their numbers are not reused.
         progress.batch, progress.version = start["last_trained"], start["version"]
         manifest = await self._publishing.publish(self._rank_group, version=progress.version, epoch=self._epoch)
         progress.digest = manifest.digest
@@ -76,9 +76,10 @@ class Start:
         await self._publishing.announce(manifest)
 
     async def _load(self, start: dict[str, Any]) -> int:
-        """Read the checkpoint, or the newest one before it that can be read; returns its number.
+        """Load the checkpoint, or the newest readable one before it. Return its number.
 
-        One that a user wants to go back to may be gone: then the job goes on where it was.
+        If a user wants to roll back to a checkpoint that is unreadable, the rollback is dropped (Fenced) and the job
+        continues.
         """
         first: CheckpointError | None = None
         for checkpoint in (start["checkpoint"], *start.get("older", ())):
@@ -109,17 +110,17 @@ class Start:
 
     @property
     def _warm_start(self) -> tuple[int, str]:
-        """How long it takes, and in what that is counted; 0: there is none."""
+        """Length of the warm start and its unit; 0: no warm start."""
         if isinstance(self._config, JobConfig):
             return self._config.warm_start.steps, "steps"
         warm = self._config.warm_start if isinstance(self._config, EmbodiedJob) else None
         return 0 if warm is None else warm.epochs, "passes"
 
     async def _repeat(self, start: dict[str, Any]) -> None:
-        """Train again what was trained after the checkpoint; the digests must come out as the ledger has them.
+        """Train again the batches after the checkpoint and compare their digests with the ledger.
 
-        The version that engines serve is published on the way, if it is an older one. Where the coordinator wants to go
-        back, the lineage forks there.
+        If engines serve one of these versions, the version is published on the way. If the coordinator requests a
+        rollback, the lineage forks after the batch to which it rolls back.
         """
         manifests = await read_manifests(self._bus, self._job)
         served, rollback = start.get("served"), start.get("rollback")
@@ -155,11 +156,11 @@ class Start:
     async def _fork(
         self, number: int, start: dict[str, Any], reason: str, *, rollback: int | None = None, bad: Sequence[Draw] = ()
     ) -> None:
-        """The lineage ends here: go on above the clock from the batch before.
+        """End the lineage and continue from the state before batch ``number``, with a version above all published ones.
 
         Args:
-            bad: draws of the batch whose groups are gone; the coordinator knows which of them a deletion took.
-            rollback: where the coordinator wanted to go back to; by now it may want that no more, and refuse.
+            bad: draws of the batch whose groups are gone; the coordinator knows which of them a deletion removed.
+            rollback: batch to which the coordinator wanted to roll back; refused if it no longer wants to.
         """
         version = max(start["version"], await self._publishing.newest()) + 1
         manifest = await self._publishing.publish(self._rank_group, version=version, epoch=self._epoch)

@@ -1,4 +1,4 @@
-"""A frozen model of any shape that judges the policy's tokens: loaded, checked, put where the job's backend computes.
+"""The teacher of a distillation job: a frozen model of any shape that scores the policy's tokens on the job's backend.
 
 Shape legend: M = scored tokens of a microbatch.
 """
@@ -25,29 +25,29 @@ __all__ = ["Teacher", "open_teacher"]
 
 
 class Teacher(Protocol):
-    """Scores tokens, is never trained, and is no part of a checkpoint: its path and its digest are enough.
+    """Scores tokens. It is never trained and is not part of a checkpoint, which records only its path and digest.
 
-    On several ranks ``score`` is a collective: all call it as often as each other.
+    On several ranks ``score`` is a collective: all ranks call it equally often.
     """
 
     @property
     def digest(self) -> str:
-        """Of its weights."""
+        """Digest of the teacher's weights."""
 
     def layout(self) -> TensorLayout:
-        """Its whole weights."""
+        """Return the layout of the whole weights."""
 
     def score(self, microbatch: Microbatch | None) -> Tensor:
-        """Log-probs of the scored tokens, float32 [M]; None where this rank has no more microbatches: [0]."""
+        """Return log-probs of the scored tokens, float32 [M]; [0] for None, if this rank has no more microbatches."""
 
 
 def open_teacher(
     config: JobConfig, tokenizer: PreTrainedTokenizerFast, collective: Collective, device: str
 ) -> Teacher | None:
-    """The model at ``algorithm.teacher``; None where the algorithm has none.
+    """Load the model at ``algorithm.teacher``; return None if the algorithm has none.
 
     Raises:
-        ConfigError: it cannot be loaded, means something else by a token, or cannot be cut.
+        ConfigError: it cannot be loaded, its tokenizer differs from the policy's, or its model cannot be sharded.
     """
     if not isinstance(config.algorithm, DistillationConfig):
         return None

@@ -1,4 +1,4 @@
-"""Where a model lives and how it is differentiated: one file per backend, behind one protocol."""
+"""Trainer backends, which place a model on devices and differentiate it: one module or package each, one protocol."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["open_backend"]
 
 
 def open_backend(config: JobConfig, role: Role, collective: Collective, device: str) -> Backend:
-    """The job's backend with the initial weights of one model.
+    """Open the job's backend for one model with its initial weights.
 
     Args:
         role: the policy, or the critic (same body, scalar head).
-        device: where this rank computes.
+        device: device on which this rank computes.
 
     Raises:
         ConfigError: the model or tokenizer cannot be loaded, or the backend cannot do what the job asks.

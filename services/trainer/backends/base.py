@@ -19,7 +19,7 @@ from penstock.shared.config.jobs.job import OptimizerConfig
 __all__ = ["Backend", "BackendState", "LearnerState", "LossFunction", "Role", "Scores", "Seconds", "TensorLayout"]
 
 Role = Literal["policy", "critic"]
-"""A critic is the policy's architecture with a scalar head (`score.weight`) in place of `lm_head`."""
+"""Role of a trained model. A critic is the policy's architecture with a scalar head (`score.weight`) for `lm_head`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class Scores:
 
     Attributes:
         values_M: log-probs of the tokens (policy), or values of the states before them (critic).
-        entropy_M: exact entropy of the policy in nats, where asked for.
-        kl_M: exact KL(policy || reference) over the vocabulary in nats, where asked for.
+        entropy_M: exact entropy of the policy in nats, if requested.
+        kl_M: exact KL(policy || reference) over the vocabulary in nats, if requested.
     """
 
     values_M: Tensor
@@ -38,15 +38,15 @@ class Scores:
 
 
 LossFunction = Callable[[Scores], Tensor]
-"""``scores -> scalar``: this microbatch's share of the loss of its minibatch over all ranks."""
+"""Function ``scores -> scalar``: this microbatch's share of the minibatch loss over all ranks."""
 
 TensorLayout = list[tuple[str, tuple[int, ...], torch.dtype]]
-"""(Hugging Face name, shape, dtype) of whole tensors."""
+"""(Hugging Face name, shape, dtype) of each whole tensor."""
 
 
 @dataclass(slots=True)
 class Seconds:
-    """Wall time spent since the counters were last taken."""
+    """Wall time in seconds by stage, since the counters were last read."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -55,17 +55,17 @@ class Seconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendState:
-    """Everything of one model that the next update depends on. Flat and named, tensors only, on the CPU.
+    """Complete state of one model that the next update depends on: flat named tensors on the CPU.
 
     Attributes:
-        weights: parameters, tied ones once, by their name in the Hugging Face model. With an adapter the frozen ones
-            under it, or nothing where they are those of `model.path`.
-        adapter: the adapter by the names of peft's files; empty without one.
-        optimizer: moments, step counts and masters.
+        weights: parameters by Hugging Face name, tied ones once. With an adapter: the frozen base weights, or empty if
+            these are the weights of `model.path`.
+        adapter: the adapter by peft file names; empty without one.
+        optimizer: moments, step counts and float32 masters.
         reference: weights of the frozen reference policy; empty without one.
         rng: states of the random generators, uint8.
-        files: what describes the model on disk (config.json, tokenizer), by file name.
-        environment: pins of a bit-identical replay; see ``environment.describe_environment``.
+        files: files that describe the model on disk (config.json, tokenizer), by file name.
+        environment: properties that a bit-identical replay needs; see ``environment.describe_environment``.
     """
 
     weights: dict[str, Tensor]
@@ -79,13 +79,13 @@ class BackendState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerState:
-    """Everything that the next update depends on.
+    """Complete state that the next update depends on.
 
     Attributes:
-        models: state of each trained model by its role; `policy` is always there.
-        rule: what the update rule itself remembers, by name: KL controller and reward statistics in float64; of an
-            embodied job the networks beside the policy, all optimizers and the replay buffer.
-        columns: names in ``rule`` of columns [K, ...] that grow and change by rows; a checkpoint keeps them in shards.
+        models: state of each trained model by role; `policy` is always present.
+        rule: state of the update rule by name: KL controller and reward statistics in float64; for an embodied job: the
+            networks beside the policy, all optimizers and the replay buffer.
+        columns: names in ``rule`` of columns [K, ...] that grow and change by rows; a checkpoint stores them in shards.
     """
 
     models: dict[Role, BackendState]
@@ -94,19 +94,19 @@ class LearnerState:
 
 
 class Backend(Protocol):
-    """Holds one trained model, differentiates it and steps it. Gradients add up from one step to the next.
+    """Holds, differentiates and steps one trained model. Gradients accumulate between steps.
 
-    On several ranks every method is a collective: all ranks call the same methods in the same order, as often as each
-    other. Gradients are sums over ranks, never means: denominators already count the whole batch. Log-probs are of
-    logits / temperature, that of each token's row.
+    On several ranks every method is a collective: all ranks call the same methods in the same order, equally often.
+    Gradients are sums over ranks, never means: loss denominators already count the whole batch. Log-probs are of
+    logits / temperature, with the temperature of each token's row.
     """
 
     @property
     def routers(self) -> Routers | None:
-        """Books of the routers of a trained mixture of experts."""
+        """Load statistics of the routers of a trained mixture of experts; None for other models."""
 
     def route(self, microbatch: Microbatch | None) -> None:
-        """Count in ``routers`` what a microbatch of the coming minibatch will choose, without gradient."""
+        """Count in ``routers`` the expert choices of a microbatch of the next minibatch, without gradient."""
 
     def accumulate(
         self,
@@ -116,70 +116,70 @@ class Backend(Protocol):
         entropy: bool = False,
         kl: bool = False,
     ) -> None:
-        """Forward, ``loss``, backward: now, or at the latest in ``step``, where stages work on several microbatches.
+        """Run forward, ``loss`` and backward. A pipeline of stages may defer the work until ``step``.
 
         Args:
-            microbatch: None where this rank has no more: it takes part in the collectives, ``loss`` is not called.
-            entropy, kl: which further scores ``loss`` needs (policy only; ``kl`` needs a reference).
+            microbatch: None if this rank has no more: it takes part in the collectives, and ``loss`` is not called.
+            entropy, kl: whether ``loss`` needs these scores (policy only; ``kl`` needs a reference).
         """
 
     def score(self, microbatch: Microbatch | None) -> Tensor:
-        """Log-probs (policy) or values (critic) of the scored tokens, float32 [M], without gradient; None: [0]."""
+        """Return log-probs (policy) or values (critic), float32 [M], without gradient; [0] for None."""
 
     def reference_logprobs(self, microbatch: Microbatch | None) -> Tensor:
-        """As ``score``, under the frozen reference policy."""
+        """Return the same as ``score``, under the frozen reference policy."""
 
     def step(self, learning_rate: float) -> float:
-        """Clip, step, zero the gradients.
+        """Clip the gradients, make an optimizer step and zero the gradients.
 
         Returns:
-            Norm of the gradient over all ranks before clipping; where it is not finite nothing was changed.
+            Gradient norm over all ranks before clipping; if it is not finite, nothing was changed.
         """
 
     def freeze_reference(self) -> None:
-        """Make the present weights the reference policy. Does nothing where none is kept."""
+        """Copy the current weights into the reference policy. Does nothing without one."""
 
     def new_optimizer(self, config: OptimizerConfig, *, whole: bool = False) -> None:
-        """Forget all moments and start an optimizer with ``config`` at the present weights.
+        """Drop all moments and start an optimizer with ``config`` at the current weights.
 
-        ``whole``: train the weights under the adapter instead, as long as it changes nothing yet (warm start).
+        ``whole``: train the base weights instead of the adapter, which must still be the identity (warm start).
         """
 
     def layout(self) -> TensorLayout:
-        """The whole weights in the order of ``weights``, tied ones once; the same on every rank."""
+        """Return the layout of the whole weights in the order of ``weights``, tied ones once; equal on every rank."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole weights by Hugging Face name in a fixed order, an adapter added; live where whole and plain.
+        """Yield the whole weights by Hugging Face name in a fixed order, with an adapter merged in.
 
-        Read only.
+        Tensors may be live parameters: read only.
         """
 
     def published_layout(self) -> TensorLayout:
-        """Weights for engines, in the order of ``published``."""
+        """Return the layout of the weights for engines, in the order of ``published``."""
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapter by the names of peft's files where engines hold the weights under it, else ``weights``."""
+        """Yield the adapter by peft file names if engines already hold the base weights, else ``weights``."""
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under a published adapter by Hugging Face name; nothing where ``published`` are whole weights."""
+        """Yield the base weights of a published adapter by Hugging Face name; nothing if those are ``weights``."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy whole parameters by Hugging Face name, the same on every rank; those not named stay as they are.
+        """Copy whole parameters by Hugging Face name, the same on every rank. Parameters not named stay as they are.
 
         Call ``new_optimizer`` afterwards.
 
         Raises:
-            CheckpointError: a name or a shape is not the model's.
+            CheckpointError: a name or a shape does not fit the model.
         """
 
     def take_seconds(self) -> Seconds:
-        """Time spent since the last call."""
+        """Return the seconds spent since the last call, and reset them."""
 
     def environment(self) -> dict[str, str]:
-        """Facts beside the state that bit-identical results depend on."""
+        """Return the properties, besides the state, that bit-identical results depend on."""
 
     def state(self) -> BackendState:
-        """A copy of all state."""
+        """Return a copy of all state."""
 
     def load_state(self, state: BackendState) -> None:
-        """Inverse of ``state``; raises CheckpointError if it does not fit the model, which is then unchanged."""
+        """Restore what ``state`` returned. Raises CheckpointError if it does not fit; the model is then unchanged."""

@@ -1,4 +1,4 @@
-"""A model that one process holds whole and nobody trains.
+"""A frozen model held whole by one process.
 
 Shape legend: M = scored tokens of a microbatch.
 """
@@ -17,7 +17,7 @@ __all__ = ["FrozenModel", "layout_of_module"]
 
 
 class FrozenModel:
-    """See ``Teacher``. ``model`` is moved to ``device``; no gradient, no moments."""
+    """Implements ``Teacher`` in one process. ``model`` is moved to ``device``; no gradients, no moments."""
 
     def __init__(self, model: PreTrainedModel, digest: str, *, device: str) -> None:
         self.digest = digest
@@ -37,5 +37,5 @@ class FrozenModel:
 
 
 def layout_of_module(model: PreTrainedModel) -> TensorLayout:
-    """Names, shapes and types of whole parameters, tied ones once."""
+    """Return names, shapes and types of the whole parameters, tied ones once."""
     return [(name, tuple(parameter.shape), parameter.dtype) for name, parameter in model.named_parameters()]

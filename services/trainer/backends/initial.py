@@ -1,4 +1,4 @@
-"""The model of a job before its first update, and what its backend has to know to train it."""
+"""The initial model of a job, with the settings that its backend needs to train it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["InitialModel", "initial_model"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialModel:
-    """A model on the CPU, in eval mode.
+    """Initial model on the CPU, in eval mode, with its training settings.
 
     Attributes:
         model: the policy, with its adapter if it has one, or the critic.
-        optimizer: the settings of its optimizer.
-        keep_reference: whether the job needs a frozen policy beside it.
-        lora: of the adapter.
-        base_path: model directory of the weights under the adapter; None where only this job has them.
+        optimizer: its optimizer settings.
+        keep_reference: whether the job needs a frozen reference policy.
+        lora: config of the adapter; None without one.
+        base_path: model directory of the base weights; None if only this job has them.
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
     """
 
@@ -41,7 +41,7 @@ class InitialModel:
 
 
 def initial_model(config: JobConfig, role: Role) -> InitialModel:
-    """The model of ``role`` with its initial weights.
+    """Build the model of ``role`` with its initial weights.
 
     Raises:
         ConfigError: the model or the tokenizer cannot be loaded, or the vocabulary does not fit.

@@ -42,11 +42,11 @@ class LocalBackend:
 
     Args:
         model: the policy, or a critic made by ``critic_of``; moved to ``device``.
-        tokenizer: goes into checkpoints beside the weights.
-        config: of the optimizer.
+        tokenizer: stored in checkpoints beside the weights.
+        config: optimizer settings.
         keep_reference: hold a frozen policy for a KL term (policy only).
-        lora: of the adapter that ``model`` has.
-        base_path: model directory of the weights under the adapter; None: checkpoints hold them.
+        lora: config of the adapter in ``model``; None without one.
+        base_path: model directory of the base weights; None: checkpoints hold them.
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
     """
 
@@ -103,7 +103,7 @@ class LocalBackend:
 
     @torch.no_grad()
     def route(self, microbatch: Microbatch | None) -> None:
-        """See ``Backend``. A table that will be replayed needs no forward pass."""
+        """See ``Backend``. Replayed routes need no forward pass."""
         if microbatch is None or self.routers is None:
             return
         if microbatch.experts_TNK is not None:
@@ -199,7 +199,7 @@ class LocalBackend:
             ("adapter", {**self._parameters.adapter()}, state.adapter),
             ("optimizer state", self._optimizer.tensors(), state.optimizer),
         ]
-        for what, own, saved in parts:  # all before the first copy: a wrong state changes nothing
+        for what, own, saved in parts:  # check everything before the first copy: a wrong state changes nothing
             check_fits(own, saved, what=what)
         for what, own, saved in parts:
             copy_into(own, saved, what=what)
@@ -227,7 +227,7 @@ class LocalBackend:
 
 
 def open_local(config: JobConfig, role: Role, device: str) -> LocalBackend:
-    """The model of ``role`` with its initial weights.
+    """Open the backend for the model of ``role`` with its initial weights.
 
     Raises:
         ConfigError: the model or the tokenizer cannot be loaded, or the vocabulary does not fit.
@@ -252,9 +252,9 @@ def describing_files(
     lora: LoraConfig | None = None,
     base_path: str | None = None,
 ) -> dict[str, bytes]:
-    """Files that make a directory of weights, or of an adapter, loadable with ``from_pretrained``, by name.
+    """Return the files, by name, that make a directory of weights or of an adapter loadable with ``from_pretrained``.
 
-    ``base_path``: model directory of the weights under the adapter, where they are not beside it.
+    ``base_path``: model directory of the base weights, if they are not in the same directory.
     """
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
@@ -266,7 +266,7 @@ def describing_files(
         files = {path.name: path.read_bytes() for path in sorted(Path(name).iterdir()) if path.is_file()}
     if lora is None:
         return files
-    if base_path is not None:  # a directory without weights: the adapter's own file says where they are
+    if base_path is not None:  # a directory without base weights: the adapter's config names their location
         del files["config.json"]
     return files | adapter_files(model, lora, base=base_path)
 

@@ -1,4 +1,4 @@
-"""Which parameters of a model are trained, published and kept in checkpoints: all of them, or those of an adapter."""
+"""Selection of the parameters that are trained, published and checkpointed: all of them, or those of an adapter."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ __all__ = ["Parameters", "Reader", "WholeModel", "reference_of"]
 
 
 def reference_of(model: PreTrainedModel) -> PreTrainedModel:
-    """A frozen policy as ``model`` is now; where that has an adapter, it shares the weights under it."""
+    """Return a frozen copy of the policy ``model``. With an adapter, the copy shares the base weights."""
     return share_base(model) if has_adapter(model) else copy.deepcopy(model).requires_grad_(False).eval()
 
 
 class Reader(Protocol):
-    """Shows the parameters of a module whole, by their names there. A collective where they are cut over ranks."""
+    """Reads parameters of a module as whole tensors by name. A collective if parameters are sharded over ranks."""
 
     def in_blocks(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[Tensor]:
-        """``read(name)`` for each, while the parameters of that decoder block are whole; valid until the next one."""
+        """Yield ``read(name)`` for each name while its decoder block is whole. A tensor is valid until the next."""
 
     def one_by_one(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Each parameter without its neighbours."""
+        """Yield each parameter, gathered by itself."""
 
 
 class WholeModel:
-    """A ``Reader`` of a module that one process holds."""
+    """A ``Reader`` of a module that one process holds whole."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -59,13 +59,13 @@ class WholeModel:
 
 
 class Parameters:
-    """The parameters of one model, by what becomes of them.
+    """Groups the parameters of one model by use: training, publishing, checkpoints.
 
     Args:
-        lora: of the adapter that ``model`` has; None: the whole model is trained.
-        keep_base: whether checkpoints hold the weights under the adapter: they are not simply those of `model.path`.
-        reader: how they are read as whole tensors.
-        dtype: of the whole tensors; None: that of the parameters.
+        lora: config of the adapter in ``model``; None: the whole model is trained.
+        keep_base: whether checkpoints hold the base weights, because they differ from those of `model.path`.
+        reader: reads parameters as whole tensors.
+        dtype: type of the whole tensors; None: that of the parameters.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Parameters:
         self._base_digest: str | None = None
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """Parameters that the optimizer changes after the warm start."""
+        """Return the parameters that the optimizer changes after the warm start."""
         return dict(self._model.named_parameters()) if self._lora is None else adapter_parameters(self._model)
 
     def train_base(self, whole: bool) -> None:
-        """Give gradients to the weights under the adapter in place of it, or the other way round."""
+        """Drop all gradients, and let either the base weights (``whole``) or the adapter require gradients."""
         for parameter in self._model.parameters():
             parameter.grad = None
         if self._lora is not None:
@@ -123,30 +123,30 @@ class Parameters:
         return self._in_blocks(self._plain) if self._publishes_adapter else iter(())
 
     def of_twin(self, twin: PreTrainedModel) -> dict[str, nn.Parameter]:
-        """The parameters that a ``reference_of`` this model does not share."""
+        """Return the parameters of a ``reference_of`` this model that it does not share with the model."""
         return dict(twin.named_parameters()) if self._lora is None else adapter_parameters(twin)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, nn.Parameter]:
-        """Whole weights that a checkpoint holds: all, those under the adapter, or none."""
+        """Return the whole weights that a checkpoint holds: all, the base weights, or none."""
         return base_parameters(self._model) if self._lora is None or self._keep_base else {}
 
     def adapter(self) -> dict[str, nn.Parameter]:
-        """The adapter; empty without one."""
+        """Return the parameters of the adapter; empty without one."""
         return adapter_parameters(self._model) if self._lora is not None else {}
 
     def pins(self) -> dict[str, str]:
-        """Digest of the weights under the adapter; empty without one. Found at the first call after they changed."""
+        """Return the digest of the base weights, computed once after each change; empty without an adapter."""
         if self._lora is None:
             return {}
         if self._base_digest is None:
-            copies = ((name, tensor.clone()) for name, tensor in self._in_blocks(self._plain))  # numpy will share them
+            copies = ((name, tensor.clone()) for name, tensor in self._in_blocks(self._plain))  # numpy shares memory
             self._base_digest = digest_of_tensors(copies)
         return {"base": self._base_digest}
 
     def check_base(self, pins: dict[str, str]) -> None:
-        """Raise CheckpointError where an adapter belongs to another base than the one that was loaded."""
+        """Raise CheckpointError if an adapter belongs to other base weights than the loaded ones."""
         if not self._keep_base and pins.get("base", "") != self.pins().get("base", ""):
             raise CheckpointError(
                 f"the checkpoint's adapter belongs to weights of digest '{pins.get('base', '')}', model.path holds "
@@ -154,7 +154,7 @@ class Parameters:
             )
 
     def base_loaded(self) -> None:
-        """The weights under the adapter were replaced."""
+        """Invalidate the digest after the base weights were replaced."""
         self._base_digest = None
 
     @property

@@ -1,4 +1,4 @@
-"""Scores of the tokens of a microbatch by the decoder that trainer and sampler share.
+"""Scores of the tokens of a microbatch, by the decoder that trainer and sampler share.
 
 Shape legend: M = scored tokens of a microbatch.
 """
@@ -30,13 +30,13 @@ def score_tensors(
     reference: PreTrainedModel | None = None,
     routes: Routes | None = None,
 ) -> ScoreTensors:
-    """Log-probs of a policy or values of a critic, by ``role``; ``batch`` is on the device of ``model``.
+    """Return log-probs of a policy or values of a critic, by ``role``; ``batch`` is on the device of ``model``.
 
-    Log-probs are of logits / temperature, that of each token's row.
+    Log-probs are of logits / temperature, with the temperature of each token's row.
 
     Args:
-        reference: give the exact divergence from it, too, and the entropy.
-        routes: which experts the tokens of a mixture go to; None: the model's own choice.
+        reference: also return the exact KL divergence from this model, and the entropy.
+        routes: experts that each token of a mixture visits; None: the model's own choice.
     """
     if role == "critic":
         return selected_values(model, batch.tokens, batch.select_M), None, None

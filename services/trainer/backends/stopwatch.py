@@ -1,4 +1,4 @@
-"""Wall time of the stages of training, including the work that the device still had to do."""
+"""Wall time of the stages of training, including pending work of the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Stopwatch"]
 
 
 class Stopwatch:
-    """Adds up ``Seconds`` on one device."""
+    """Accumulates ``Seconds`` on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._seconds = device, Seconds()
 
     @contextmanager
     def measure(self, stage: Literal["forward", "backward", "optimizer"]) -> Iterator[None]:
-        """Count the block; one that raises does not count."""
+        """Add the duration of the block to ``stage``. A block that raises does not count."""
         start = time.perf_counter()
         yield
         if self._device.type == "cuda":
@@ -30,6 +30,6 @@ class Stopwatch:
         setattr(self._seconds, stage, getattr(self._seconds, stage) + time.perf_counter() - start)
 
     def take(self) -> Seconds:
-        """Counts since the last call."""
+        """Return the seconds since the last call, and reset them."""
         taken, self._seconds = self._seconds, Seconds()
         return taken

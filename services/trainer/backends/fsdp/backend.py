@@ -1,4 +1,4 @@
-"""Backend `fsdp`: one model cut over all ranks, each rank with its own microbatches.
+"""Backend `fsdp`: shards one model over all ranks; each rank trains its own microbatches.
 
 Shape legend: M = scored tokens of a microbatch, T = packed tokens, S1 = sequences + 1.
 """
@@ -48,12 +48,12 @@ from penstock.shared.models.lora import base_parameters, is_adapter
 __all__ = ["FSDPBackend", "open_fsdp"]
 
 _WHAT = {"reference": "reference policy", "weights": "checkpoint", "adapter": "adapter", "optimizer": "optimizer state"}
-"""Parts of a state in the order in which they are loaded: the optimizer's masters are more exact than the weights."""
+"""Names of the parts of a state, in load order. The optimizer's masters come last: they are more exact than weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """The frozen policy, and what gathers its parameters: the trained model itself where the two share some."""
+    """Frozen policy and the sharded model that gathers its parameters: the trained model itself if they share some."""
 
     model: PreTrainedModel
     sharded: ShardedModel
@@ -62,22 +62,21 @@ class _Reference:
 class FSDPBackend:
     """Trains ``model`` together with the same backend of the other ranks.
 
-    The parts of everything that may be trained are float32 whatever the type of the model: they are the masters of the
-    optimizer, and a narrower model is gathered in its own type. The model stays in eval mode, as in ``LocalBackend``.
+    Shards of all trainable parameters are float32 whatever the type of the model, because they are the optimizer's
+    masters; a narrower model is gathered in its own type. The model stays in eval mode, as in ``LocalBackend``.
 
     Args:
         model: the policy, or a critic made by ``critic_of``; whole, on the CPU, the same on every rank.
-        tokenizer: goes into checkpoints beside the weights.
-        optimizer: its settings.
+        tokenizer: stored in checkpoints beside the weights.
+        optimizer: optimizer settings.
         keep_reference: hold a frozen policy for a KL term (policy only).
         collective: all ranks of the process group.
-        lora: of the adapter that ``model`` has.
-        base_path: model directory of the weights under the adapter, which then are never trained; None: checkpoints
-            hold them.
+        lora: config of the adapter in ``model``; None without one.
+        base_path: model directory of the base weights, which then are never trained; None: checkpoints hold them.
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
 
     Raises:
-        ConfigError: the architecture is not one that can be cut.
+        ConfigError: the architecture cannot be sharded.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class FSDPBackend:
 
     @torch.no_grad()
     def route(self, microbatch: Microbatch | None) -> None:
-        """See ``Backend``. No forward pass where the tables of all ranks will be replayed."""
+        """See ``Backend``. Skips the forward pass if all ranks replay recorded routes."""
         if self.routers is None:
             return
         replayed = microbatch is not None and microbatch.experts_TNK is not None
@@ -189,14 +188,14 @@ class FSDPBackend:
         self._parameters.train_base(whole)
         self._optimizer = ShardOptimizer(self._model.params, config, self._collective, decayed=self._decayed)
         if not whole:
-            self._parameters.pins()  # now, where all ranks are at it
+            self._parameters.pins()  # now, because all ranks are here
 
     def layout(self) -> TensorLayout:
         """See ``Backend``."""
         return self._parameters.layout()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``. A tensor is valid until the next one is asked for."""
+        """See ``Backend``. A tensor is valid until the iterator advances."""
         return self._parameters.weights()
 
     def published_layout(self) -> TensorLayout:
@@ -204,11 +203,11 @@ class FSDPBackend:
         return self._parameters.published_layout()
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``. A tensor is valid until the next one is asked for."""
+        """See ``Backend``. A tensor is valid until the iterator advances."""
         return self._parameters.published()
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """See ``Backend``. A tensor is valid until the next one is asked for."""
+        """See ``Backend``. A tensor is valid until the iterator advances."""
         return self._parameters.frozen()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -232,7 +231,7 @@ class FSDPBackend:
         return pins | {"backend": "fsdp", "ranks": str(self._collective.size)} | self._parameters.pins()
 
     def state(self) -> BackendState:
-        """See ``Backend``. Every tensor but scalars is a DTensor on the CPU: each rank copies its own rows."""
+        """See ``Backend``. All tensors except scalars are DTensors on the CPU: each rank copies its own rows."""
         copies = {
             part: {name: rows.copy(self._host_mesh) for name, rows in own.items()}
             for part, own in self._stored().items()
@@ -248,10 +247,10 @@ class FSDPBackend:
         )
 
     def load_state(self, state: BackendState) -> None:
-        """See ``Backend``. Takes whole tensors and those of ``state``."""
+        """See ``Backend``. Accepts whole tensors and the DTensors of ``state``."""
         self._parameters.check_base(state.environment)
         stored = self._stored()
-        for part, own in stored.items():  # all before the first copy: a wrong state changes nothing
+        for part, own in stored.items():  # check everything before the first copy: a wrong state changes nothing
             check_fits({name: rows.whole() for name, rows in own.items()}, getattr(state, part), what=_WHAT[part])
         for part, own in stored.items():
             for name, rows in own.items():
@@ -316,7 +315,7 @@ class FSDPBackend:
         )
 
     def _stored(self) -> dict[str, dict[str, Rows]]:
-        """This rank's rows of everything that a checkpoint holds, by part; live."""
+        """Return this rank's live rows of everything that a checkpoint holds, by part."""
         twin = {} if self._reference is None else self._parameters.of_twin(self._reference.model)
         return {
             "reference": rows_of(twin, self._dtype),
@@ -326,7 +325,7 @@ class FSDPBackend:
         }
 
     def _moments(self) -> dict[str, Rows]:
-        """The optimizer's state as a backend with whole tensors would name it."""
+        """Return the optimizer's state under the names that a backend with whole tensors would use."""
         params, moments = self._model.params, {}
         for key, value in self._optimizer.tensors().items():
             shape = params[key.partition(".")[2]].shape if value.ndim else value.shape
@@ -338,10 +337,10 @@ class FSDPBackend:
 
 
 def open_fsdp(config: JobConfig, role: Role, collective: Collective, device: str) -> FSDPBackend:
-    """The model of ``role`` with its initial weights; the process group exists already.
+    """Open the backend for the model of ``role`` with its initial weights. Needs an initialized process group.
 
     Raises:
-        ConfigError: the model or the tokenizer cannot be loaded, or it cannot be cut.
+        ConfigError: the model or the tokenizer cannot be loaded, or the model cannot be sharded.
     """
     assert isinstance(config.backend, FSDPConfig)
     initial = initial_model(config, role)
@@ -363,7 +362,7 @@ def open_fsdp(config: JobConfig, role: Role, collective: Collective, device: str
 
 
 def _widen(model: PreTrainedModel, *, all_of_it: bool) -> None:
-    """Make float32 what may be trained, now or in a warm start: everything, or the adapter alone."""
+    """Convert trainable parameters, now or in a warm start, to float32: all of them, or the adapter alone."""
     for name, param in model.named_parameters():
         if all_of_it or is_adapter(name):
             param.data = param.data.float()
@@ -371,7 +370,7 @@ def _widen(model: PreTrainedModel, *, all_of_it: bool) -> None:
 
 
 def _copies(scores: ScoreTensors) -> ScoreTensors:
-    """FSDP hangs its backward hooks on the tensors that come out, and those of views are easily lost."""
+    """Clone the scores: FSDP registers backward hooks on output tensors, and hooks on views are easily lost."""
     values_M, entropy_M, kl_M = scores
     return (
         values_M.clone(), None if entropy_M is None else entropy_M.clone(), None if kl_M is None else kl_M.clone(),

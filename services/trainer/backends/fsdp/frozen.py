@@ -1,4 +1,4 @@
-"""A model that nobody trains, cut by rows over the ranks and gathered block by block.
+"""A frozen model, sharded by rows over the ranks and gathered block by block.
 
 Shape legend: M = scored tokens of a microbatch.
 """
@@ -22,7 +22,7 @@ __all__ = ["ShardedFrozenModel"]
 
 
 class ShardedFrozenModel:
-    """See ``Teacher``. ``model`` is whole, on the CPU, the same on every rank."""
+    """Implements ``Teacher`` over all ranks. ``model`` is whole, on the CPU, the same on every rank."""
 
     def __init__(
         self, model: PreTrainedModel, digest: str, config: FSDPConfig, collective: Collective, *, device: str

@@ -1,4 +1,4 @@
-"""This rank's rows of what a model and its optimizer hold: copied out for checkpoints and filled from them."""
+"""This rank's rows of model and optimizer tensors: copied out for checkpoints and loaded from them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Rows", "rows_of"]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """One tensor, as far as this rank holds it.
+    """This rank's rows of one tensor.
 
     Attributes:
-        part: live; a scalar is the same on every rank.
-        shape: of the whole tensor.
-        dtype: in which it is stored.
+        part: live local rows; a scalar is the same on every rank.
+        shape: shape of the whole tensor.
+        dtype: type in which the tensor is stored.
     """
 
     part: Tensor
@@ -29,22 +29,22 @@ class Rows:
     dtype: torch.dtype
 
     def whole(self) -> Tensor:
-        """Shape and type of what is stored, without data."""
+        """Return a meta tensor with the shape and type of the stored tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def copy(self, mesh: DeviceMesh) -> Tensor:
-        """In host memory, as a part of the whole tensor; ``mesh`` is that of the CPUs."""
+        """Return a copy in host memory as a DTensor of the whole tensor; ``mesh`` is the CPU mesh."""
         copied = self.part.detach().to("cpu", self.dtype, copy=True)
         return as_sharded(copied, mesh, self.shape) if self.shape else copied
 
     @torch.no_grad()
     def load(self, saved: Tensor, mesh: DeviceMesh) -> None:
-        """Copy this rank's rows out of a whole tensor, or out of a cut one of the same mesh."""
+        """Copy this rank's rows from a whole tensor, or from a sharded one of the same mesh."""
         if self.shape and not is_sharded(saved):
             saved = saved[rows_of_mesh(len(saved), mesh)]
         self.part.copy_(local_part(saved))
 
 
 def rows_of(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, Rows]:
-    """Of DTensors, to be stored in ``dtype``."""
+    """Return the local rows of DTensors, to be stored in ``dtype``."""
     return {name: Rows(local_part(param.detach()), param.shape, dtype) for name, param in parameters.items()}

@@ -1,4 +1,4 @@
-"""The optimizer over this rank's rows: element-wise steps need nothing from other ranks, only the norm does."""
+"""Optimizer over this rank's rows: steps are element-wise, so only the gradient norm needs the other ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ShardOptimizer(Optimizer):
     """``Optimizer`` over parameters that share their memory with the DTensors of a sharded model.
 
     Args:
-        params: DTensors by name; their gradients are made here, and FSDP adds to them in place.
+        params: DTensors by name; this class allocates their gradients, and FSDP adds to them in place.
         collective: all ranks that hold rows.
-        decayed: names of the parameters that are decayed.
+        decayed: names of the parameters with weight decay.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class ShardOptimizer(Optimizer):
             rows[name].grad = local_part(param.grad)
 
     def grad_norm(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """L2 norm over the rows of all ranks, summed in float64 in rank order."""
+        """Return the L2 norm over the rows of all ranks, summed in float64 in rank order."""
         norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads.values()]
         squares = float(torch.stack(norms).square().sum())
         total = self._collective.sum({"squares": squares})["squares"]
         return torch.tensor(math.sqrt(total), dtype=torch.float32, device=norms[0].device)
 
     def clear(self, trained: list[Tensor]) -> None:
-        """Zero the gradients in place: they share their memory with those that FSDP adds to."""
+        """Zero the gradients in place, because FSDP adds into the same memory."""
         for param in trained:
             assert param.grad is not None
             param.grad.zero_()

@@ -1,15 +1,14 @@
-"""A Hugging Face model whose parameters are cut by rows over the ranks (FSDP2, arXiv 2304.11277).
+"""A Hugging Face model sharded by rows over the ranks (FSDP2, arXiv 2304.11277).
 
-The functional decoder reads weights from the modules of the model wherever it needs them. So the units that FSDP
-gathers and gives back are modules without a computation of their own: each calls the function it is given, while its
-weights are whole.
+The functional decoder reads weights from any module of the model. Therefore the units that FSDP gathers and reshards
+are modules without a computation of their own: each calls the function passed to it while its weights are whole.
 
 ::
 
     root    embedding, final norm, head    around the whole forward pass
     block   one decoder block              around the block, with activation checkpointing inside
 
-A second model that shares parameters with the first is cut together with it: its blocks are in the same units.
+A second model that shares parameters with the first is sharded together with it: its blocks are in the same units.
 
 Shape legend: T = tokens, D = model width.
 """
@@ -46,15 +45,15 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a model is cut.
+    """Settings for sharding a model.
 
     Attributes:
         mesh: one dimension, all ranks, on the device that computes.
-        compute_dtype: type of gathered weights and activations.
+        compute_dtype: type of gathered weights and of activations.
         reduce_dtype: type in which gradients are summed over ranks.
-        reshard_after_forward: give gathered blocks back between forward and backward.
-        checkpointing: compute blocks again in the backward pass.
-        offload: keep the parts in host memory.
+        reshard_after_forward: free gathered blocks between forward and backward.
+        checkpointing: recompute blocks in the backward pass.
+        offload: keep the shards in host memory.
     """
 
     mesh: DeviceMesh
@@ -66,7 +65,7 @@ class Sharding:
 
 
 class _Unit(nn.Module):
-    """Its parameters are whole while the function runs."""
+    """FSDP unit that runs a function while its parameters are whole."""
 
     def __init__(self, *parts: nn.Module, checkpointing: bool = False) -> None:
         super().__init__()
@@ -80,12 +79,12 @@ class _Unit(nn.Module):
 
 
 class ShardedModel:
-    """Cuts ``model`` in place and runs functions over it. A ``Reader`` of its parameters.
+    """Shards ``model`` in place and runs functions over it. A ``Reader`` of its parameters.
 
     Args:
-        model: on the CPU, whole, the same on every rank; its parameters have the types of the parts. Those that may
-            ever be trained have one type and require gradients now.
-        twin: a model of the same architecture that shares some of the parameters; cut, too.
+        model: on the CPU, whole, the same on every rank. Its parameters have the types of the shards; all that may ever
+            be trained have one type and require gradients now.
+        twin: a model of the same architecture that shares some of the parameters; also sharded.
 
     Raises:
         ConfigError: the functional decoder does not know this architecture.
@@ -107,7 +106,7 @@ class ShardedModel:
         for unit in (*self._blocks, self._root):
             self._cut(unit, None if unit is self._root else sharding.reshard_after_forward)
         for each in models:
-            each.base_model.rotary_emb.to(sharding.mesh.device_type)  # no unit's: computed from positions alone
+            each.base_model.rotary_emb.to(sharding.mesh.device_type)  # in no unit: computed from positions
             run_blocks_by(each, lambda index, block, x_TD: self._blocks[index](block, x_TD))
         with torch.no_grad():
             self.run(lambda: None)  # FSDP decides at the first forward pass which unit is the root
@@ -115,9 +114,9 @@ class ShardedModel:
         assert all(isinstance(param, DTensor) for param in self.params.values()), "a unit was left gathered"
 
     def run(self, function: Callable[[], R]) -> R:
-        """``function()`` with the weights that it needs at hand; a collective. Keep the result's graph until backward.
+        """Run ``function()`` with the weights gathered; a collective. Keep the result's graph until backward.
 
-        Without gradients everything gathered is given back at once: weights must not be stale after the next step.
+        Without gradients, gathered weights are freed at once: they must not be stale after the next step.
         """
         result: R = self._root(function)
         if not torch.is_grad_enabled():
@@ -125,12 +124,12 @@ class ShardedModel:
         return result
 
     def release(self) -> None:
-        """Give back what is gathered, after a forward pass that no backward pass follows."""
+        """Reshard gathered weights after a forward pass that no backward pass follows."""
         for unit in (self._root, *self._blocks):
             _fsdp(unit).reshard()
 
     def in_blocks(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[Tensor]:
-        """See ``Reader``. One unit is gathered at a time, in ``compute_dtype``; do not share tensors with numpy."""
+        """See ``Reader``. Gathers one unit at a time, in ``compute_dtype``. Do not share these tensors with numpy."""
         for unit, run in groupby(names, key=self._units.__getitem__):
             _fsdp(unit).unshard()
             try:
@@ -140,7 +139,7 @@ class ShardedModel:
                 _fsdp(unit).reshard()
 
     def one_by_one(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """See ``Reader``. In ``compute_dtype``."""
+        """See ``Reader``. Gathers in ``compute_dtype``."""
         mesh = self._sharding.mesh
         for name in names:
             part = local_part(self.params[name].detach()).to(mesh.device_type, self._sharding.compute_dtype)
@@ -159,8 +158,8 @@ class ShardedModel:
             if sharding.offload
             else OffloadPolicy(),
         )
-        _fsdp(unit).set_gradient_divide_factor(1.0)  # sums: losses are divided by the size of the whole batch already
-        _fsdp(unit).set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        _fsdp(unit).set_gradient_divide_factor(1.0)  # sums: losses are already divided by the size of the whole batch
+        _fsdp(unit).set_force_sum_reduction_for_comms(True)  # gloo supports only sums
 
 
 def _plan(model: PreTrainedModel) -> Plan:
