@@ -1,4 +1,4 @@
-"""A job's policy on one rank: the backend that holds it, the update rule that trains it, its reference and warm start.
+"""Learners: a job's policy on one rank, with its backend, update rule, reference and warm start.
 
-`replica.py` opens the learner of a job's kind. It imports backends, update rules, `batch/` and `ranks/`.
+`replica.py` opens the learner for a job's kind. Learners import backends, update rules, `batch/` and `ranks/`.
 """

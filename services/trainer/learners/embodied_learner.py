@@ -1,4 +1,4 @@
-"""The policy of an embodied job on one rank, and the update rule that trains it."""
+"""Learner of an embodied job on one rank: the policy and the update rule that trains it."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ from penstock.shared.weights import layout_of
 __all__ = ["EmbodiedLearner"]
 
 DESCRIPTION = "config.json"
-"""File of a checkpoint that says which policy its weights are of, and in which space it acts."""
+"""File of a checkpoint that describes its policy and the policy's observation and action space."""
 
 
 class EmbodiedLearner:
-    """Trains on whole batches: every rank holds the policy, is given all groups, and computes its share of each step.
+    """Trains on whole batches: every rank holds the policy, gets all groups, and computes its share of each step.
 
-    Every method is a collective: all ranks call the same ones in the same order.
+    Every method is a collective: all ranks call the same methods in the same order.
 
     Args:
-        config: the job; its seed decides the first weights.
-        spec: of the simulator.
-        device: where the networks live.
-        collective: the ranks that share a batch.
+        config: the job; its seed determines the initial weights.
+        spec: facts of the simulator.
+        device: device of the networks.
+        collective: ranks that share a batch.
 
     Raises:
-        ConfigError: the policy does not fit the simulator, the replay buffer does not fit into its bytes, or an
-            optimizer is not installed.
+        ConfigError: the policy does not fit the simulator, the replay buffer exceeds its byte limit, or an optimizer is
+            not installed.
     """
 
     base_digest = ""
-    """Of nothing: rollout workers need no weights beside those that are published."""
+    """Empty: rollout workers need no weights besides the published ones."""
 
     def __init__(
         self, config: EmbodiedJob, spec: EnvSpec, *, device: str = "cpu", collective: Collective | None = None
@@ -71,28 +71,28 @@ class EmbodiedLearner:
         self._rule = _open_rule(config, self.policy, self._collective)
 
     def layout(self) -> Layout:
-        """Layout of the policy's weights and of the statistics of its observations."""
+        """Return the layout of the policy's weights and of its observation statistics."""
         return layout_of(self.weights())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors for rollout workers, in the order of ``layout``. Read only."""
+        """Yield tensors for rollout workers in the order of ``layout``. Read only."""
         return iter(self.policy.state_dict().items())
 
     def base_layout(self) -> Layout:
-        """Nothing."""
+        """Return an empty layout."""
         return layout_of(())
 
     def take_base(self) -> Iterator[tuple[str, Tensor]]:
-        """Nothing."""
+        """Return an empty iterator."""
         return iter(())
 
     def environment(self) -> dict[str, str]:
-        """Facts beside the state that bit-identical results depend on."""
+        """Return the properties, besides the state, that bit-identical results depend on."""
         pins = describe_environment(dtype="float32", device=str(self._device))
         return pins | {"ranks": str(self._collective.size)}
 
     def state(self) -> LearnerState:
-        """A copy of everything that the next update depends on, the replay buffer included."""
+        """Return a copy of everything that the next update depends on, including the replay buffer."""
         policy = BackendState(
             weights={name: tensor.detach().to("cpu", copy=True) for name, tensor in self.weights()},
             optimizer={},
@@ -105,10 +105,10 @@ class EmbodiedLearner:
         return LearnerState(models={"policy": policy}, rule=self._rule.state(), columns=columns)
 
     def load_state(self, state: LearnerState) -> None:
-        """Inverse of ``state``.
+        """Restore what ``state`` returned.
 
         Raises:
-            CheckpointError: of another space, policy or algorithm; nothing was loaded.
+            CheckpointError: another space, policy or algorithm; nothing was loaded.
         """
         saved = state.models["policy"]
         self._check_description(saved.files.get(DESCRIPTION, b"{}"))
@@ -119,21 +119,21 @@ class EmbodiedLearner:
         set_random_state(saved.rng, self._device)
 
     def update(self, shard: BatchShard[EpisodeGroup], *, update_index: int) -> dict[str, float]:
-        """One policy update on a batch of which every rank holds all groups.
+        """Make one policy update on a batch of which every rank holds all groups.
 
-        The statistics of observations take in the batch after its last step, so that a version is trained with those
-        that it acted on.
+        The observation statistics include the batch only after its last step, so that a version is trained with the
+        statistics with which it acted.
 
         Args:
             update_index: number of updates before this one in the lineage.
 
         Returns:
             Metrics, the same on every rank. `reward/mean` is the mean return, `success/rate` the share of episodes that
-            solved the task, `episode/length` counts executed actions. `mismatch/*` compares trainer and rollout worker
-            by single numbers of actions, before any step.
+            solved the task, `episode/length` the number of executed actions. `mismatch/*` compares trainer and rollout
+            worker per action component, before any step.
 
         Raises:
-            ProtocolError: every episode failed, or actions or observations are not of the policy's space; nothing was
+            ProtocolError: every episode failed, or actions or observations do not fit the policy's space; nothing was
                 changed.
             NonFiniteStep: a loss or gradient is not finite and `train.on_nonfinite` is `pause`.
         """
@@ -146,11 +146,11 @@ class EmbodiedLearner:
         return episode_facts(columns) | report
 
     def warm_start(self, on_pass: Callable[[int, float], None] = lambda number, loss: None) -> None:
-        """Learn from the demonstrations that the job names, if it does; see ``imitation.imitate``.
+        """Train on the job's demonstrations, if it has any; see ``imitation.imitate``.
 
         Raises:
-            DataError: the file cannot be read, or its numbers are such that the loss is not finite.
-            ConfigError: they were played in another space.
+            DataError: the file cannot be read, or its numbers make the loss non-finite.
+            ConfigError: the demonstrations come from another space.
         """
         warm = self._config.warm_start
         if warm is None:
@@ -174,7 +174,7 @@ class EmbodiedLearner:
                 raise ProtocolError(f"observation '{name}' is {what}, the policy reads {list(shape)}")
 
     def _description(self) -> dict[str, Any]:
-        """Of the policy and the space that it acts in; a bound that is infinite is null."""
+        """Return the description of the policy and its space; an infinite bound is null."""
         return {
             "format": "penstock embodied policy",
             "policy": self._config.policy.model_dump(mode="json"),
@@ -186,7 +186,7 @@ class EmbodiedLearner:
         try:
             theirs = msgspec.json.decode(saved)
             own = msgspec.json.decode(msgspec.json.encode(self._description()))
-            saved_policy = PolicyConfig.parse(theirs["policy"]).model_dump(mode="json")  # with defaults of newer keys
+            saved_policy = PolicyConfig.parse(theirs["policy"]).model_dump(mode="json")  # adds defaults of newer keys
             pairs = {
                 **_facts("policy", saved_policy, own["policy"], own["policy"]),
                 "action_chunk": (theirs["action_chunk"], own["action_chunk"]),

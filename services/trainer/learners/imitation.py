@@ -1,10 +1,10 @@
-"""Behaviour cloning: a policy of an embodied job learns from demonstrations before its first version.
+"""Behaviour cloning: the policy of an embodied job learns from demonstrations before version 0.
 
 A pure function of the policy, the demonstrations and the seed. Every rank holds all of them and computes its share of
-each step, so the number of ranks changes nothing but rounding.
+each step, so the number of ranks changes only rounding.
 
-Shape legend: S = steps that were demonstrated, N = decisions, C = actions of a decision, A = numbers of an action,
-M = this rank's share of a step, ... the shape of one observation or action.
+Shape legend: S = demonstrated steps, N = decisions, C = actions of a decision, A = components of an action, M = this
+rank's share of a step, ... = the shape of one observation or action.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def imitate(
 ) -> None:
     """Maximise the likelihood of the demonstrated actions: ``epochs`` passes over all steps, each in its own order.
 
-    Every step is a decision on the actions from there on; those beyond the end of its episode are in no loss. First the
-    statistics of observations take in the demonstrations. A Gaussian policy learns its mean only: its deviation is for
-    exploring, and the demonstrations would close it.
+    Every step is a decision on the following C actions; actions beyond the end of its episode are masked. Before
+    training, the observation statistics are updated with the demonstrations. A Gaussian policy learns its mean only:
+    its deviation is for exploration, and demonstrations would shrink it.
 
     Args:
-        seed: of the order of the steps.
+        seed: seed of the order of the steps.
         on_pass: called after each pass with its number, from 1, and its mean loss in nats per decision.
 
     Raises:
@@ -70,7 +70,7 @@ def imitate(
 
 
 def _decisions(policy: EpisodePolicy, demonstrations: Demonstrations, device: torch.device) -> Decisions:
-    """One decision for each step that was demonstrated."""
+    """Return one decision for each demonstrated step."""
     steps_NC, executed_NC = _windows(demonstrations.cu_seqlens, policy.noise_shape[0])
     actions_NCA = policy.from_environment(demonstrations.actions[steps_NC])
     observations = {name: torch.from_numpy(demonstrations.observations[name].copy()) for name in policy.observed}
@@ -83,7 +83,7 @@ def _decisions(policy: EpisodePolicy, demonstrations: Demonstrations, device: to
 
 
 def _windows(cu_seqlens: NDArray[np.int64], chunk: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The steps of the decision that begins at each step, [S, C], and which of them its episode has."""
+    """Return the steps of the decision that begins at each step, [S, C], and a mask of those within its episode."""
     ends_S = np.repeat(cu_seqlens[1:], np.diff(cu_seqlens))
     steps_NC = np.arange(len(ends_S))[:, None] + np.arange(chunk)
     executed_NC = steps_NC < ends_S[:, None]

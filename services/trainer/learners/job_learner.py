@@ -1,4 +1,4 @@
-"""The learner of a job of any kind: its interface, and which one a job gets."""
+"""Interface of the learners, and the choice of the learner for a job."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ __all__ = ["JobLearner", "open_learner"]
 
 
 class JobLearner(Protocol):
-    """The models of a job on one rank and the rule that trains them, as replicas, publishing and replays use them.
+    """Models of a job on one rank and the rule that trains them, as used by replicas, publishing and replays.
 
-    Every method is a collective: all ranks call the same ones in the same order.
+    Every method is a collective: all ranks call the same methods in the same order.
     """
 
     @property
     def base_digest(self) -> str:
-        """Of the weights under a published adapter; "" without one."""
+        """Digest of the base weights of a published adapter; "" without one."""
 
     def layout(self) -> Layout:
-        """Layout of the tensors for engines."""
+        """Return the layout of the tensors for engines."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors for engines, in the order of ``layout``; all ranks take them to the end. Read only."""
+        """Yield tensors for engines in the order of ``layout``. All ranks must exhaust the iterator. Read only."""
 
     def base_layout(self) -> Layout:
-        """Layout of what ``take_base`` gives."""
+        """Return the layout of the tensors of ``take_base``."""
 
     def take_base(self) -> Iterator[tuple[str, Tensor]]:
-        """Weights under a published adapter that no engine can load by itself, once. Read only."""
+        """Yield, at the first call only, an adapter's base weights that engines cannot load themselves. Read only."""
 
     def environment(self) -> dict[str, str]:
-        """Facts beside the state that bit-identical results depend on."""
+        """Return the properties, besides the state, that bit-identical results depend on."""
 
     def state(self) -> LearnerState:
-        """A copy of everything that the next update depends on."""
+        """Return a copy of everything that the next update depends on."""
 
     def load_state(self, state: LearnerState) -> None:
-        """Inverse of ``state``. Raises CheckpointError."""
+        """Restore what ``state`` returned. Raises CheckpointError."""
 
     def update(self, shard: BatchShard[Any], *, update_index: int) -> dict[str, float]:
-        """One policy update; returns its metrics.
+        """Make one policy update and return its metrics.
 
         Raises:
             ProtocolError: the batch cannot be trained; nothing was changed.
@@ -65,10 +65,10 @@ class JobLearner(Protocol):
 def open_learner(
     config: AnyTraining, collective: Collective | None = None, *, simulator: EnvSpec | None = None
 ) -> JobLearner:
-    """The learner of a job on the device that its placement names.
+    """Open the learner of a job on the device in its placement.
 
     Args:
-        simulator: facts of the simulator of an embodied job.
+        simulator: facts of the simulator; required for an embodied job.
 
     Raises:
         ConfigError: the models cannot be built.

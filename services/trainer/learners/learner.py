@@ -1,4 +1,4 @@
-"""The models of a job on one rank, and the update rule that trains them."""
+"""Learner of a language job on one rank: its models and the update rule that trains them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_reference(policy: Backend, config: JobConfig, tokenizer: PreTrainedToke
     """Make the model at ``algorithm.kl.reference`` the frozen reference; the policy stays as it is.
 
     Raises:
-        ConfigError: it cannot be loaded, has other shapes, or means something else by a token.
+        ConfigError: the model cannot be loaded, or its shapes or tokenizer differ from the policy's.
     """
     kl = config.algorithm.kl
     if kl is None or kl.reference is None:
@@ -60,14 +60,14 @@ def load_reference(policy: Backend, config: JobConfig, tokenizer: PreTrainedToke
 
 
 class Learner:
-    """Policy, reference policy and, where the algorithm has them, critic and teacher; optimizers; the update rule.
+    """Policy, reference, optional critic and teacher, their optimizers, and the update rule.
 
-    Every method is a collective: all ranks call the same ones in the same order.
+    Every method is a collective: all ranks call the same methods in the same order.
 
     Args:
-        config: the job; ``model`` and ``seed`` decide the initial weights.
-        device: where the models live.
-        collective: the ranks that share a batch.
+        config: the job; ``model`` and ``seed`` determine the initial weights.
+        device: device of the models.
+        collective: ranks that share a batch.
         total_updates: length of the run for the learning-rate schedule; default: ``train.max_updates``.
 
     Raises:
@@ -104,9 +104,9 @@ class Learner:
         batches: Iterable[Sequence[Demonstration]],
         on_step: Callable[[int, float], None] = lambda step, loss: None,
     ) -> None:
-        """Supervised training before version 0; see ``warm_start.warm_start``.
+        """Train supervised before version 0; see ``warm_start.warm_start``.
 
-        The critic starts from the body that the policy has then.
+        The critic then starts from the policy's body.
         """
         eos = self.tokenizer.eos_token_id
         warm_start(self._policy, batches, self._config, self._collective, eos=eos, on_step=on_step)
@@ -118,61 +118,61 @@ class Learner:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The live policy, where one process holds it whole.
+        """The live policy module, if one process holds it whole.
 
         Raises:
-            ConfigError: the backend keeps it in shards.
+            ConfigError: the backend shards the policy.
         """
         if not isinstance(self._policy, LocalBackend):
             raise ConfigError("the policy has no module of its own: only backend 'local' holds it whole")
         return self._policy.model
 
     def layout(self) -> Layout:
-        """Layout of the tensors for engines: the policy's weights, or its adapter; fixed order, tied ones once."""
+        """Return the layout of the tensors for engines: weights or adapter, in fixed order, tied ones once."""
         return _layout_of(self._policy.published_layout())
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Tensors for engines, in the order of ``layout``: see ``Backend.published``. Read only."""
+        """Yield tensors for engines in the order of ``layout``; see ``Backend.published``. Read only."""
         return self._policy.published()
 
     @property
     def publishes_adapter(self) -> bool:
-        """True if engines hold the weights under the adapter themselves."""
+        """Return True if engines hold the base weights themselves and only the adapter is published."""
         return self._config.model.lora is not None and self._config.model.lora.publish == "adapters"
 
     @property
     def base_digest(self) -> str:
-        """Of the weights under a published adapter; "" without one."""
+        """Digest of the base weights of a published adapter; "" without one."""
         return self.environment()["base"] if self.publishes_adapter else ""
 
     def base_layout(self) -> Layout:
-        """Layout of what ``take_base`` gives."""
+        """Return the layout of the tensors of ``take_base``."""
         return _layout_of(self._policy.layout())
 
     def take_base(self) -> Iterator[tuple[str, Tensor]]:
-        """``frozen``, once, where the warm start made these weights, so that no engine can load them by itself.
+        """Yield ``frozen``, at the first call only, if the warm start made these weights: engines cannot load them.
 
-        Else nothing. Read only. As with ``weights``, all ranks have to take it to its end.
+        Otherwise yield nothing. Read only. As with ``weights``, all ranks must exhaust the iterator.
         """
         taken, self._base_taken = self._base_taken, True
         return iter(()) if taken or not self._config.warm_start.steps else self.frozen()
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights under a published adapter; nothing without one. Read only."""
+        """Yield the base weights of a published adapter; nothing without one. Read only."""
         return self._policy.frozen()
 
     def environment(self) -> dict[str, str]:
-        """Facts beside the state that bit-identical results depend on: compare with a checkpoint's before a replay."""
+        """Return properties that bit-identical results depend on. Compare them with a checkpoint's before a replay."""
         return self._policy.environment() | self._pins
 
     def state(self) -> LearnerState:
-        """A copy of everything that the next update depends on."""
+        """Return a copy of everything that the next update depends on."""
         models = {role: model.state() for role, model in self._models.items()}
         models["policy"] = replace(models["policy"], environment=models["policy"].environment | self._pins)
         return LearnerState(models=models, rule=self._rule.state())
 
     def load_state(self, state: LearnerState) -> None:
-        """Inverse of ``state``.
+        """Restore what ``state`` returned.
 
         Raises:
             CheckpointError: the state belongs to another model or another algorithm.
@@ -194,23 +194,23 @@ class Learner:
 
     @property
     def _pins(self) -> dict[str, str]:
-        """Facts that no checkpoint holds and every update depends on."""
+        """Properties that every update depends on and no checkpoint contains."""
         return {"teacher": self._teacher.digest} if self._teacher is not None else {}
 
     def update(self, shard: BatchShard[Group], *, update_index: int) -> dict[str, float]:
-        """One policy update: ``epochs × minibatches`` optimizer steps on a batch of which this rank holds ``shard``.
+        """Make one policy update: ``epochs × minibatches`` steps on a batch of which this rank holds ``shard``.
 
-        Advantages use the whole batch. Sequences whose advantage is exactly 0 are not computed where nothing else gives
+        Advantages use the whole batch. Sequences whose advantage is exactly 0 are not computed if no other term gives
         them a gradient; the denominators count them, so the result is the same.
 
         Args:
             update_index: number of updates before this one in the lineage.
 
         Returns:
-            Metrics, the same on every rank but for seconds. `policy/*` and `mismatch/*` cover the `tokens/forward`
-            tokens that went forward (epochs counted again) and are absent if there was none. `policy/approx_kl` is k3
+            Metrics, the same on every rank except for seconds. `policy/*` and `mismatch/*` cover the `tokens/forward`
+            tokens that went forward (counted in each epoch) and are absent if there were none. `policy/approx_kl` is k3
             of KL(behaviour || policy); `mismatch/*` compares trainer and sampler on the first minibatch, before any
-            step. `policy/entropy` is exact with an entropy bonus, else the estimate from the samples. `update_s/*` are
+            step. `policy/entropy` is exact with an entropy bonus, else an estimate from the samples. `update_s/*` are
             seconds.
 
         Raises:

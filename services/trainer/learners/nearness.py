@@ -1,8 +1,8 @@
-"""How near a replay on another environment comes to what was trained there.
+"""Comparison of a replay in another environment with the original training.
 
-On another kind of CPU, torch, device or number of threads the same updates give other bits. Two things can be compared
-then: the gradient norm that each update reported, and the weights of later checkpoints, in units of the way that
-training went from the checkpoint that the replay started from.
+Another CPU type, torch version, device or number of threads gives other bits. Two quantities are comparable then: the
+gradient norm that each update reported, and the weights of later checkpoints. Weight differences are relative to the
+distance that training moved the weights since the replay's first checkpoint.
 """
 
 from __future__ import annotations
@@ -19,40 +19,41 @@ from penstock.services.trainer.learners.job_learner import JobLearner
 __all__ = ["BOUNDS", "COARSE_BOUND", "Nearness", "copy_weights", "distance"]
 
 BOUNDS = {"float32": 0.01}
-"""By dtype of the weights: largest relative difference of a gradient norm, and largest distance of the replayed weights
-from a checkpoint's, relative to the way from the first checkpoint to it. AVX512 against no vector instructions in
-float32 came to 1e-6 of both over 24 updates; the differences grow with the number of updates."""
+"""By dtype of the weights: the largest allowed relative difference of a gradient norm, and the largest allowed distance
+of replayed weights from a checkpoint, relative to that checkpoint's distance from the first one. For float32, AVX512
+against no vector instructions gave 1e-6 for both over 24 updates; differences grow with the number of updates.
+"""
 COARSE_BOUND = 0.05
-"""For dtypes with fewer bits."""
+"""Bound for dtypes with fewer bits."""
 
 Weights = Mapping[str, Tensor]
 
 
 def copy_weights(learner: JobLearner) -> dict[str, Tensor]:
-    """The published weights, on the CPU; without statistics in float64, whose counts would drown what is trained."""
+    """Return the published weights on the CPU, without float64 statistics, whose counts would dominate distances."""
     weights = ((name, tensor) for name, tensor in learner.weights() if tensor.dtype != torch.float64)
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
 
 
 def distance(a: Weights, b: Weights) -> float:
-    """Euclidean distance of two sets of weights over all their elements, in float64."""
+    """Return the Euclidean distance of two sets of weights over all their elements, in float64."""
     squares = (torch.sum((a[name].double() - b[name].double()) ** 2).item() for name in a)
     return math.sqrt(math.fsum(squares))
 
 
 @dataclass(slots=True)
 class Nearness:
-    """The comparison. ``start``: weights of the checkpoint that the replay started from; ``dtype``: of them."""
+    """Collects differences. ``start``: weights of the replay's first checkpoint; ``dtype``: their type."""
 
     start: Weights
     dtype: str = "float32"
     gradients: list[float] = field(default_factory=list)
     """Relative differences of gradient norms."""
     weights: dict[int, float] = field(default_factory=dict)
-    """Batch of a checkpoint -> relative distance of the weights."""
+    """Relative weight distances by batch of the checkpoint."""
 
     def gradient(self, replayed: float | None, recorded: float | None) -> str:
-        """Compare the gradient norms of one update; says what came out, '' where there is nothing to compare."""
+        """Compare the gradient norms of one update. Return the result as text, '' if either is missing."""
         if replayed is None or recorded is None:
             return ""
         off = abs(replayed - recorded) / max(abs(recorded), torch.finfo(torch.float32).tiny)
@@ -60,7 +61,7 @@ class Nearness:
         return f"gradient norm off by {off:.1e} (bound {self.bound:g})"
 
     def checkpoint(self, batch: int, replayed: Weights, recorded: Weights) -> str:
-        """Compare the weights after ``batch``; says what came out."""
+        """Compare the weights after ``batch``. Return the result as text."""
         way = distance(recorded, self.start)
         apart = distance(replayed, recorded)
         off = apart / way if way else math.inf if apart else 0.0
@@ -69,21 +70,21 @@ class Nearness:
 
     @property
     def bound(self) -> float:
-        """Bounds of the comparison."""
+        """Largest allowed relative difference for ``dtype``."""
         return BOUNDS.get(self.dtype, COARSE_BOUND)
 
     @property
     def compared(self) -> bool:
-        """True if there was anything to compare."""
+        """Return True if at least one comparison was made."""
         return bool(self.gradients or self.weights)
 
     @property
     def within(self) -> bool:
-        """Everything that was compared is within the bound."""
+        """Return True if all differences are within the bound."""
         return all(off <= self.bound for off in (*self.gradients, *self.weights.values()))
 
     def summary(self) -> str:
-        """The comparison and its largest difference, in words."""
+        """Return the comparison and its largest differences as text."""
         if not self.compared:
             return "nothing that was recorded can be compared"
         parts = []

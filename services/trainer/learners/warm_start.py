@@ -1,4 +1,4 @@
-"""Supervised training before version 0, so that reinforcement learning has something to reinforce."""
+"""Supervised training before version 0, so that reinforcement learning starts from some successes."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def warm_start(
     eos: int,
     on_step: Callable[[int, float], None],
 ) -> None:
-    """Cross-entropy on the answer tokens and the end of sequence: one optimizer step for each batch.
+    """Minimise the cross-entropy of the answer tokens and the end of sequence: one optimizer step per batch.
 
-    The learning rate follows ``warm_start.schedule``; everything else of the optimizer is the job's. Afterwards the
-    optimizer starts anew, and the weights reached are the reference policy, unless the job names another one. A job
-    with adapters trains the weights under them here, too.
+    The learning rate follows ``warm_start.schedule``; other optimizer settings are the job's. Afterwards the optimizer
+    is reset, and the resulting weights become the reference policy, unless the job names another one. In a job with
+    adapters, the warm start trains the base weights instead.
 
     Args:
-        batches: the same on every rank, which takes its share of the rows; ``eos`` is appended where the answer does
-            not end with it.
+        batches: the same on every rank, which takes its share of the rows; ``eos`` is appended to answers that do not
+            end with it.
         on_step: called with the number of the step, from 1, and its mean loss in nats per token.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The critic of an actor-critic update: its optimizer steps and what they report.
+"""Critic training within an actor-critic update: optimizer steps and their metrics.
 
 Shape legend: N = scored tokens of the batch, M = scored tokens of a microbatch, L = this rank's flat completion tokens.
 """
@@ -31,10 +31,10 @@ __all__ = ["CriticSteps", "value_facts"]
 
 
 class CriticSteps:
-    """The critic's share of one update: one optimizer step for each minibatch.
+    """Makes the critic's optimizer steps of one update, one for each minibatch.
 
     Args:
-        values_L, returns_L: values before the update, and what is learnt.
+        values_L, returns_L: values before the update, and the returns to learn.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class CriticSteps:
         self.grad_norms: list[float] = []
 
     def step(self, minibatch: Minibatch) -> float:
-        """One optimizer step; returns the gradient's norm."""
+        """Make one optimizer step and return the gradient norm."""
         for microbatch in minibatch.microbatches:
             self._backend.accumulate(microbatch, self._loss_of(microbatch, minibatch.num_tokens))
         self.grad_norms.append(self._backend.step(self.rate))
         return self.grad_norms[-1]
 
     def report(self, collective: Collective) -> dict[str, float]:
-        """Loss in the mean over steps, and the optimizer's facts."""
+        """Return the loss averaged over steps, and the optimizer's metrics."""
         steps = max(1, len(self.grad_norms))
         return {
             "loss/value": collective.sum({"loss": self.loss})["loss"] / steps,
@@ -79,7 +79,7 @@ class CriticSteps:
 
 
 def value_facts(values_N: Tensor, returns_N: Tensor) -> dict[str, float]:
-    """How well the values before the update predict the returns."""
+    """Return metrics of how well the values before the update predict the returns."""
     every_N = torch.ones(len(values_N), dtype=torch.bool)
     residuals = moments(returns_N - values_N, every_N)
     return {

@@ -26,13 +26,13 @@ __all__ = ["EpisodeGRPORule"]
 
 
 class EpisodeGRPORule:
-    """Advantages from the returns of each group, then ``epochs × minibatches`` steps of the policy.
+    """Computes advantages from the returns of each group, then makes ``epochs × minibatches`` policy steps.
 
-    The loss is the mean over decisions, those of episodes without advantage included.
+    The loss is the mean over all decisions, including those of episodes whose advantage is 0.
 
     Args:
-        seed: of the order in which decisions are trained.
-        Others as ``EpisodePPORule``.
+        seed: seed of the order in which decisions are trained.
+        others: see ``EpisodePPORule``.
 
     Raises:
         ConfigError: an optimizer is not installed.
@@ -55,7 +55,7 @@ class EpisodeGRPORule:
         self._passes = EpisodePasses(config, policy, self._networks, collective, seed=seed)
 
     def update(self, columns: EpisodeColumns, *, update_index: int) -> dict[str, float]:
-        """One policy update; see ``EpisodePPORule.update``."""
+        """Make one policy update; see ``EpisodePPORule.update``."""
         advantages_E = grpo_advantages(
             torch.from_numpy(columns.returns_E),
             torch.from_numpy(columns.group_E),
@@ -72,9 +72,9 @@ class EpisodeGRPORule:
         }
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of everything but the policy's weights, by name, on the CPU."""
+        """Return copies of everything except the policy's weights, by name, on the CPU."""
         return self._networks.state(without="policy")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of ``state``. Raises CheckpointError (of other networks); nothing was loaded then."""
+        """Restore what ``state`` returned. Raises CheckpointError, before any change, if the networks differ."""
         self._networks.load_state(state, without="policy", what="GRPO")

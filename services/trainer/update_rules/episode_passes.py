@@ -1,10 +1,9 @@
-"""Passes over the decisions of a batch with the clipped loss: what PPO and GRPO over episodes share.
+"""Passes over the decisions of a batch with the clipped loss, shared by PPO and GRPO over episodes.
 
-Every rank gets the whole batch and computes its share of each minibatch, so the number of ranks changes nothing but
-rounding.
+Every rank gets the whole batch and computes its share of each minibatch, so the number of ranks changes only rounding.
 
-Shape legend: N = decisions of the batch, M = this rank's share of a minibatch, C = actions of a decision, A = numbers
-of an action.
+Shape legend: N = decisions of the batch, M = this rank's share of a minibatch, C = actions of a decision, A =
+components of an action.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from penstock.shared.models.episode_policy import EpisodePolicy
 __all__ = ["Decisions", "EpisodePasses", "decisions_of"]
 
 OtherStep = Callable[[Tensor, int], None]
-"""``(rows of this rank [M], decisions of the minibatch on all ranks)``: a further optimizer step."""
+"""Callback ``(rows of this rank [M], decisions of the minibatch on all ranks)`` that makes a further optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """The decisions of a batch as tensors; observations by name."""
+    """Decisions of a batch as tensors, with observations by name."""
 
     observations: dict[str, Tensor]
     actions_NCA: Tensor
@@ -45,34 +44,34 @@ class Decisions:
         return len(self.actions_NCA)
 
     def rows(self, own_M: Tensor) -> Decisions:
-        """Some of them."""
+        """Return the decisions at the given rows."""
         observations = {name: column[own_M] for name, column in self.observations.items()}
         return Decisions(observations, self.actions_NCA[own_M], self.behaviour_NCA[own_M], self.executed_NC[own_M])
 
     def of_executed(self, numbers_NCA: Tensor) -> Tensor:
-        """Sums over the numbers of the actions that were executed, [N]."""
+        """Return sums [N] over the components of executed actions."""
         return torch.where(self.executed_NC[..., None], numbers_NCA, 0).sum((1, 2))
 
     def compare(self, logprobs_NCA: Tensor, mismatch: Mismatch) -> None:
-        """Count how far the trainer is from the policy that acted, by single numbers of executed actions."""
+        """Add to ``mismatch`` the difference between trainer and acting policy, per component of executed actions."""
         mismatch.add(logprobs_NCA[self.executed_NC].flatten(), self.behaviour_NCA[self.executed_NC].flatten())
 
 
 def decisions_of(columns: EpisodeColumns, device: torch.device) -> Decisions:
-    """The decisions of ``columns`` on ``device``."""
+    """Return the decisions of ``columns`` on ``device``."""
     arrays = columns.actions_NCA, columns.logprobs_NCA, columns.executed_NC
     observations = {name: torch.from_numpy(column).to(device) for name, column in columns.observations.items()}
     return Decisions(observations, *(torch.from_numpy(array).to(device) for array in arrays))
 
 
 class EpisodePasses:
-    """``epochs × minibatches`` steps of the policy, each followed by the other step of a rule that has one.
+    """Makes ``epochs × minibatches`` policy steps, each followed by the rule's other step, if any.
 
-    The ratio is one of decisions: the log-prob of a decision is the sum over the numbers of its executed actions.
+    The ratio is per decision: the log-prob of a decision is the sum over the components of its executed actions.
 
     Args:
-        networks: hold the policy under the name ``policy``.
-        seed: of the order in which decisions are trained.
+        networks: contains the policy under the name ``policy``.
+        seed: seed of the order in which decisions are trained.
     """
 
     def __init__(
@@ -90,12 +89,12 @@ class EpisodePasses:
     def run(
         self, batch: Decisions, advantages_N: Tensor, *, update_index: int, other: OtherStep | None = None
     ) -> dict[str, float]:
-        """All steps of one update; returns what the policy did, the same on every rank.
+        """Make all steps of one update and return the policy's metrics, the same on every rank.
 
-        Means of the last pass; ``mismatch/*`` are of the first minibatch, before any step.
+        Metrics are means over the last pass; ``mismatch/*`` covers the first minibatch, before any step.
 
         Raises:
-            NonFiniteStep: a loss or a gradient is not finite and the job is to pause then.
+            NonFiniteStep: a loss or a gradient is not finite, and the job is configured to pause then.
         """
         minibatches = min(self._config.minibatches, len(batch))
         mismatch, epochs, of_pass = Mismatch(), 0, dict[str, float]()
@@ -120,7 +119,7 @@ class EpisodePasses:
         return torch.from_numpy(part[self._collective.rank :: self._collective.size]).to(device)
 
     def _loss(self, own: Decisions, advantages_M: Tensor, count: int, sums: _Sums) -> Tensor:
-        """This rank's part of the mean over the decisions of the minibatch on all ranks."""
+        """Return this rank's part of the mean loss over the decisions of the minibatch on all ranks."""
         found = self._policy.evaluate(own.observations, own.actions_NCA)
         logprobs_M, behaviour_M = own.of_executed(found.logprobs_NCA), own.of_executed(own.behaviour_NCA)
         loss = clipped_ratio_loss(
@@ -133,7 +132,7 @@ class EpisodePasses:
 
 
 class _Sums:
-    """Over the decisions of this rank in one pass; ``mismatch`` until its first minibatch was counted."""
+    """Sums over this rank's decisions in one pass. ``mismatch`` is None after the first minibatch."""
 
     def __init__(self, mismatch: Mismatch | None) -> None:
         self.mismatch = mismatch

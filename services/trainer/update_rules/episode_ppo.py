@@ -1,7 +1,7 @@
-"""PPO over episodes: any policy, a value network, GAE, the clipped loss.
+"""PPO over episodes: any policy, a value network, GAE and the clipped loss.
 
-An update is a pure function of the state, the columns of the batch and its number. Advantages are those of the whole
-batch on every rank.
+An update is a pure function of the state, the columns of the batch and its number. Every rank computes the advantages
+of the whole batch.
 
 Shape legend: N = decisions of the batch, E = its episodes, M = this rank's share of a minibatch.
 """
@@ -35,7 +35,7 @@ __all__ = ["EpisodePPORule"]
 
 @dataclass(frozen=True, slots=True)
 class _Targets:
-    """Values before the update, advantages and returns, [N], and the observations as the value network reads them."""
+    """Values before the update, advantages and returns, [N] each, and observations encoded for the value network."""
 
     seen: Seen
     values_N: Tensor
@@ -44,13 +44,14 @@ class _Targets:
 
 
 class EpisodePPORule:
-    """Advantages over the whole batch, then ``epochs × minibatches`` steps of policy and value network.
+    """Computes advantages over the whole batch, then makes ``epochs × minibatches`` steps of policy and value network.
 
     Args:
-        seed: of the first weights of the value network and of the order in which decisions are trained.
-        collective: the ranks that share a batch; all of them are given the same columns.
+        seed: seed of the value network's initial weights and of the order in which decisions are trained.
+        collective: ranks that share a batch; all of them get the same columns.
         total_updates: length of the run for the learning-rate schedules.
-        on_nonfinite: a loss or gradient that is not finite ends the update with an error, or leaves out that step.
+        on_nonfinite: ``pause``: a loss or gradient that is not finite ends the update with an error; ``skip``: it skips
+            the step.
 
     Raises:
         ConfigError: an optimizer is not installed.
@@ -78,10 +79,10 @@ class EpisodePPORule:
         self._passes = EpisodePasses(config, policy, self._networks, collective, seed=seed)
 
     def update(self, columns: EpisodeColumns, *, update_index: int) -> dict[str, float]:
-        """One policy update; returns its metrics, the same on every rank.
+        """Make one policy update and return its metrics, the same on every rank.
 
         Args:
-            update_index: number of the update in the run, from 0; decides the order of the decisions.
+            update_index: number of the update in the run, from 0; seeds the order of the decisions.
 
         Raises:
             NonFiniteStep: a loss or a gradient is not finite and ``on_nonfinite`` is ``pause``.
@@ -98,16 +99,16 @@ class EpisodePPORule:
         }
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of everything but the policy's weights, by name, on the CPU."""
+        """Return copies of everything except the policy's weights, by name, on the CPU."""
         return self._networks.state(without="policy")
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of ``state``. Raises CheckpointError (of other networks); nothing was loaded then."""
+        """Restore what ``state`` returned. Raises CheckpointError, before any change, if the networks differ."""
         self._networks.load_state(state, without="policy", what="PPO")
 
     @torch.no_grad()
     def _targets(self, columns: EpisodeColumns) -> _Targets:
-        """From the whole batch, on every rank."""
+        """Compute the targets of the whole batch; every rank computes all."""
         device = self._device
         observations, last = (
             {name: torch.from_numpy(column).to(device) for name, column in named.items()}

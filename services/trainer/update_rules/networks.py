@@ -1,4 +1,4 @@
-"""Small networks that every rank holds, each with its optimizer; gradients are summed over ranks."""
+"""Small networks that every rank holds whole, each with its optimizer; gradients are summed over ranks."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["TrainedNetworks"]
 
 
 class TrainedNetworks:
-    """The networks of an update rule by name. All ranks start from the same weights and stay equal to the bit.
+    """Named networks of an update rule. All ranks start from the same weights and stay bit-identical.
 
     Args:
-        networks: each with its optimizer's configuration.
-        collective: the ranks that share a batch.
+        networks: networks by name, each with its optimizer config.
+        collective: ranks that share a batch.
         total_updates: length of the run for the learning-rate schedules.
-        on_nonfinite: what to do about a loss or gradient that is not finite.
+        on_nonfinite: action on a loss or gradient that is not finite.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class TrainedNetworks:
         self._total_updates, self._on_nonfinite = total_updates, on_nonfinite
 
     def begin(self, update_index: int) -> None:
-        """Start the update ``update_index``: learning rates, and new statistics."""
+        """Start update ``update_index``: set learning rates and reset statistics."""
         for network in self._networks.values():
             network.begin(update_index, self._total_updates)
 
     def step(self, name: str, loss: Tensor) -> None:
-        """One optimizer step of one network on the sum of all ranks' ``loss``; no gradient reaches any other.
+        """Make one optimizer step of one network on the sum of all ranks' ``loss``. Other networks get no gradient.
 
         Raises:
-            NonFiniteStep: the loss or a gradient is not finite, on any rank, and the update has to end.
+            NonFiniteStep: the loss or a gradient is not finite on any rank, and ``on_nonfinite`` is ``pause``.
         """
         changed = any(network.num_made for network in self._networks.values())
         problem = self._networks[name].step(loss)
@@ -60,26 +60,26 @@ class TrainedNetworks:
             raise NonFiniteStep(problem, changed=changed)
 
     def report(self) -> dict[str, float]:
-        """Of each network: mean loss, learning rate, steps and gradient norm; and how many steps were left out."""
+        """Return mean loss, learning rate, steps and gradient norm of each network, and the number of skipped steps."""
         facts = {"optimizer/skipped_steps": float(sum(network.num_skipped for network in self._networks.values()))}
         for network in self._networks.values():
             facts |= network.report()
         return facts
 
     def state(self, *, without: str) -> dict[str, Tensor]:
-        """Copies of ``tensors`` on the CPU."""
+        """Return copies of ``tensors`` on the CPU."""
         return {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors(without=without).items()}
 
     def load_state(self, state: Mapping[str, Tensor], *, without: str, what: str) -> None:
-        """Inverse of ``state``; ``what`` names the rule in the error.
+        """Restore what ``state`` returned; ``what`` names the rule in the error.
 
         Raises:
-            CheckpointError: of other networks; nothing was loaded.
+            CheckpointError: the state belongs to other networks; nothing was loaded.
         """
         copy_into(self.tensors(without=without), state, what=what)
 
     def tensors(self, *, without: str) -> dict[str, Tensor]:
-        """Weights and optimizer states by name, live: to be copied into. Not the weights of the network ``without``."""
+        """Return live weights and optimizer states by name, except the weights of the network ``without``."""
         return {
             name: tensor
             for network in self._networks.values()
@@ -106,7 +106,7 @@ class _Network:
         self._losses, self._grad_norms, self.num_skipped = [], [], 0
 
     def step(self, loss: Tensor) -> str:
-        """Returns what is not finite, '' if a step was made; otherwise nothing was changed."""
+        """Make one step. Return '' on success, else a description of the non-finite value; nothing is changed then."""
         torch.autograd.backward(loss, inputs=self._params)
         total = self._sum_over_ranks(float(loss.detach()))
         if not math.isfinite(total):
@@ -132,7 +132,7 @@ class _Network:
         return {f"{self.name}.{name}": tensor.detach() for name, tensor in (params | moments).items()}
 
     def _sum_over_ranks(self, loss: float) -> float:
-        """Replace the gradients by their sums over ranks, added in rank order; returns the sum of the losses."""
+        """Replace the gradients by their sums over ranks, added in rank order, and return the sum of the losses."""
         if self._collective.size == 1:
             return loss
         gradients = self._gradients()

@@ -1,7 +1,7 @@
-"""The share of data that may not be used on-policy in one update: answers to imitate, and answers to prefer.
+"""Off-policy share of a batch: answers to imitate and answer pairs to prefer.
 
-Each loss has denominators of its own, over the minibatch on all ranks: ``coef · mean over tokens of -log pi`` and
-``coef · mean over pairs of strength · dpo``. Log-probs are of logits / temperature, that of each group.
+Each loss has its own denominators, over the minibatch on all ranks: ``coef · mean over tokens of -log pi`` and
+``coef · mean over pairs of strength · dpo``. Log-probs are of logits / temperature, with the temperature of each group.
 
 Shape legend: M = scored tokens of a microbatch, S = its sequences, P = its pairs.
 """
@@ -39,14 +39,14 @@ __all__ = ["OffPolicySteps", "off_policy_steps"]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Work of one optimizer step for one objective; ``denominator`` counts it over all ranks."""
+    """Microbatches of one objective in one optimizer step; ``denominator`` counts tokens or pairs over all ranks."""
 
     microbatches: list[Microbatch | None]
     denominator: int
 
 
 class OffPolicySteps:
-    """Adds its gradients to those of the policy loss, before each optimizer step."""
+    """Adds off-policy gradients to those of the policy loss before each optimizer step."""
 
     def __init__(
         self, config: JobConfig, backend: Backend, collective: Collective, shard: BatchShard[Group], *, number: int
@@ -81,24 +81,28 @@ class OffPolicySteps:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of one pass over the batch."""
+        """Number of optimizer steps of one pass over the batch."""
         return len(self._answers)
 
     def microbatches(self, index: int) -> list[Microbatch | None]:
-        """Work of step ``index`` of a pass on this rank."""
+        """Return this rank's microbatches of step ``index`` of a pass."""
         return [*self._answers[index].microbatches, *self._pairs[index].microbatches]
 
     def accumulate(self, index: int) -> None:
-        """Gradients of step ``index`` of a pass."""
+        """Accumulate the gradients of step ``index`` of a pass."""
         parts = {"supervised": self._answers[index], "preference": self._pairs[index]}
         self._steps.update(["all", *(name for name, part in parts.items() if part.denominator)])
         for microbatch, loss in self._losses(index):
             self._backend.accumulate(microbatch, loss)
 
     def report(self) -> dict[str, float]:
-        """Over all ranks: each loss, without coefficient, in the mean over the steps that had it; their sum, with it.
+        """Return metrics over all ranks: mean losses, and pair statistics.
 
-        `preference/margin` is the mean of DPO's h before each step, `preference/accuracy` the share of pairs above 0.
+        Each loss, without coefficient, is averaged over the steps that had it; `loss/off_policy`, their sum with
+        coefficients, over all steps.
+
+        `preference/margin` is the mean of DPO's h before each step, `preference/accuracy` the share of pairs with h
+        above 0.
         """
         names = ("supervised", "preference", "weighted", "margin", "preferred")
         sums = self._collective.sum({name: self._sums[name] for name in names})
@@ -155,7 +159,7 @@ class OffPolicySteps:
         return sequence_logprobs(logprobs_M, local_M, num_rows=num_rows, normalise=self._preference.normalise)
 
     def _parts(self, own: Sequence[list[Microbatch]], counts: Sequence[int]) -> list[_Part]:
-        """Every rank as many microbatches as the one that has most, and denominators over all of them."""
+        """Build the parts: all ranks get as many microbatches as the largest, and denominators are sums over all."""
         most = self._collective.max({str(i): float(len(part)) for i, part in enumerate(own)})
         total = self._collective.sum({str(i): float(count) for i, count in enumerate(counts)})
         return [
@@ -166,9 +170,9 @@ class OffPolicySteps:
 def off_policy_steps(
     config: JobConfig, backend: Backend, collective: Collective, shard: BatchShard[Group], *, number: int
 ) -> OffPolicySteps | None:
-    """The steps of a batch that is cut into ``number`` minibatches; None where all of it is for the policy loss.
+    """Return the steps of a batch split into ``number`` minibatches; None if all groups are for the policy loss.
 
-    A batch without groups for the policy loss is cut into no more minibatches than it has groups.
+    A batch without groups for the policy loss is split into no more minibatches than it has groups.
     """
     others = [objective for objective in shard.objectives if objective != "policy"]
     if not others:
@@ -179,14 +183,14 @@ def off_policy_steps(
 
 
 def _runs(shard: BatchShard[Group], number: int) -> list[Ints]:
-    """This rank's groups in each of ``number`` contiguous runs of the batch's groups, as equal as they can be."""
+    """Return this rank's groups in each of ``number`` contiguous, nearly equal runs of the batch's groups."""
     runs = np.array_split(np.arange(shard.num_groups), number)
     positions = np.array(shard.positions, np.int64)
     return [np.flatnonzero(np.isin(positions, run)) for run in runs]
 
 
 def _columns(parts: Sequence[Sequence[Group]], collective: Collective) -> list[Columns]:
-    """This rank's tokens of each part; what is wrong with those of one rank is raised on all."""
+    """Return this rank's tokens of each part. A ProtocolError of one rank is raised on all."""
     found, error = [], ""
     try:
         found = [columns_of(groups) for groups in parts]
@@ -200,6 +204,6 @@ def _columns(parts: Sequence[Sequence[Group]], collective: Collective) -> list[C
 
 
 def _rows_of(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-    """``(rows_S, local_M)``: rows of the columns, ascending, pairs side by side; and where each token's is."""
+    """Return ``(rows_S, local_M)``: ascending rows of the columns, pairs adjacent; each token's index in them."""
     rows_S, local_M = torch.unique(microbatch.rows_M, return_inverse=True)
     return rows_S, local_M

@@ -1,8 +1,8 @@
-"""The update rule of every on-policy algorithm: what one sealed batch does to the policy, and to the critic.
+"""Update rule of every on-policy algorithm: how one sealed batch changes the policy and the critic.
 
-A pure function of (state, groups in manifest order, position in the run): the same call from the same state gives the
-same bytes on the same machine, thread count and ranks. What depends on the whole batch is computed from the facts of
-the whole batch on every rank, so the number of ranks changes nothing but rounding.
+The update is a pure function of (state, groups in manifest order, position in the run): the same call from the same
+state gives the same bytes on the same machine, thread count and ranks. Every rank computes quantities of the whole
+batch from facts of the whole batch, so the number of ranks changes only rounding.
 
 Shape legend: B = trajectories of the batch, N = scored tokens of the batch, L = this rank's flat completion tokens.
 """
@@ -57,15 +57,15 @@ class KLCoefficient:
         self.value = config.coef
 
     def follow(self, coef: float | None) -> None:
-        """Take the coefficient that a batch was sealed with, unless it is steered here."""
+        """Adopt the coefficient that a batch was sealed with, unless it is adapted here."""
         if self._adaptive is None and coef is not None:
             self.value = coef
 
     def adapt(self, kl_per_sequence: float, num_sequences: int) -> None:
-        """Count one update.
+        """Adapt the coefficient after one update.
 
         Args:
-            kl_per_sequence: mean over sequences of the KL of a whole sequence, in nats.
+            kl_per_sequence: KL of a whole sequence, in nats, averaged over sequences.
         """
         if self._adaptive is not None:
             self.value = adapt_kl_coef(
@@ -77,17 +77,17 @@ class KLCoefficient:
             )
 
     def state(self) -> dict[str, Tensor]:
-        """The coefficient, where it changes."""
+        """Return the coefficient if it is adaptive, else nothing."""
         return {"kl_coef": torch.tensor([self.value], dtype=torch.float64)} if self._adaptive is not None else {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of ``state``."""
+        """Restore what ``state`` returned."""
         if self._adaptive is not None:
             self.value = float(state["kl_coef"][0])
 
 
 def balance(backend: Backend, microbatches: Iterable[Microbatch | None], collective: Collective) -> None:
-    """Count the expert loads of the coming minibatch over all ranks, where a load-balancing loss needs them."""
+    """Count the expert loads of the next minibatch over all ranks, if a load-balancing loss needs them."""
     if backend.routers is not None and backend.routers.coef:
         for microbatch in microbatches:
             backend.route(microbatch)
@@ -95,7 +95,7 @@ def balance(backend: Backend, microbatches: Iterable[Microbatch | None], collect
 
 
 class NonFiniteStep(Exception):  # noqa: N818
-    """A loss or a gradient is not finite; ``changed`` says whether steps of this update were made before."""
+    """Non-finite loss or gradient; ``changed`` tells whether earlier steps of this update were made."""
 
     def __init__(self, reason: str, *, changed: bool) -> None:
         super().__init__(reason)
@@ -103,14 +103,14 @@ class NonFiniteStep(Exception):  # noqa: N818
 
 
 class OnPolicyRule:
-    """Advantages over the whole batch, then ``epochs × minibatches`` optimizer steps of policy and critic.
+    """Computes advantages over the whole batch, then makes ``epochs × minibatches`` steps of policy and critic.
 
     Args:
-        config: the job; `algorithm` chooses the recipe.
-        models: the backend of each trained model; `critic` where the algorithm needs one.
-        collective: the ranks that share a batch.
+        config: the job; `algorithm` selects the recipe.
+        models: backend of each trained model; includes `critic` if the algorithm needs one.
+        collective: ranks that share a batch.
         total_updates: length of the run for the learning-rate schedules.
-        teacher: what a distilled policy imitates; None without one.
+        teacher: model that a distilled policy imitates; None without one.
     """
 
     def __init__(
@@ -136,17 +136,17 @@ class OnPolicyRule:
         self._work: dict[Role, Work] = {}
 
     def state(self) -> dict[str, Tensor]:
-        """State of the rule between updates, float64 by name."""
+        """Return the state of the rule between updates, float64 by name."""
         return self._shaper.state() | (self._kl.state() if self._kl is not None else {})
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of ``state``."""
+        """Restore what ``state`` returned."""
         self._shaper.load_state(state)
         if self._kl is not None:
             self._kl.load_state(state)
 
     def update(self, shard: BatchShard[Group], *, update_index: int) -> dict[str, float]:
-        """One policy update; see ``Learner.update``."""
+        """Make one policy update; see ``Learner.update``."""
         began = time.perf_counter()
         self._follow(shard.hyperparameters)
         for model in self._models.values():
@@ -192,7 +192,7 @@ class OnPolicyRule:
         return report | self._time_facts(time.perf_counter() - began)
 
     def _follow(self, sealed: Hyperparameters | None) -> None:
-        """Take what the batch was sealed with: a replay gets the same, whatever the job file says by then."""
+        """Adopt the hyperparameters that the batch was sealed with, so that a replay uses the same."""
         if sealed is None:
             return
         if sealed.learning_rate is not None:
@@ -222,7 +222,7 @@ class OnPolicyRule:
         skip_B: NDArray[np.bool_] | None = None,
         excluded_B: NDArray[np.bool_] | None = None,
     ) -> list[Minibatch]:
-        """The minibatches of every pass over the batch, in the order of the steps."""
+        """Return the minibatches of every pass over the batch, in the order of the steps."""
         nobody_B = np.zeros(len(batch.facts.group_B), np.bool_)
         of_pass = partial(
             cut, self._config, batch.columns, batch.facts, self._collective,
@@ -238,7 +238,7 @@ class OnPolicyRule:
         return [part for order_G in orders_G for part in of_pass(order_G=order_G)]
 
     def _without_gradient(self, batch: PreparedBatch, credit: Credit) -> NDArray[np.bool_]:
-        """Rows that no term of the loss gives a gradient: they are counted, not computed."""
+        """Return the rows that get no gradient from any term of the loss: they are counted, not computed."""
         kl = self._algorithm.kl
         routers = self._models["policy"].routers
         other_terms = self._algorithm.entropy_coef != 0 or (kl is not None and kl.place == "loss")
@@ -290,10 +290,10 @@ class OnPolicyRule:
         *,
         warming_up: bool,
     ) -> int:
-        """All optimizer steps; returns how many were left out because their gradient was not finite.
+        """Make all optimizer steps. Return the number of steps skipped because their gradient was not finite.
 
-        The critic learns from completions that the policy's loss leaves out, too. While it warms up, the policy learns
-        from what needs no critic: nothing of the batch comes again.
+        The critic also learns from completions that the policy's loss excludes. While the critic warms up, the policy
+        trains on the off-policy groups only, because groups of a batch are never seen again.
         """
         made = skipped = 0
         for index in range(len(parts)):
@@ -327,7 +327,7 @@ class OnPolicyRule:
         return self._is_skipped(norm, "policy", changed=changed)
 
     def _imitate(self, others: OffPolicySteps, update_index: int) -> dict[str, float]:
-        """An update without groups for the policy loss: no rewards, no advantages, no critic."""
+        """Make an update without groups for the policy loss: no rewards, no advantages, no critic."""
         rate, policy = learning_rate(self._optimizer, update_index, self._total_updates), self._models["policy"]
         norms: list[float] = []
         skipped = 0
@@ -344,7 +344,7 @@ class OnPolicyRule:
         }  # fmt: skip
 
     def _begin(self, role: Role, microbatches: list[Microbatch | None]) -> None:
-        """Count the work of the coming step, and what its load-balancing loss has to know."""
+        """Count the work of the next step, and the expert loads that its load-balancing loss needs."""
         frozen = role == "policy" and self._config.model.lora is not None
         for microbatch in microbatches:
             self._work[role].add(microbatch, passes=2 if frozen else 3)
@@ -365,14 +365,14 @@ class OnPolicyRule:
         return routers.report(self._collective) if routers is not None else {}
 
     def _remember(self, batch: PreparedBatch, report: Mapping[str, float], update_index: int) -> dict[str, float]:
-        """Carry the running statistics over to the next update."""
+        """Store the running statistics for the next update."""
         self._shaper.keep(batch.shaped)
         kl = self._algorithm.kl
         if self._kl is None or kl is None:
             return {}
         self._renew_reference(update_index)
         per_token = float(batch.whole_N["kl"].double().mean()) if "kl" in batch.whole_N else report.get("policy/kl_ref")
-        if per_token is None:  # nothing went forward
+        if per_token is None:  # no token went forward
             return {}
         num_sequences = len(batch.facts.group_B)
         per_sequence = per_token * report["tokens/scored"] / num_sequences

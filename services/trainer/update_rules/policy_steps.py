@@ -1,4 +1,4 @@
-"""The policy's optimizer steps in one update, for every algorithm: its loss, KL and entropy terms, and statistics.
+"""The policy's optimizer steps in one update, for every algorithm: loss, KL and entropy terms, and statistics.
 
 Shape legend: M = scored tokens of a microbatch, L = this rank's flat completion tokens.
 """
@@ -25,12 +25,12 @@ __all__ = ["PolicySteps", "TokenColumns"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenColumns:
-    """Facts of this rank's tokens before the first step of an update, float32 [L] each.
+    """Properties of this rank's tokens before the first step of an update, float32 [L] each.
 
-    ``older_L``, bool: which of them an older version chose than the one that is trained.
+    ``older_L``, bool: tokens that an older version sampled than the one in training.
 
-    ``proximal_L`` is the denominator of the ratio. None: with ``on_behaviour`` the sampler's log-probs, else those of
-    the step itself, which are the ones at the start of an update of a single step.
+    ``proximal_L`` is the denominator of the ratio. None: the sampler's log-probs with ``on_behaviour``; else the step's
+    own log-probs, which are those at the start of the update if it has a single step.
     """
 
     advantages_L: Tensor
@@ -41,7 +41,7 @@ class TokenColumns:
 
 
 class PolicySteps:
-    """The policy's share of one update: one optimizer step for each minibatch."""
+    """Makes the policy's optimizer steps of one update, one for each minibatch."""
 
     def __init__(
         self, config: JobConfig, backend: Backend, recipe: Recipe, columns: TokenColumns, *, rate: float, kl_coef: float
@@ -58,7 +58,7 @@ class PolicySteps:
         self.grad_norms: list[float] = []
 
     def step(self, minibatch: Minibatch | None) -> float:
-        """One optimizer step, for None with nothing but the gradients that are there; returns the gradient's norm."""
+        """Make one optimizer step and return the gradient norm. For None, use only gradients accumulated elsewhere."""
         if minibatch is not None:
             self._accumulate(minibatch)
         self.grad_norms.append(self._backend.step(self.rate))
@@ -74,7 +74,7 @@ class PolicySteps:
             )
 
     def report(self, collective: Collective) -> dict[str, float]:
-        """Losses in the mean over steps, and means over the tokens that went forward on all ranks."""
+        """Return losses averaged over steps, and means over the tokens that went forward on all ranks."""
         steps = max(1, len(self.grad_norms))
         loss = collective.sum({"total": self.loss, "policy": self.pg_loss})
         return {

@@ -1,4 +1,4 @@
-"""A batch before its first step: columns, facts, shaped rewards, and what passes without gradient say of its tokens.
+"""Preparation of a batch before its first step: columns, facts, shaped rewards and passes without gradient.
 
 Shape legend: B = trajectories of the batch, N = scored tokens of the batch, L = this rank's flat completion tokens,
 M = scored tokens of a microbatch.
@@ -33,7 +33,7 @@ from penstock.shared.protocol.trajectory import Group
 __all__ = ["PreparedBatch", "cut", "prepare"]
 
 Pass = tuple[str, Role | None, Callable[[Microbatch | None], Tensor]]
-"""Name of the column, the trained model that computes it (None: the teacher), and how."""
+"""(column name, model that computes it (None: the teacher), scoring function)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class PreparedBatch:
     """A batch before its first step.
 
     Attributes:
-        columns, flat_L: this rank's tokens; ``flat_L`` has `reference`, `proximal`, `values` and `teacher` where they
-            are needed.
-        older_L: bool, which of this rank's tokens an older version chose than the one that is trained; None: unknown.
-        facts, shaped, whole_N: the whole batch; ``whole_N`` has `values`, `teacher_kl`, and `kl` where it is taken off
-            the reward.
+        columns, flat_L: this rank's tokens; ``flat_L`` has `reference`, `proximal`, `values` and `teacher` if they are
+            needed.
+        older_L: bool; this rank's tokens that an older version sampled than the one in training; None: unknown.
+        facts, shaped, whole_N: the whole batch; ``whole_N`` has `values`, `teacher_kl`, and `kl` if it is subtracted
+            from the reward.
     """
 
     columns: Columns
@@ -56,7 +56,7 @@ class PreparedBatch:
     older_L: Tensor | None = None
 
     def experience(self, kl_coef: float) -> Experience:
-        """Inputs of the advantages."""
+        """Return the inputs of the advantage computation."""
         return Experience(
             rewards_B=self.shaped.rewards_B,
             groups_B=torch.from_numpy(self.facts.group_B),
@@ -80,10 +80,10 @@ def prepare(
     work: Mapping[Role, Work],
     teacher: Teacher | None = None,
 ) -> PreparedBatch:
-    """Gather the facts of a batch and make the passes without gradient; counts them in ``work``.
+    """Gather the facts of a batch and run the passes without gradient, whose work is added to ``work``.
 
     Raises:
-        ProtocolError: a group cannot be scored, or no trajectory of the batch counts.
+        ProtocolError: a group cannot be scored, or no trajectory of the batch is valid.
     """
     columns = _columns(config, models["policy"], collective, shard)
     facts = gather_facts(columns, shard, collective)
@@ -121,7 +121,7 @@ def cut(
     excluded_B: NDArray[np.bool_],
     order_G: Ints | None = None,
 ) -> list[Minibatch]:
-    """The minibatches of the job; see ``minibatches.minibatches``."""
+    """Split the batch into the job's minibatches; see ``minibatches.minibatches``."""
     train = config.train
     return minibatches(
         columns,
@@ -136,7 +136,7 @@ def cut(
 
 
 def _columns(config: JobConfig, policy: Backend, collective: Collective, shard: BatchShard[Group]) -> Columns:
-    """This rank's tokens; what is wrong with those of one rank is raised on all, before they begin to compute."""
+    """Return this rank's tokens. A ProtocolError of one rank is raised on all, before they begin to compute."""
     columns, error = None, ""
     try:
         columns = columns_of(shard.groups)
@@ -158,7 +158,7 @@ def _columns(config: JobConfig, policy: Backend, collective: Collective, shard: 
 def _assumed(
     config: JobConfig, policy: Backend, columns: Columns, facts: BatchFacts, collective: Collective
 ) -> Columns:
-    """The columns with the present policy's log-probs where nobody knows the sampler: the ratio begins at 1."""
+    """Return the columns with the current policy's log-probs for unknown ones, so that the ratio starts at 1."""
     nobody_B = np.zeros(len(facts.group_B), np.bool_)
     parts = cut(config, columns, facts, collective, skip_B=~facts.assumed_B, excluded_B=nobody_B)
     scored_L = _score_tokens(policy.score, parts, len(columns.logprobs)).numpy()
@@ -169,7 +169,7 @@ def _assumed(
 
 
 def _passes(config: JobConfig, models: Mapping[Role, Backend], teacher: Teacher | None) -> list[Pass]:
-    """The passes without gradient that a job needs."""
+    """Return the passes without gradient that a job needs."""
     policy, algorithm = models["policy"], config.algorithm
     several_steps = config.train.epochs * config.train.minibatches > 1
     passes: list[Pass] = []
@@ -189,7 +189,7 @@ def _kl_in_reward(config: JobConfig) -> bool:
 
 
 def _score_tokens(score: Callable[[Microbatch | None], Tensor], parts: Sequence[Minibatch], num_flat: int) -> Tensor:
-    """Results of ``score`` for every scored token, float32 [L] on the CPU; 0 where nothing is scored."""
+    """Return the results of ``score`` for every scored token, float32 [L] on the CPU; 0 for other tokens."""
     flat_L = torch.zeros(num_flat, dtype=torch.float32)
     for microbatch in (m for part in parts for m in part.microbatches):
         values_M = score(microbatch)

@@ -1,6 +1,6 @@
-"""Differences between the algorithms: how a batch turns into advantages, and the loss of a token.
+"""Recipes of the algorithms: advantages of a batch, and the loss of a token.
 
-Each algorithm is one pair of functions; everything around them (epochs, KL, entropy, critic steps) is shared.
+Each algorithm is a pair of functions; everything around them (epochs, KL, entropy, critic steps) is shared.
 
 Shape legend: B = trajectories of the batch, B1 = B + 1, N = scored tokens of the batch, M = scored tokens of a
 microbatch.
@@ -57,17 +57,17 @@ __all__ = ["Credit", "Experience", "Recipe", "Tokens", "recipe_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experience:
-    """A whole batch, the same on every rank.
+    """Inputs of the advantage computation for a whole batch, the same on every rank.
 
     Attributes:
         rewards_B: shaped rewards.
-        groups_B: position of the group of each trajectory.
-        baselines_B: shaped reward of the greedy completion of the group, or the tracked value that the batch was sealed
-            with; not a number without one.
-        lengths_B: scored tokens.
-        cu_seqlens_B1: cuts N into trajectories.
-        kl_N: KL of each token to take off the reward, ``kl_coef`` its weight; None without.
-        values_N: the critic's; None without one.
+        groups_B: index of each trajectory's group.
+        baselines_B: shaped reward of the group's greedy completion, or the tracked value that the batch was sealed
+            with; NaN without one.
+        lengths_B: number of scored tokens.
+        cu_seqlens_B1: offsets that split N into trajectories.
+        kl_N: KL of each token, subtracted from the reward with weight ``kl_coef``; None without.
+        values_N: values of the critic; None without one.
         teacher_kl_N: ``log π - log π_teacher`` of each token (k1); None without a teacher.
     """
 
@@ -83,7 +83,7 @@ class Experience:
 
     @property
     def trajectory_rewards(self) -> Tensor:
-        """Rewards of whole trajectories, [B], KL taken off."""
+        """Return the rewards of whole trajectories, [B], minus the KL penalty."""
         if self.kl_N is None:
             return self.rewards_B
         rows = torch.repeat_interleave(torch.arange(len(self.rewards_B)), self.lengths_B)
@@ -92,7 +92,7 @@ class Experience:
 
     @property
     def token_rewards(self) -> Tensor:
-        """Rewards at the last token of each trajectory, [N], KL taken off at every token."""
+        """Return the reward at the last token of each trajectory, [N], minus the KL penalty at every token."""
         rewards_N = at_last_token(self.rewards_B, self.mask, self.cu_seqlens_B1)
         if self.kl_N is None:
             return rewards_N
@@ -100,20 +100,20 @@ class Experience:
 
     @property
     def mask(self) -> Tensor:
-        """All True, [N]: scored tokens only."""
+        """Return all True, [N]: N contains scored tokens only."""
         return torch.ones(int(self.cu_seqlens_B1[-1]), dtype=torch.bool)
 
     @property
     def valid(self) -> Tensor:
-        """All True, [B]: trajectories that failed are not in the batch."""
+        """Return all True, [B]: failed trajectories are not in the batch."""
         return torch.ones(len(self.rewards_B), dtype=torch.bool)
 
 
 @dataclass(frozen=True, slots=True)
 class Credit:
-    """Advantages, float32: [N] where ``per_token``, else [B] for all tokens of a trajectory alike.
+    """Advantages, float32: [N] if ``per_token``, else [B], one for all tokens of a trajectory.
 
-    ``returns_N`` is what a critic learns; None without one.
+    ``returns_N`` is the critic's target; None without one.
     """
 
     advantages: Tensor
@@ -123,7 +123,7 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Inputs of a loss from a microbatch. ``proximal_M`` is the denominator of the ratio, ``rows_M`` the trajectory."""
+    """Loss inputs of a microbatch. ``proximal_M`` is the denominator of the ratio, ``rows_M`` the trajectory."""
 
     logprobs_M: Tensor
     proximal_M: Tensor
@@ -134,14 +134,14 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One algorithm."""
+    """Functions of one algorithm."""
 
     credit: Callable[[Experience], Credit]
     loss: Callable[[Tokens], PolicyLoss]
 
 
 def recipe_of(algorithm: AlgorithmConfig) -> Recipe:
-    """The functions of an algorithm, with its settings bound."""
+    """Return the functions of an algorithm, with its settings bound."""
     loss = _loss_of(algorithm)
     if algorithm.importance is not None:
         loss = partial(_corrected, loss=loss, importance=algorithm.importance)
@@ -183,7 +183,7 @@ def _reinforce_pp_baseline(e: Experience) -> Credit:
 
 
 def _reinforce_pp(e: Experience, *, gamma: float, tracked: bool) -> Credit:
-    if tracked:  # the value before the batch, of what it was sealed with
+    if tracked:  # baseline: the value before the batch, with which it was sealed
         e = replace(e, rewards_B=e.rewards_B - e.baselines_B)
     returns_N = discounted_returns(e.token_rewards, e.mask, e.cu_seqlens_B1, gamma=gamma)
     return Credit(whiten(returns_N, e.mask, moments(returns_N, e.mask)), per_token=True)
@@ -237,7 +237,7 @@ def _cispo(t: Tokens, *, clip_low: float, clip_high: float) -> PolicyLoss:
 
 
 def _corrected(t: Tokens, *, loss: Callable[[Tokens], PolicyLoss], importance: ImportanceConfig) -> PolicyLoss:
-    """``loss``, each token weighted by how much likelier the trainer finds it than the sampler did."""
+    """Return ``loss`` with each token weighted by the probability ratio of trainer to sampler."""
     if importance.level == "sequence":
         log_ratio_M = sequence_log_ratio(t.proximal_M, t.behaviour_M, t.rows_M)
     else:

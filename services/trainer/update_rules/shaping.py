@@ -1,4 +1,4 @@
-"""Shaping of rewards before advantages, and the running statistics that it needs.
+"""Shaping of rewards before the advantage computation, with its running statistics.
 
 Shape legend: B = trajectories of the batch.
 """
@@ -22,7 +22,7 @@ __all__ = ["RewardShaper", "Shaped"]
 
 @dataclass(frozen=True, slots=True)
 class Shaped:
-    """Rewards of a batch as advantages see them, and the statistics of the run with this batch counted."""
+    """Shaped rewards and baselines of a batch, and the statistics of the run including this batch."""
 
     rewards_B: Tensor
     baselines_B: Tensor
@@ -30,9 +30,9 @@ class Shaped:
 
 
 class RewardShaper:
-    """Normalise, scale, clip, then add the punishment of long completions; greedy baselines are not punished.
+    """Normalises, scales and clips rewards, then adds the penalty of long completions (not to greedy baselines).
 
-    Normalisation uses all rewards of the run, this batch included, so that the first batch is normalised too.
+    Normalisation uses all rewards of the run including this batch, so that the first batch is normalised too.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, max_new_tokens: int) -> None:
@@ -42,7 +42,7 @@ class RewardShaper:
         self._moments = Moments(0.0, 0.0, 0.0)
 
     def shape(self, facts: BatchFacts) -> Shaped:
-        """Shaped rewards; the running statistics are taken over only by ``keep``."""
+        """Return shaped rewards. The running statistics change only in ``keep``."""
         rewards_B = torch.from_numpy(facts.rewards_B)
         total = self._moments + moments(rewards_B, torch.ones(len(rewards_B), dtype=torch.bool))
         shaped_B = self._shape(rewards_B, total)
@@ -55,18 +55,18 @@ class RewardShaper:
         return Shaped(shaped_B, baselines_B, total)
 
     def keep(self, shaped: Shaped) -> None:
-        """The batch was trained: its rewards count from now on."""
+        """Add the rewards of a trained batch to the running statistics."""
         if self._config.normalise:
             self._moments = shaped.moments
 
     def state(self) -> dict[str, Tensor]:
-        """Count, sum and sum of squares of all rewards."""
+        """Return count, sum and sum of squares of all rewards; empty without normalisation."""
         if not self._config.normalise:
             return {}
         return {"rewards": torch.tensor(astuple(self._moments), dtype=torch.float64)}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of ``state``."""
+        """Restore what ``state`` returned."""
         if self._config.normalise:
             self._moments = Moments(*state["rewards"].tolist())
 

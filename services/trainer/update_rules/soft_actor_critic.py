@@ -1,14 +1,14 @@
-"""Soft actor-critic: actor, twin critics with targets, temperature and the replay buffer of one job.
+"""Soft actor-critic: actor, twin critics with targets, temperature and replay buffer of one job.
 
-An update is a pure function of the state and its number: draws and noise come from the seed and the number of the step,
-so that a run that was interrupted goes on to the same bytes. Every rank holds the same buffer, draws the same
-transitions and computes its share of them; the number of ranks changes nothing but rounding.
+An update is a pure function of the state and its number: samples and noise are seeded by the job's seed and the step
+number, so that an interrupted run resumes to the same bytes. Every rank holds the same buffer, samples the same
+transitions and computes its share of them; the number of ranks changes only rounding.
 
-A transition is one decision, whatever the number of its actions. The buffer keeps observations as they were; they are
-normalised with the statistics of the present version when they are drawn.
+A transition is one decision, however many actions it has. The buffer stores raw observations; they are normalised with
+the current statistics when they are sampled.
 
-Shape legend: N = decisions of the batch, B = this rank's share of the transitions of a step, O = numbers of an
-observation, A = numbers of a decision (of an action in NCA, where C = its actions), otherwise C = critics.
+Shape legend: N = decisions of the batch, B = this rank's share of the transitions of a step, O = components of an
+observation, A = components of a decision (of an action in NCA, where C = its actions), otherwise C = critics.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ from penstock.shared.models.episode_policy import SquashedPolicy
 __all__ = ["SoftActorCriticRule"]
 
 _BUFFER, _TARGET = "buffer.", "target."
-"""Prefixes of names in the state."""
+"""Name prefixes in the state."""
 
 
 class SoftActorCriticRule:
-    """``steps_per_update`` times critics, actor, temperature and targets, in this order (arXiv 1812.05905, alg. 1).
+    """Trains critics, actor, temperature, targets in this order ``steps_per_update`` times (arXiv 1812.05905, alg. 1).
 
     Args:
-        seed: of the first weights of the critics, of all draws and of all noise.
-        collective: the ranks that share a batch; all of them are given the same columns.
+        seed: seed of the critics' initial weights, of all samples and of all noise.
+        collective: ranks that share a batch; all of them get the same columns.
         total_updates: length of the run for the learning-rate schedules.
-        on_nonfinite: a loss or gradient that is not finite ends the update with an error, or leaves out that step.
+        on_nonfinite: ``pause``: a loss or gradient that is not finite ends the update with an error; ``skip``: it skips
+            the step.
 
     Raises:
-        ConfigError: the buffer does not fit into its bytes, or an optimizer is not installed.
+        ConfigError: the buffer exceeds its byte limit, or an optimizer is not installed.
     """
 
     def __init__(
@@ -92,17 +93,17 @@ class SoftActorCriticRule:
         self.buffer = ReplayBuffer(config.buffer, observation_size=observation_size, action_size=action_size, seed=seed)
 
     def update(self, columns: EpisodeColumns, *, update_index: int) -> dict[str, float]:
-        """Insert the groups of a batch that are new, and make one policy update once the buffer has got enough.
+        """Insert new groups of a batch, and make one policy update once the buffer holds enough transitions.
 
         Args:
-            update_index: number of the update in the run, from 0; decides the draws and the noise.
+            update_index: number of the update in the run, from 0; seeds samples and noise.
 
         Returns:
-            Metrics, means over the steps, the same on every rank; without a step only those of buffer and schedule.
+            Metrics averaged over the steps, the same on every rank; without a step only those of buffer and schedule.
 
         Raises:
-            NonFiniteStep: a loss or a gradient is not finite and ``on_nonfinite`` is ``pause``. The groups are in the
-                buffer; given again, they are left out.
+            NonFiniteStep: a loss or a gradient is not finite and ``on_nonfinite`` is ``pause``. The groups stay in the
+                buffer and are not inserted again.
         """
         fresh = self.buffer.insert(self._transitions(columns))
         self._networks.begin(update_index)
@@ -129,20 +130,20 @@ class SoftActorCriticRule:
         }  # fmt: skip
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of everything but the policy's weights, the whole buffer included, by name, on the CPU."""
+        """Return copies of everything except the policy's weights, with the whole buffer, by name, on the CPU."""
         networks = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._tensors().items()}
         return networks | {_BUFFER + name: tensor for name, tensor in self.buffer.state().items()}
 
     @property
     def columns(self) -> frozenset[str]:
-        """Names in ``state`` of the columns of the buffer."""
+        """Names in ``state`` of the buffer's columns."""
         return frozenset(_BUFFER + name for name in self.buffer.columns)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of ``state``.
+        """Restore what ``state`` returned.
 
         Raises:
-            CheckpointError: of other networks or another buffer; nothing was loaded.
+            CheckpointError: the state belongs to other networks or another buffer; nothing was loaded.
         """
         networks = {name: tensor for name, tensor in state.items() if not name.startswith(_BUFFER)}
         check_fits(self._tensors(), networks, what="soft actor-critic")
@@ -170,7 +171,7 @@ class SoftActorCriticRule:
 
     @torch.no_grad()
     def _mismatch(self, columns: EpisodeColumns) -> dict[str, float]:
-        """How far the policy is from the one that acted, over all decisions of the batch."""
+        """Return the difference between trainer and acting policy over all decisions of the batch."""
         own = slice(self._collective.rank, None, self._collective.size)
         mine = decisions_of(columns, self._device).rows(torch.arange(len(columns))[own].to(self._device))
         mismatch = Mismatch()
@@ -180,7 +181,7 @@ class SoftActorCriticRule:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def _step(self, number: int, sums: dict[str, float]) -> None:
-        """Step ``number`` of the run; adds to ``sums`` over this rank's transitions."""
+        """Make step ``number`` of the run and add this rank's transitions to ``sums``."""
         batch, noise_BCA, next_noise_BCA = self._draw(number)
         observations_BO = self._policy.normalised(batch["observations"])
         following_BO = self._policy.normalised(batch["next_observations"])
@@ -213,7 +214,7 @@ class SoftActorCriticRule:
         sums["target"] += float(targets_B.double().sum())
 
     def _draw(self, number: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """This rank's transitions of a step, and the noise [B, C, A] of the actions in their first and next states."""
+        """Return this rank's transitions of a step, and the noise [B, C, A] for actions in first and next states."""
         own = slice(self._collective.rank, None, self._collective.size)
         batch = self.buffer.sample(number, self._config.batch_size)
         rng = np.random.default_rng([self._seed, number, 1])
@@ -222,12 +223,12 @@ class SoftActorCriticRule:
         return {name: column[own].to(self._device) for name, column in batch.items()}, both[0], both[1]
 
     def _act(self, features_BO: Tensor, noise_BCA: Tensor) -> tuple[Tensor, Tensor]:
-        """Actions [B, A] in [-1, 1] and their log-probs [B]; differentiable."""
+        """Return actions [B, A] in [-1, 1] and their log-probs [B]; differentiable."""
         drawn = self._policy.sample(features_BO, noise_BCA)
         return drawn.actions_NCA.flatten(1), drawn.logprobs_NCA.sum((1, 2))
 
     def _mean(self, losses_B: Tensor) -> Tensor:
-        """This rank's part of the mean over the transitions of all ranks."""
+        """Return this rank's part of the mean over the transitions of all ranks."""
         return losses_B.sum() / self._config.batch_size
 
     def _tensors(self) -> dict[str, Tensor]:

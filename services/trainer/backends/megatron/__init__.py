@@ -1,1 +1,1 @@
-"""Backend `megatron`: megatron-core GPT models, tensor, sequence, context, pipeline and expert parallel."""
+"""Backend `megatron`: megatron-core GPT models with tensor, sequence, context, pipeline and expert parallelism."""

@@ -1,9 +1,9 @@
 """Attention inside the megatron-core model: rotation and causal attention over packed sequences.
 
-megatron-core's own attention for packed sequences needs TransformerEngine. This one is the core attention of the layer
-specification: heads are already cut over the tensor-parallel ranks; tokens that are cut over context-parallel ranks are
-exchanged for heads before and back after (DeepSpeed-Ulysses, arXiv 2309.14509), so that each rank attends over whole
-sequences with a part of its heads.
+megatron-core's own attention for packed sequences needs TransformerEngine. This module replaces it as the core
+attention of the layer specification. Heads are already sharded over the tensor-parallel ranks. Context-parallel ranks
+exchange tokens for heads before attention and back after it (DeepSpeed-Ulysses, arXiv 2309.14509), so that each rank
+attends over whole sequences with part of its heads.
 
 Shape legend: T = tokens of the microbatch, P = T with padding, C = context-parallel ranks, H = heads on this
 tensor-parallel rank, d = head width.
@@ -26,17 +26,17 @@ __all__ = ["PackedCausalAttention", "PackedSequences"]
 
 @dataclass
 class PackedSequences(PackedSeqParams):  # type: ignore[misc]
-    """Facts of a microbatch for attention; they travel through megatron-core's layers as its packed parameters."""
+    """Attention inputs of one microbatch; passed through megatron-core's layers as its ``packed_seq_params``."""
 
     blocks: CausalBlocks | None = None
     rope: tuple[Tensor, Tensor] | None = None
     """Cosines and sines [T, 1, d] of each token's position."""
     num_tokens: int = 0
-    """T; rows beyond are padding."""
+    """T; rows beyond it are padding."""
 
 
 class PackedCausalAttention(nn.Module):
-    """``core_attention`` of the layer specification."""
+    """Module for ``core_attention`` in the layer specification."""
 
     def __init__(self, *, pg_collection: Any, **_: Any) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class PackedCausalAttention(nn.Module):
         packed_seq_params: PackedSequences,
         **_: Any,
     ) -> Tensor:
-        """[P / C, H, d] each (key and value with fewer heads) -> [P / C, H, d]."""
+        """Map query, key and value [P / C, H, d] (key and value with fewer heads) to outputs [P / C, H, d]."""
         sequences, length = packed_seq_params, packed_seq_params.num_tokens
         assert sequences.blocks is not None and sequences.rope is not None
         q, k, v = (self._tokens_for_heads(x)[:length] for x in (query, key, value))
@@ -61,7 +61,7 @@ class PackedCausalAttention(nn.Module):
         return self._heads_for_tokens(F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out)
 
     def _tokens_for_heads(self, x: Tensor) -> Tensor:
-        """[P / C, H, d] -> [P, H / C, d]."""
+        """Exchange [P / C, H, d] to [P, H / C, d]."""
         ranks = self._context.size()
         if ranks == 1:
             return x
@@ -70,7 +70,7 @@ class PackedCausalAttention(nn.Module):
         return exchanged.flatten(0, 1)
 
     def _heads_for_tokens(self, x: Tensor) -> Tensor:
-        """[P, H / C, d] -> [P / C, H, d]."""
+        """Exchange [P, H / C, d] to [P / C, H, d]."""
         ranks = self._context.size()
         if ranks == 1:
             return x

@@ -44,18 +44,18 @@ class MegatronBackend:
     Ranks that share a microbatch (tensor and context parallel, all stages) pass the same one to every method and get
     the same scores. The model stays in eval mode, as in ``LocalBackend``.
 
-    With several stages ``accumulate`` keeps what it is given until ``step``, which sends it through them in a pipeline.
+    With several stages, ``accumulate`` queues microbatches until ``step``, which sends them through the pipeline.
 
     Args:
         model: the policy, or a critic made by ``critic_of``; the same on every rank. Not needed afterwards.
-        tokenizer: goes into checkpoints beside the weights.
-        optimizer: its configuration.
-        parallel: how the model is cut.
+        tokenizer: stored in checkpoints beside the weights.
+        optimizer: optimizer settings.
+        parallel: sizes of the parallel dimensions.
         keep_reference: hold a frozen copy of the weights for a KL term (policy only).
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
 
     Raises:
-        ConfigError: megatron-core has no such model, or the model cannot be cut this way.
+        ConfigError: megatron-core has no such model, or the model cannot be divided this way.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class MegatronBackend:
         if not self._takes_part(microbatch):
             return
         batch, given = self._batch(microbatch), loss if microbatch is not None else None
-        # A divergence comes with the entropy, here as in `local`.
+        # A divergence needs the entropy, as in `local`.
         work = Work(batch=batch, loss=given, entropy=entropy or kl, kl=kl)
         self._waiting.append(work)
         if self._parallel.pipeline_parallel == 1:
@@ -112,7 +112,7 @@ class MegatronBackend:
 
     @torch.no_grad()
     def route(self, microbatch: Microbatch | None) -> None:
-        """See ``Backend``. A table that will be replayed needs no forward pass."""
+        """See ``Backend``. Replayed routes need no forward pass."""
         if self.routers is None:
             return
         table = None if microbatch is None else microbatch.experts_TNK
@@ -147,7 +147,7 @@ class MegatronBackend:
             copy_into(self._reference.parameters_by_name(), self._model.parameters_by_name(), what="reference")
 
     def new_optimizer(self, config: OptimizerConfig, *, whole: bool = False) -> None:
-        """See ``Backend``. There is no adapter, so everything is trained in any case."""
+        """See ``Backend``. Without adapters, ``whole`` has no effect: everything is trained in any case."""
         self._waiting.clear()
         self._optimizer = ShardedOptimizer(
             self._model.parameters_by_name(),
@@ -236,7 +236,7 @@ class MegatronBackend:
         ]
         if moments:
             raise CheckpointError(f"optimizer state does not fit the model: it has no '{next(iter(moments))}'")
-        for what, own, saved in parts:  # all before the first copy: a wrong state changes nothing
+        for what, own, saved in parts:  # check everything before the first copy: a wrong state changes nothing
             check_fits(whole_shapes(own, self._mapping) if own else {}, saved, what=what)
         for _, own, saved in parts:
             if own:
@@ -252,17 +252,17 @@ class MegatronBackend:
         return part.to(self._device).eval()
 
     def _work_off(self) -> None:
-        """Forward and backward of what waits."""
+        """Run forward and backward for the queued microbatches."""
         works, self._waiting = self._waiting, []
         if works:
             self._passes.accumulate(works, self._model, self._reference, self._optimizer.collect)
 
     def _takes_part(self, microbatch: Microbatch | None) -> bool:
-        """Without a microbatch there is something to do only where other ranks' tokens come to this rank's experts."""
+        """Return True if this rank must run the pass: it has a microbatch, or its experts serve other ranks' tokens."""
         return microbatch is not None or self._groups.experts.size() > 1
 
     def _somebody(self, has: bool) -> bool:
-        """True if any rank of those that exchange tokens has a microbatch."""
+        """Return True if any of the ranks that exchange tokens for experts has a microbatch."""
         if self._groups.experts.size() == 1:
             return has
         flag = torch.tensor(float(has), dtype=torch.float32, device=self._device)
@@ -279,7 +279,7 @@ class MegatronBackend:
         return self._passes.score(work, model, replay=model is self._model)
 
     def _optimizer_parts(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's optimizer state: by kind, then by megatron-core name."""
+        """Return this rank's optimizer state by kind, then by megatron-core name."""
         return _by_kind(self._optimizer.tensors())
 
     def _copy(self, own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -293,10 +293,10 @@ class MegatronBackend:
 
 
 def open_megatron(config: JobConfig, role: Role, device: str) -> MegatronBackend:
-    """The model of ``role`` with its initial weights, cut as ``config.backend`` says.
+    """Open the backend for the model of ``role`` with its initial weights, divided as ``config.backend`` says.
 
     Raises:
-        ConfigError: the model or the tokenizer cannot be loaded, or megatron-core cannot train it like this.
+        ConfigError: the model or the tokenizer cannot be loaded, or megatron-core cannot train it this way.
     """
     assert isinstance(config.backend, MegatronConfig)
     tokenizer, moe = build_tokenizer(config.model), config.model.moe
@@ -328,7 +328,7 @@ def _by_kind(optimizer: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _nothing() -> Microbatch:
-    """One token, none of it scored: for a rank that has no microbatch while others need its experts."""
+    """Return one unscored token: input of a rank without a microbatch whose experts other ranks need."""
     none_M, zero_T = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     tokens = PackedTokens(
         token_ids_T=zero_T, position_ids_T=zero_T, cu_seqlens_S1=torch.tensor([0, 1]), lengths=(1,), max_seqlen=1

@@ -1,9 +1,10 @@
-"""Hugging Face tensors and megatron-core parameters: pure functions of names and tensors.
+"""Conversion between Hugging Face tensors and megatron-core parameters: pure functions of names and tensors.
 
 Two independent steps, each with an exact inverse. *Cutting*: a tensor-parallel rank holds a contiguous run of rows or
-columns of each Hugging Face tensor (whole heads, the same rows of gate and up), of the experts that are dealt to its
-expert-parallel rank. *Fusing*: megatron-core keeps some of these runs in one parameter: query, key and value by query
-group, gate above up. Moments of the optimizer have the shapes of their parameters and go the same way.
+columns of each Hugging Face tensor (whole heads, the same rows of gate and up); expert tensors are first divided by
+expert over the expert-parallel ranks. *Fusing*: megatron-core keeps some of these runs in one parameter: query, key and
+value by query group, gate above up. Optimizer moments have the shapes of their parameters and are converted the same
+way.
 
 Shape legend: n = rows of a piece on one rank, ... = the dimensions after the first.
 """
@@ -56,14 +57,14 @@ _EXPERTS = ".mlp.experts."
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A Hugging Face tensor.
+    """Division of one Hugging Face tensor over ranks.
 
     Attributes:
-        name: its name.
-        shape: of the whole.
-        dim: dimension along which the tensor-parallel ranks cut it; None: every rank holds the whole.
-        halves: along that dimension there are two tensors, and a rank holds a part of each.
-        dealt_to: expert-parallel ranks over which the first dimension, the experts, is divided.
+        name: Hugging Face name.
+        shape: shape of the whole tensor.
+        dim: dimension along which the tensor-parallel ranks divide it; None: every rank holds the whole.
+        halves: whether ``dim`` stacks two tensors, of each of which a rank holds a part.
+        dealt_to: number of expert-parallel ranks over which the first dimension, the experts, is divided.
     """
 
     name: str
@@ -75,14 +76,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A megatron-core parameter and what it is made of.
+    """One megatron-core parameter and the Hugging Face tensors fused into it.
 
     Attributes:
-        name: in the megatron-core model.
-        pieces: in the order in which they are fused.
-        groups: the pieces are interleaved in this many groups of rows on one rank: query groups in attention, else 1.
-        padded_rows: rows on one rank where these are padded to be equal (vocabulary); else None.
-        stage: the pipeline stage that has it. The last one keeps a copy of a tied embedding, too.
+        name: name in the megatron-core model.
+        pieces: fused tensors, in order.
+        groups: number of row groups on one rank in which the pieces are interleaved: query groups in attention, else 1.
+        padded_rows: rows on one rank after padding to equal size (vocabulary); None: no padding.
+        stage: pipeline stage that holds it. The last stage also keeps a copy of a tied embedding.
     """
 
     name: str
@@ -93,12 +94,12 @@ class Parameter:
 
     @property
     def is_cut(self) -> bool:
-        """True if tensor-parallel ranks hold different parts."""
+        """Return True if tensor-parallel ranks hold different parts."""
         return self.pieces[0].dim is not None
 
     @property
     def is_dealt(self) -> bool:
-        """True if expert-parallel ranks hold different parts."""
+        """Return True if expert-parallel ranks hold different parts."""
         return self.pieces[0].dealt_to > 1
 
 
@@ -110,13 +111,13 @@ def mapping_of(
     pipeline_parallel: int = 1,
     expert_parallel: int = 1,
 ) -> list[Parameter]:
-    """The parameters of a Llama, Qwen or Mixtral model, from its Hugging Face names and shapes.
+    """Return the parameters of a Llama, Qwen or Mixtral model, derived from its Hugging Face names and shapes.
 
     Args:
-        shapes: of the whole tensors, tied ones once, in the model's order.
+        shapes: shapes of the whole tensors by name, tied ones once, in the model's order.
 
     Raises:
-        ConfigError: a tensor has no place in the megatron-core model, or cannot be cut into as many parts.
+        ConfigError: a tensor has no counterpart in the megatron-core model, or cannot be divided into that many parts.
     """
     pieces: dict[str, list[Piece]] = {}
     for name, shape in shapes.items():
@@ -136,12 +137,12 @@ def mapping_of(
 
 
 def dealt(whole: Tensor, piece: Piece, *, rank: int) -> Tensor:
-    """The experts of expert-parallel rank ``rank``; a tensor without experts as it is."""
+    """Return the experts of expert-parallel rank ``rank``; a tensor without experts unchanged."""
     return whole.chunk(piece.dealt_to, 0)[rank] if piece.dealt_to > 1 else whole
 
 
 def cut(whole: Tensor, piece: Piece, *, rank: int, size: int) -> Tensor:
-    """Part of ``whole`` held by ``rank`` of ``size``: a contiguous run, of each half. The last ranks may hold less."""
+    """Return the contiguous run of ``whole`` (of each half) on ``rank`` of ``size``. The last ranks may hold less."""
     if piece.dim is None:
         return whole
     halves = whole.chunk(2 if piece.halves else 1, piece.dim)
@@ -153,7 +154,7 @@ def cut(whole: Tensor, piece: Piece, *, rank: int, size: int) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor], piece: Piece) -> Tensor:
-    """Inverse of ``cut``: the whole from the parts of all ranks, in rank order."""
+    """Invert ``cut``: return the whole tensor from the parts of all ranks, in rank order."""
     if piece.dim is None:
         return parts[0]
     halves = zip(*(part.chunk(2 if piece.halves else 1, piece.dim) for part in parts), strict=True)
@@ -161,7 +162,7 @@ def joined(parts: Sequence[Tensor], piece: Piece) -> Tensor:
 
 
 def fuse(parts: Sequence[Tensor], parameter: Parameter) -> Tensor:
-    """One rank's parameter from its part of each piece: [sum of n, ...]; rows of padding are zero."""
+    """Return one rank's parameter from its part of each piece: [sum of n, ...]; rows of padding are zero."""
     grouped = [torch.unflatten(part, 0, (parameter.groups, -1)) for part in parts]
     fused = torch.cat(grouped, 1).flatten(0, 1)
     missing = (parameter.padded_rows or len(fused)) - len(fused)
@@ -169,21 +170,21 @@ def fuse(parts: Sequence[Tensor], parameter: Parameter) -> Tensor:
 
 
 def split(fused: Tensor, parameter: Parameter, *, rank: int, size: int) -> list[Tensor]:
-    """Inverse of ``fuse``: this rank's part of each piece, without padding. Views where there is one group."""
+    """Invert ``fuse``: return this rank's part of each piece without padding; views if there is one group."""
     rows = [_rows(piece, rank, size) for piece in parameter.pieces]
     grouped = torch.unflatten(fused.narrow(0, 0, sum(rows)), 0, (parameter.groups, -1))
     return [part.flatten(0, 1) for part in torch.split(grouped, [n // parameter.groups for n in rows], 1)]
 
 
 def shape_on_rank(parameter: Parameter, *, size: int) -> tuple[int, ...]:
-    """Shape of the fused parameter; the same on each of ``size`` tensor-parallel ranks."""
+    """Return the shape of the fused parameter; the same on each of ``size`` tensor-parallel ranks."""
     first = parameter.pieces[0]
     rows = parameter.padded_rows or sum(_rows(piece, 0, size) for piece in parameter.pieces)
     return rows, *(n // size if dim == first.dim else n for dim, n in enumerate(first.shape) if dim)
 
 
 def _rows(piece: Piece, rank: int, size: int) -> int:
-    """Rows of the piece on ``rank``."""
+    """Return the number of rows of the piece on ``rank``."""
     if piece.dim != 0:
         return piece.shape[0] // piece.dealt_to
     per_rank = math.ceil(piece.shape[0] / size)
@@ -236,7 +237,7 @@ def _check_experts(pieces: Mapping[str, list[Piece]], expert_parallel: int) -> N
 
 
 def _stages(pieces: Mapping[str, list[Piece]], pipeline_parallel: int) -> dict[str, int]:
-    """The stage of each megatron-core parameter: equal runs of layers, the embedding first, what follows them last."""
+    """Return each parameter's stage: equal runs of layers; the embedding on the first, the rest on the last."""
     layers = {name: int(name.split(".")[2]) for name in pieces if name.startswith("decoder.layers.")}
     number = len(set(layers.values()))
     if number % pipeline_parallel:

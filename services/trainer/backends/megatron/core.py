@@ -1,6 +1,6 @@
-"""The parts of megatron-core that are used: imported in one place, quietly, and with a clear error where it is missing.
+"""The used parts of megatron-core: imported here only, without its warnings, and with a clear error if it is missing.
 
-Types are not checked beyond this file: megatron-core ships none.
+Types are not checked beyond this module, because megatron-core ships none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 try:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Apex and TransformerEngine, which are not used
+        warnings.simplefilter("ignore")  # about Apex and TransformerEngine, which are not used
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
         from megatron.core.models.gpt import GPTModel

@@ -1,7 +1,7 @@
-"""megatron-core on the CPU.
+"""Context managers that run megatron-core on the CPU.
 
-megatron-core allocates on ``torch.cuda.current_device()``, which without CUDA raises. For a model on the CPU that call
-names the CPU while megatron-core runs. For a model on a GPU nothing is changed.
+megatron-core allocates on ``torch.cuda.current_device()``, which raises without CUDA. For a model on the CPU, that call
+returns the CPU inside these contexts. For a model on a GPU they change nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["allocating_on", "scheduling_on"]
 
 @contextmanager
 def allocating_on(device: torch.device) -> Iterator[None]:
-    """Within, megatron-core allocates on ``device``."""
+    """Let megatron-core allocate on ``device`` within the context."""
     if device.type == "cuda":
         yield
         return
@@ -32,7 +32,7 @@ def allocating_on(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def scheduling_on(device: torch.device) -> Iterator[None]:
-    """As ``allocating_on``, for the pipeline schedules too: they count tokens on a device that they call "cuda"."""
+    """Extend ``allocating_on`` to the pipeline schedules, which count tokens on the device "cuda"."""
     with allocating_on(device):
         if device.type == "cuda":
             yield

@@ -1,8 +1,9 @@
-"""A mixture-of-experts layer inside the megatron-core model: whole experts on expert-parallel ranks, a slice of the
-width of each on tensor-parallel ranks.
+"""Mixture-of-experts layer of the megatron-core model: expert-parallel ranks hold whole experts, tensor-parallel ranks
+a slice of the width of each.
 
-megatron-core's own layer is built for grouped kernels and exchanges between GPUs. This one is the layer of trainer and
-sampler; the outputs of tensor-parallel ranks are partial sums, rows travel to the ranks of their experts and back.
+megatron-core's own layer is built for grouped kernels and exchanges between GPUs. This one computes the same layer as
+trainer and sampler elsewhere: outputs of tensor-parallel ranks are partial sums, and rows travel to the ranks of their
+experts and back.
 
 Shape legend: T = tokens of this context-parallel rank, padding included, D = model width, E = experts, K = experts of a
 token, A = T · K assignments, I = width of an expert on this rank, X = expert-parallel ranks.
@@ -27,7 +28,7 @@ __all__ = ["ParallelExperts", "RealTokens"]
 
 @dataclass(frozen=True, slots=True)
 class RealTokens:
-    """``routes`` for the first ``number`` tokens; padding after them goes where its router says, uncounted."""
+    """Applies ``routes`` to the first ``number`` tokens; padding after them follows the router, uncounted."""
 
     routes: Routes
     number: int
@@ -40,12 +41,12 @@ class RealTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dealt(Sparse):
-    """The layer where each rank of ``group`` holds some of the experts. A collective, in both directions."""
+    """Sparse layer of which each rank of ``group`` holds some experts. Forward and backward are collectives."""
 
     group: dist.ProcessGroup
 
     def outputs(self, h_AD: Tensor, counts: list[int]) -> Tensor:
-        """See ``Sparse``: rows go to the ranks of their experts (GShard, arXiv 2006.16668, section 3.2) and back."""
+        """See ``Sparse``. Rows travel to the ranks of their experts and back (GShard, arXiv 2006.16668, § 3.2)."""
         ranks = self.group.size()
         sent_E = torch.tensor(counts, device=h_AD.device)
         received_E = torch.empty_like(sent_E)
@@ -64,7 +65,7 @@ class _Dealt(Sparse):
 
 
 class _Router(nn.Module):
-    """Weight [E, D], whole on every rank."""
+    """Router weight [E, D], whole on every rank."""
 
     def __init__(self, like: Any, dtype: torch.dtype) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class _Router(nn.Module):
 
 
 class _Experts(nn.Module):
-    """Gate and up [E / X, 2 I, D], down [E / X, D, I]."""
+    """Gate and up weights [E / X, 2 I, D] and down weights [E / X, D, I]."""
 
     def __init__(self, like: Any, groups: Groups, dtype: torch.dtype) -> None:
         super().__init__()
@@ -83,9 +84,9 @@ class _Experts(nn.Module):
 
 
 class ParallelExperts(nn.Module):
-    """``mlp`` of the layer specification; computes what ``like`` does.
+    """Module for ``mlp`` in the layer specification; computes the same function as ``like``.
 
-    ``routing`` is set before a forward pass; where activations are computed again, it is set again before that.
+    Set ``routing`` before each forward pass, and again before activations are recomputed.
     """
 
     routing: Routing | None = None
@@ -100,12 +101,12 @@ class ParallelExperts(nn.Module):
         self._sparse = own(like.number, self.router, self.experts, like.top_k, like.normalise)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """[T, 1, D] -> ([T, 1, D], no bias); T / ranks with sequence parallelism."""
+        """Map [T, 1, D] to ([T, 1, D], no bias); with sequence parallelism T / ranks."""
         if self._sequence_parallel:
             h = mappings.gather_from_sequence_parallel_region(hidden_states, group=self._group)
         else:
             h = mappings.copy_to_tensor_model_parallel_region(hidden_states, group=self._group)
-        out = self._sparse(h[:, 0], self.routing)[:, None].contiguous()  # it is summed in place
+        out = self._sparse(h[:, 0], self.routing)[:, None].contiguous()  # reduced in place
         if self._sequence_parallel:
             return mappings.reduce_scatter_to_sequence_parallel_region(out, group=self._group), None
         return mappings.reduce_from_tensor_model_parallel_region(out, group=self._group), None

@@ -1,6 +1,6 @@
-"""The process groups of one backend, opened once for each process and set of ranks.
+"""Process groups of one backend, opened once per process and set of ranks.
 
-Ranks stand in a grid, tensor-parallel neighbours first, then context parallel, pipeline stages and data parallel: the
+Ranks form a grid: tensor parallel varies fastest, then context parallel, pipeline stages and data parallel. Thus the
 ranks of one copy of the model are neighbours.
 """
 
@@ -25,21 +25,21 @@ __all__ = ["Groups", "open_groups"]
 Ints = NDArray[np.int64]
 
 _open: dict[tuple[object, tuple[int, ...]], dist.ProcessGroup] = {}
-"""Groups by the process group of all ranks under which they were made, and their ranks: the same on every rank."""
+"""Open groups by (world process group, ranks); opened in the same order on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Process groups of this rank.
+    """Process groups that contain this rank.
 
     Attributes:
         tensor: ranks that hold different parts of the same layers.
         context: ranks that hold different tokens of the same microbatch.
         pipeline: ranks that hold different layers, first stage first.
-        ends: first and last stage on these two, this rank alone on stages between.
-        gradients: ranks whose gradients add up: other tokens, same parts (data and context parallel).
-        experts: some of ``gradients``, which hold different experts of the same layers.
-        same_experts: the ranks of ``gradients`` that hold the same experts.
+        ends: first and last stage on those two stages; this rank alone on stages between.
+        gradients: ranks that sum gradients: same parts, other tokens (data and context parallel).
+        experts: subset of ``gradients`` that holds different experts of the same layers.
+        same_experts: ranks of ``gradients`` that hold the same experts.
     """
 
     tensor: dist.ProcessGroup
@@ -51,35 +51,35 @@ class Groups:
     same_experts: dist.ProcessGroup
 
     def in_tensor(self) -> tuple[int, int]:
-        """(rank, size) in ``tensor``."""
+        """Return (rank, size) in ``tensor``."""
         return self.tensor.rank(), self.tensor.size()
 
     def in_context(self) -> tuple[int, int]:
-        """(rank, size) in ``context``."""
+        """Return (rank, size) in ``context``."""
         return self.context.rank(), self.context.size()
 
     def in_pipeline(self) -> tuple[int, int]:
-        """(stage, stages)."""
+        """Return (stage, number of stages)."""
         return self.pipeline.rank(), self.pipeline.size()
 
     def of_megatron(self) -> Any:
-        """As megatron-core's layers and schedules take them."""
+        """Return the groups as the collection that megatron-core's layers and schedules take."""
         return core.ProcessGroupCollection(
             tp=self.tensor, cp=self.context, pp=self.pipeline, dp_cp=self.gradients, embd=None, pos_embd=None
         )
 
     def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
-        """The tensor of ``stage`` on all stages; elsewhere ``tensor`` says shape and type and is overwritten."""
+        """Broadcast the tensor of ``stage`` to all stages. On others ``tensor`` has its shape and is overwritten."""
         if self.pipeline.size() > 1:
             dist.broadcast(tensor, dist.get_global_rank(self.pipeline, stage), group=self.pipeline)
         return tensor
 
 
 def open_groups(config: MegatronConfig) -> Groups:
-    """The groups over all ranks; a process that nobody launched as a rank is a world of one.
+    """Open the groups over all ranks. A process without an initialized process group becomes a world of one.
 
     Raises:
-        ConfigError: the ranks cannot be divided this way.
+        ConfigError: the number of ranks cannot be divided this way.
     """
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -112,7 +112,7 @@ def open_groups(config: MegatronConfig) -> Groups:
 
 
 def _own_group(partition: Iterable[Ints]) -> dist.ProcessGroup:
-    """This rank's of the groups into which all ranks fall. Every rank makes all of them, in the same order."""
+    """Return this rank's group of a partition of all ranks. Every rank opens all groups, in the same order."""
     for stale in [key for key in _open if key[0] is not dist.group.WORLD]:
         del _open[stale]
     own: dist.ProcessGroup | None = None
@@ -126,7 +126,7 @@ def _own_group(partition: Iterable[Ints]) -> dist.ProcessGroup:
 
 
 def _prepare_megatron() -> None:
-    """megatron-core's global state as far as its layers need it: none of its own groups, which are many, are built."""
+    """Initialize the part of megatron-core's global state that its layers need, without its many process groups."""
     if core.parallel_state._GLOBAL_MEMORY_BUFFER is None:
         core.parallel_state._set_global_memory_buffer()
     # The forward pass draws no random numbers; this tracker needs no CUDA generator.
@@ -134,7 +134,7 @@ def _prepare_megatron() -> None:
 
 
 def _deadline() -> timedelta:
-    """How long the ranks wait for each other elsewhere."""
+    """Return the timeout of the world process group."""
     assert dist.group.WORLD is not None
     options = dist.group.WORLD._get_backend(torch.device("cpu")).options
     deadline: timedelta = options._timeout

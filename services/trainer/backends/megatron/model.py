@@ -1,10 +1,10 @@
 """A megatron-core GPT model that computes the same function as a Hugging Face decoder.
 
-The layers that are parallel (embedding, projections, MLP) are megatron-core's; the norms and the core attention are
-ours, so that they run without Apex and TransformerEngine and round as trainer and sampler do elsewhere.
+Parallel layers (embedding, projections, MLP) are megatron-core's. Norms and core attention are Penstock's, so that they
+run without Apex and TransformerEngine and round as in the other backends and the sampler.
 
 Shape legend: T = tokens of the microbatch, P = T padded to a multiple of the ranks that share it, R = tokens on this
-context-parallel rank, S = those of it that this rank keeps between layers (R without sequence parallelism), D = model
+context-parallel rank, S = the part of R that this rank keeps between layers (R without sequence parallelism), D = model
 width, d = head width.
 """
 
@@ -38,7 +38,7 @@ _LAYERS = "decoder.layers."
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv 1910.07467) as megatron-core builds its norms."""
+    """Root mean square norm (arXiv 1910.07467) with the constructor that megatron-core expects."""
 
     def __init__(self, *, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -46,12 +46,12 @@ class RMSNorm(nn.Module):
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalised over the last dimension."""
+        """Return ``x`` normalised over the last dimension."""
         return F.rms_norm(x, self.weight.shape, self.weight, self._eps)
 
 
 class _CheckpointedLayer(core.TransformerLayer):  # type: ignore[misc]
-    """A layer whose activations are computed again in the backward pass. Draws no random numbers."""
+    """Layer that recomputes its activations in the backward pass. Draws no random numbers."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super().forward
@@ -60,7 +60,7 @@ class _CheckpointedLayer(core.TransformerLayer):  # type: ignore[misc]
         routing = getattr(self.mlp, "routing", None)
 
         def with_its_routing(*args: Any, **kwargs: Any) -> Any:
-            # By the time of the backward pass a pipeline has sent other microbatches through.
+            # By the backward pass, the pipeline has run other microbatches through this layer.
             self.mlp.routing = routing
             return run(*args, **kwargs)
 
@@ -68,18 +68,18 @@ class _CheckpointedLayer(core.TransformerLayer):  # type: ignore[misc]
 
 
 class _HiddenStates(core.GPTModel):  # type: ignore[misc]
-    """Stops before the head: logits are wanted at a few positions only."""
+    """GPT model that stops before the head, because logits are needed at few positions only."""
 
     def _postprocess(self, hidden_states: Tensor, **_: Any) -> Tensor:
         return hidden_states
 
 
 class MegatronModel(nn.Module):
-    """The part of one model on this rank, layers of one pipeline stage; parameters have no values yet.
+    """This rank's part of one model: the layers of its pipeline stage. Parameters are uninitialized.
 
     Args:
         like: the Hugging Face model whose function is computed; only its configuration and rotary embedding are used.
-        config: how the model is cut.
+        config: sizes of the parallel dimensions.
         groups: this rank's process groups.
 
     Raises:
@@ -129,9 +129,9 @@ class MegatronModel(nn.Module):
             )  # type: ignore[no-untyped-call]
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by the names that megatron-core gives them in a whole model.
+        """Return this rank's parameters by their megatron-core names in the whole model.
 
-        What is tied has the name of the embedding, on the last of several stages too: it keeps a copy.
+        A tied head has the name of the embedding, also on the last of several stages, which keeps a copy.
         """
         return {self._name_in_whole(name): parameter for name, parameter in self.gpt.named_parameters()}
 
@@ -142,8 +142,7 @@ class MegatronModel(nn.Module):
         return EMBEDDING if self.tied and name == "output_layer.weight" else name
 
     def head_weight(self) -> Tensor:
-        """This rank's rows of the output head, without padding, in the dtype that logits are computed in. Only the last
-        stage has it."""
+        """Return this rank's rows of the output head without padding, in the dtype of the logits. Last stage only."""
         shared = self.gpt.share_embeddings_and_output_weights
         weight: Tensor = self.gpt.shared_embedding_or_output_weight() if shared else self.gpt.output_layer.weight
         weight = weight[: self.vocab_size - self.first_of_vocabulary]
@@ -155,12 +154,12 @@ class MegatronModel(nn.Module):
                 module.routing = routing
 
     def tokens_per_rank(self, tokens: PackedTokens) -> int:
-        """R: context-parallel ranks hold equal runs, which sequence parallelism cuts once more."""
+        """Return R: context-parallel ranks hold equal runs, which sequence parallelism divides once more."""
         unit = self._groups.tensor.size() if self._sequence_parallel else 1
         return -(-tokens.num_tokens // (self._groups.context.size() * unit)) * unit
 
     def handed_on(self, tokens: PackedTokens) -> list[int]:
-        """[S, 1, D]: the shape of what a stage gives to the next."""
+        """Return [S, 1, D], the shape of the states that one stage sends to the next."""
         return [
             self.tokens_per_rank(tokens) // (self._groups.tensor.size() if self._sequence_parallel else 1),
             1,
@@ -168,10 +167,10 @@ class MegatronModel(nn.Module):
         ]
 
     def run_stage(self, tokens: PackedTokens, routes: Routes | None = None) -> Tensor:
-        """This stage's layers [S, 1, D] over this context-parallel rank's run of the padded row. Differentiable.
+        """Run this stage's layers over this context-parallel rank's run of the padded row: [S, 1, D]. Differentiable.
 
-        The first stage begins with the embedding, the last ends with the final norm; others continue what the
-        schedule has put in as their input.
+        The first stage begins with the embedding and the last ends with the final norm. Later stages take the input
+        that the schedule has set.
         """
         rank, ranks = self._groups.in_context()
         run = self.tokens_per_rank(tokens)
@@ -190,9 +189,9 @@ class MegatronModel(nn.Module):
         return hidden_S1D
 
     def final(self, hidden_S1D: Tensor) -> Tensor:
-        """Final hidden states [R, D] from what the last stage's layers gave. Differentiable.
+        """Return the final hidden states [R, D] from the output of the last stage's layers. Differentiable.
 
-        Every rank of the tensor-parallel group gets the same; a gradient that it returns must be the whole one.
+        All ranks of the tensor-parallel group get the same; the gradient that each passes back must be the whole one.
         """
         if not self._sequence_parallel:
             return hidden_S1D[:, 0]
@@ -203,7 +202,7 @@ class MegatronModel(nn.Module):
 
 
 def _leave_padding(embedding: nn.Module, padding: int, groups: Groups) -> None:
-    """No gradient reaches the padding token's row through the input, as in ``nn.Embedding(padding_idx=padding)``."""
+    """Stop gradients into the padding token's row through the input, as ``nn.Embedding(padding_idx=padding)`` does."""
     rank, ranks = groups.in_tensor()
 
     def without(module: Any, args: tuple[Tensor], embedded: Tensor) -> Tensor:
@@ -216,7 +215,7 @@ def _leave_padding(embedding: nn.Module, padding: int, groups: Groups) -> None:
 
 
 def _routes_of_run(routes: Routes, num_tokens: int, start: int, run: int) -> RealTokens:
-    """The routing of the tokens from ``start`` on: of this context-parallel rank."""
+    """Return the routing of ``run`` tokens from ``start`` on, those of this context-parallel rank."""
     number = max(0, min(run, num_tokens - start))
     replay = routes.replay_TNK
     return RealTokens(replace(routes, replay_TNK=None if replay is None else replay[start : start + number]), number)
@@ -257,7 +256,7 @@ def _transformer_config(like: PreTrainedModel, config: MegatronConfig) -> Any:
         pipeline_model_parallel_size=config.pipeline_parallel,
         pipeline_dtype=like.dtype,
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # of no account, but the default forbids variable lengths
+        moe_token_dispatcher_type="alltoall",  # unused, but the default forbids variable lengths
         batch_p2p_sync=False,
         calculate_per_token_loss=True,
         use_cpu_initialization=True,
@@ -268,7 +267,7 @@ def _transformer_config(like: PreTrainedModel, config: MegatronConfig) -> Any:
 
 
 def _block(layers: Sequence[Layer], config: MegatronConfig, groups: Groups) -> Any:
-    """Layer specifications: megatron-core's parallel layers around our norms and attention."""
+    """Return the layer specifications: megatron-core's parallel layers with Penstock's norms and attention."""
     qk_norm = RMSNorm if layers[0].q_norm is not None else core.IdentityOp
     columns, rows = core.tensor_parallel.ColumnParallelLinear, core.tensor_parallel.RowParallelLinear
     attention = core.SelfAttentionSubmodules(
@@ -297,7 +296,7 @@ def _with_experts(layer: Any, part: Layer, groups: Groups) -> Any:
     like = part.mlp
 
     class Experts(ParallelExperts):
-        """A type and not a specification: megatron-core warns of each specification of an MLP that it does not know."""
+        """Bound type, because megatron-core warns about specifications of an MLP that it does not know."""
 
         def __init__(self, *, config: Any) -> None:
             super().__init__(config=config, like=like, groups=groups)

@@ -1,4 +1,4 @@
-"""AdamW over the parts that this rank holds, with gradients and their norm summed over the ranks."""
+"""AdamW over the parameters of this rank, with gradients and their norm reduced over the ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["ShardedOptimizer"]
 
 
 class ShardedOptimizer(Optimizer):
-    """The optimizer of the whole model, a part of it on each rank.
+    """Optimizer of the whole model; each rank steps its own part.
 
     Args:
-        parameters: this rank's, by their megatron-core names.
-        mapping: what the parameters are parts of.
-        sequence_parallel: norms see a part of the tokens, so that their gradients are parts too.
-        tied: the embedding is the head as well; of several stages the first and the last hold it.
+        parameters: this rank's parameters by megatron-core name.
+        mapping: division of the whole model into parameters.
+        sequence_parallel: whether norms see only part of the tokens, so that their gradients are partial sums.
+        tied: whether the embedding is also the head; with several stages the first and the last hold it.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ShardedOptimizer(Optimizer):
         self._groups, self._tied = groups, tied
         self._cut = frozenset(p.name for p in mapping if p.is_cut and not p.is_dealt)
         self._dealt = frozenset(p.name for p in mapping if p.is_dealt)
-        # Norms of heads see this rank's heads only, routers weigh this rank's part of the experts' outputs.
+        # Head norms see only this rank's heads, and routers weigh only this rank's part of the experts' outputs.
         partial = ("q_layernorm.", "k_layernorm.", ".router.", *(("layernorm.",) if sequence_parallel else ()))
         self._partial = frozenset(p.name for p in mapping if any(part in p.name for part in partial))
         stage, _ = groups.in_pipeline()
@@ -49,7 +49,7 @@ class ShardedOptimizer(Optimizer):
 
     def step(self, learning_rate: float) -> float:
         """See ``Optimizer``."""
-        self.complete(list(self._trained.values()))  # ranks add up what some of them may not have reached
+        self.complete(list(self._trained.values()))  # ranks sum gradients that some of them may lack
         for name, param in self._trained.items():
             assert param.grad is not None
             _add_up(param.grad, self._groups.same_experts if name in self._dealt else self._groups.gradients)
@@ -60,7 +60,7 @@ class ShardedOptimizer(Optimizer):
         return super().step(learning_rate)
 
     def grad_norm(self, grads: Mapping[str, Tensor]) -> Tensor:
-        """Norm over the whole model: parts of all ranks and stages, and what several ranks hold once."""
+        """Return the gradient norm of the whole model. Parameters that several ranks hold count once."""
         own = {name: grad for name, grad in grads.items() if name not in self._copies}
         experts = _square([grad for name, grad in own.items() if name in self._dealt])
         _add_up(experts, self._groups.experts)

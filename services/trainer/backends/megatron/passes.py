@@ -1,4 +1,4 @@
-"""Forward and backward passes over the ranks of one copy of a model: scores, losses and what routers chose.
+"""Forward and backward passes over the ranks of one copy of a model: scores, losses and router loads.
 
 Shape legend: M = scored tokens of a microbatch, N = those on this context-parallel rank, D = model width, E = experts.
 """
@@ -28,11 +28,11 @@ __all__ = ["Passes", "Work"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """A microbatch and what is wanted of it.
+    """One microbatch and the scores to compute for it.
 
     Attributes:
-        loss: None: gradients are 0; this rank only takes part.
-        entropy, kl: see ``Backend.accumulate``; with ``kl`` there is ``entropy``, too.
+        loss: None: this rank only takes part, and the gradients are 0.
+        entropy, kl: see ``Backend.accumulate``; ``kl`` implies ``entropy``.
     """
 
     batch: Microbatch
@@ -42,12 +42,12 @@ class Work:
 
     @property
     def num_scores(self) -> int:
-        """Numbers that are computed of each of the M tokens."""
+        """Number of scores per token."""
         return 1 + self.entropy + self.kl
 
 
 class Passes:
-    """Runs one trained model and its reference on ``device``; time goes to ``seconds``."""
+    """Runs one trained model and its reference on ``device``, and adds the time spent to ``seconds``."""
 
     def __init__(self, groups: Groups, device: torch.device, role: Role, routers: Routers | None) -> None:
         self._groups, self._device, self._role, self._routers = groups, device, role, routers
@@ -60,7 +60,7 @@ class Passes:
         reference: MegatronModel | None,
         after_backward: Callable[[], None],
     ) -> None:
-        """Gradients of all losses, which are called on every stage; see ``run_stages`` for the order."""
+        """Accumulate the gradients of all losses, which run on every stage. See ``run_stages`` for the order."""
         began, forward_before = self._now(), self.seconds.forward
         theirs = self._reference_states(works, reference)
         loads = [RouterLoad() if self._routers is not None and work.loss is not None else None for work in works]
@@ -94,7 +94,7 @@ class Passes:
 
     @torch.no_grad()
     def score(self, work: Work, model: MegatronModel, *, replay: bool) -> Tensor:
-        """Log-probs or values, float32 [M], the same on all ranks that share the microbatch."""
+        """Return log-probs or values, float32 [M], the same on all ranks that share the microbatch."""
         start = self._now()
         found: list[Tensor] = []
 
@@ -114,14 +114,14 @@ class Passes:
 
     @torch.no_grad()
     def route(self, tokens: PackedTokens, model: MegatronModel) -> RouterLoad:
-        """Choices of the routers of all stages."""
+        """Return the choices of the routers of all stages."""
         start, load = self._now(), RouterLoad()
         run_stages(model, self._groups, self._device, [tokens], lambda _: model.run_stage(tokens, Routes(load=load)))
         self.seconds.forward += self._now() - start
         return self._summed(load)
 
     def _routes(self, batch: Microbatch, load: RouterLoad | None = None) -> Routes | None:
-        """Of the trained policy: only its routes can be those of the sampler."""
+        """Return the routes for the trained policy. None if it has no routers."""
         return Routes(batch.experts_TNK, load) if self._routers is not None else None
 
     def _scores(self, work: Work, model: MegatronModel, hidden_RD: Tensor, reference: States | None) -> Scores:
@@ -133,7 +133,7 @@ class Passes:
 
     @torch.no_grad()
     def _reference_states(self, works: Sequence[Work], reference: MegatronModel | None) -> dict[int, States]:
-        """Final states of the frozen reference where a divergence is wanted; it routes by itself. On the last stage."""
+        """Return the reference's final states for works with ``kl``, on the last stage. The reference routes itself."""
         numbers = [number for number, work in enumerate(works) if work.kl]
         found: dict[int, States] = {}
         if not numbers:
@@ -155,7 +155,7 @@ class Passes:
 
     @torch.no_grad()
     def _tell_stages(self, work: Work, scores: Scores | None) -> None:
-        """Let the loss see its scores on the stages before the last, too: all ranks of a copy report the same."""
+        """Call the loss with its scores on earlier stages too, because all ranks of a copy report the same metrics."""
         stage, stages = self._groups.in_pipeline()
         if stages == 1:
             return
@@ -171,13 +171,13 @@ class Passes:
         self._groups.from_stage(tensor, self._groups.pipeline.size() - 1)
 
     def _penalty(self, load: RouterLoad | None) -> Tensor | None:
-        """This rank's share of the load-balancing loss of this stage's layers: each tensor-parallel rank adds it."""
+        """Return this rank's share of this stage's load-balancing loss, which all tensor-parallel ranks add."""
         if self._routers is None or load is None or not load.probs:
             return None
         return self._routers.penalty(load) / self._groups.tensor.size()
 
     def _summed(self, load: RouterLoad) -> RouterLoad:
-        """Without gradient, over ranks with other tokens of the same microbatch and stages with other layers."""
+        """Return the load summed over context-parallel ranks (tokens) and stages (layers), without gradient."""
         groups = [group for group in (self._groups.context, self._groups.pipeline) if group.size() > 1]
         if not groups:
             return load
@@ -204,7 +204,7 @@ class Passes:
 
 
 def _detached_load(load: RouterLoad) -> RouterLoad:
-    """The count now: where activations are computed again, the backward pass counts once more."""
+    """Copy the current counts, because activation recomputation in the backward pass counts again."""
     now = RouterLoad()
     now.num_tokens, now.chosen, now.entropy = load.num_tokens, dict(load.chosen), dict(load.entropy)
     now.probs = {layer: probs_E.detach() for layer, probs_E in load.probs.items()}

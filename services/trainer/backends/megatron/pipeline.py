@@ -1,7 +1,7 @@
-"""Microbatches through the stages of a model: one forward, one backward (1F1B, arXiv 2104.04473, section 2.2).
+"""Pipeline of microbatches through the stages of a model: one forward, one backward (1F1B, arXiv 2104.04473, § 2.2).
 
-megatron-core's schedule without interleaving. Every rank of a copy has every microbatch, so each stage knows the shape
-of what comes, and shapes need not be sent.
+Uses megatron-core's schedule without interleaving. Every rank of a copy has every microbatch, so each stage knows the
+shapes that it receives, and shapes need not be sent.
 
 Shape legend: S = tokens that a rank keeps between layers, D = model width.
 """
@@ -35,9 +35,9 @@ def run_stages(
     """Call ``forward`` for every microbatch in order. A collective of the ranks that share them.
 
     Args:
-        forward: runs this stage on the microbatch of that number; returns what goes to the next stage [S, 1, D], on the
-            last one a scalar to be differentiated.
-        after_backward: called each time gradients have arrived; None: no backward passes.
+        forward: runs this stage on the microbatch with the given index; returns the states for the next stage [S, 1,
+            D], on the last stage a scalar to be differentiated.
+        after_backward: called after each backward pass; None: no backward passes.
     """
     if groups.pipeline.size() == 1:
         with allocating_on(device):
@@ -59,7 +59,7 @@ def run_stages(
             data_iterator=iter(range(len(microbatches))),
             model=model.gpt,
             num_microbatches=len(microbatches),
-            seq_length=0,  # of no account: shapes are the communicator's
+            seq_length=0,  # unused: the communicator knows the shapes
             micro_batch_size=1,
             forward_only=after_backward is None,
             p2p_communicator=_Neighbours(groups, model.gpt.config, shapes, after_backward),
@@ -68,7 +68,7 @@ def run_stages(
 
 
 def with_loss(hidden_S1D: Tensor, loss: Tensor) -> Tensor:
-    """The same states; their backward pass differentiates ``loss``, a scalar of this stage, too."""
+    """Return the same states. Their backward pass also differentiates ``loss``, a scalar of this stage."""
     passed: Tensor = _WithLoss.apply(hidden_S1D, loss)  # type: ignore[no-untyped-call]
     return passed
 
@@ -85,7 +85,7 @@ class _WithLoss(torch.autograd.Function):
 
 
 class _Neighbours(core.P2PCommunicator):  # type: ignore[misc]
-    """Sends to the next and the previous stage, and knows the shapes of what they send."""
+    """Communicator with the next and the previous stage that knows all shapes in advance."""
 
     def __init__(
         self, groups: Groups, config: Any, shapes: Sequence[list[int]], after_backward: Callable[[], None] | None
@@ -95,7 +95,7 @@ class _Neighbours(core.P2PCommunicator):  # type: ignore[misc]
         self._after_backward = after_backward
 
     def _communicate_shapes(self, _next: Any, _previous: Any, recv_prev: bool, recv_next: bool) -> tuple[Any, Any]:
-        """Microbatches come in order, in both directions."""
+        """Return the shapes of the next receive. Microbatches come in order in both directions."""
         return next(self._forward) if recv_prev else None, next(self._backward) if recv_next else None
 
     def send_backward(self, input_tensor_grads: Any, is_first_stage: bool) -> None:
@@ -112,5 +112,5 @@ class _Neighbours(core.P2PCommunicator):  # type: ignore[misc]
 
 
 def _as_it_is(output: Tensor) -> tuple[Tensor, Tensor, None]:
-    """The loss, undivided: denominators count the whole batch. No count of tokens, nothing to report."""
+    """Return the loss undivided, because denominators count the whole batch; no token count, nothing to report."""
     return output, torch.zeros((), dtype=torch.int, device=output.device), None

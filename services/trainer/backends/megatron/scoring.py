@@ -1,6 +1,7 @@
-"""Log-probs, entropy and divergence where each tensor-parallel rank holds a part of the vocabulary.
+"""Log-probs, entropy and divergence with the vocabulary divided over tensor-parallel ranks.
 
-No rank ever sees a whole row of logits: maximum, normaliser and the sums over the vocabulary are reduced instead.
+No rank holds a whole row of logits: maximum, normaliser and sums over the vocabulary are reduced over the ranks
+instead.
 
 Shape legend: M = selected positions, N = those on this context-parallel rank, D = model width, W = rows of the
 vocabulary on this tensor-parallel rank.
@@ -28,12 +29,12 @@ from penstock.shared.models.temperature import tempered
 __all__ = ["Selected", "States", "policy_scores", "values", "vocab_parallel_log_softmax"]
 
 Normalised = Callable[[Tensor], Tensor]
-"""From places in the N selected rows to this rank's log-probs [., W]."""
+"""Function from places in the N selected rows to this rank's log-probs [., W]."""
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """A model of which this rank has the head, and its final hidden states [N, D] at the selected positions."""
+    """Final hidden states [N, D] at the selected positions, and the model whose head this rank holds."""
 
     model: MegatronModel
     hidden_ND: Tensor
@@ -47,10 +48,10 @@ def policy_scores(
     entropy: bool = False,
     reference: States | None = None,
 ) -> Scores:
-    """Log-probs of the targets, exact entropy where asked for, KL(policy || reference) with a reference: float32 [M].
+    """Return log-probs of the targets, exact entropy if requested, and KL(policy || reference) with a reference.
 
-    The same on every rank that shares the microbatch's last stage; each rank's gradient is that of its own part. All
-    are of logits / temperature, that of each token's row.
+    All are float32 [M]. All ranks that share the microbatch's last stage get the same scores; each rank's gradient is
+    that of its own part. All scores are of logits / temperature, with the temperature of each token's row.
     """
     model = policy.model
     log_softmax = _log_softmax_of(policy, groups, here)
@@ -78,17 +79,17 @@ def policy_scores(
 
 
 def values(here: Selected, critic: States) -> Tensor:
-    """Values of the states before the targets, float32 [M]; the same on every rank that shares the last stage."""
+    """Return values of the states before the targets, float32 [M]; equal on all ranks that share the last stage."""
     return here.everywhere(critic.model.gpt.value_head(critic.hidden_ND)[:, 0].float())
 
 
 def vocab_parallel_log_softmax(logits_NW: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's columns of ``log_softmax`` over the columns of all ranks of ``group``. Differentiable."""
+    """Return this rank's columns of ``log_softmax`` over the columns of all ranks of ``group``. Differentiable."""
     top_N = logits_NW.detach().amax(-1)
     dist.all_reduce(top_N, dist.ReduceOp.MAX, group=group)
     shifted_NW = logits_NW - top_N[:, None]
     normaliser_N = mappings.reduce_from_tensor_model_parallel_region(shifted_NW.exp().sum(-1), group=group)
-    # Every column of every rank depends on the normaliser, so its gradient is the sum of what the ranks' columns give.
+    # Every column of every rank depends on the normaliser, so its gradient is the sum over the columns of all ranks.
     log_normaliser_N = mappings.copy_to_tensor_model_parallel_region(normaliser_N.log(), group=group)
     log_softmax_NW: Tensor = shifted_NW - log_normaliser_N[:, None]
     return log_softmax_NW
@@ -96,17 +97,17 @@ def vocab_parallel_log_softmax(logits_NW: Tensor, group: dist.ProcessGroup) -> T
 
 @dataclass(frozen=True, slots=True)
 class Selected:
-    """Which of the M selected positions lie on this context-parallel rank."""
+    """The subset of the M selected positions that lies on this context-parallel rank."""
 
     groups: Groups
     number: int
     indices_N: Tensor
-    """Where they stand among the M."""
+    """Their indices among the M."""
     places_N: Tensor
-    """Where they stand among this rank's tokens."""
+    """Their indices among this rank's tokens."""
     targets_N: Tensor
     temperature_N: Tensor | None
-    """None where all are 1."""
+    """Temperatures; None if all are 1."""
 
     @classmethod
     def of(cls, model: MegatronModel, groups: Groups, batch: Microbatch) -> Selected:
@@ -118,7 +119,7 @@ class Selected:
         return cls(groups, len(batch.select_M), indices_N, places_N, batch.targets_M[indices_N], temperature_N)
 
     def everywhere(self, own_N: Tensor) -> Tensor:
-        """[M] from every rank's own: sums over context-parallel ranks of which one is not zero."""
+        """Return [M] from the parts of all context-parallel ranks: a sum in which one rank's value is not zero."""
         whole_M = own_N.new_zeros(self.number).index_put((self.indices_N,), own_N)
         summed: Tensor = mappings.reduce_from_tensor_model_parallel_region(whole_M, group=self.groups.context)
         return summed
@@ -137,7 +138,7 @@ def _log_softmax_of(states: States, groups: Groups, here: Selected) -> Normalise
 
 
 def _pick(logprobs_NW: Tensor, columns_N: Tensor) -> Tensor:
-    """Log-probs at these columns; 0 where the column is another rank's."""
+    """Return log-probs at these columns; 0 if the column belongs to another rank."""
     width = logprobs_NW.shape[1]
     picked_N = logprobs_NW.gather(1, columns_N.clamp(0, width - 1)[:, None])[:, 0]
     return torch.where((columns_N >= 0) & (columns_N < width), picked_N, 0.0)
@@ -146,7 +147,7 @@ def _pick(logprobs_NW: Tensor, columns_N: Tensor) -> Tensor:
 def _in_chunks(
     chunk: Callable[[Tensor], tuple[Tensor, ...]], number: int, size: int, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """``chunk`` over ``number`` places, at most ``size`` at once; logits of several chunks never exist together."""
+    """Apply ``chunk`` to ``number`` places, at most ``size`` at once. Logits of several chunks never coexist."""
     places_N = torch.arange(number, device=device)
     if number <= size:
         return chunk(places_N)

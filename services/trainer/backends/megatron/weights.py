@@ -1,4 +1,4 @@
-"""Whole Hugging Face tensors from the parts on the ranks, and back."""
+"""Gathering of whole Hugging Face tensors from the ranks' parts, and the reverse."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["gathered", "load", "whole_shapes"]
 def gathered(
     own: Mapping[str, Tensor], mapping: Sequence[Parameter], order: Sequence[str], groups: Groups
 ) -> Iterator[tuple[str, Tensor]]:
-    """Whole tensors by Hugging Face name in ``order``, one parameter at a time. A collective on every rank.
+    """Yield whole tensors by Hugging Face name in ``order``, one parameter at a time. A collective on every rank.
 
     Args:
-        own: this rank's parts, by megatron-core name.
+        own: this rank's parts by megatron-core name.
         order: all Hugging Face names.
     """
     home = {piece.name: parameter for parameter in mapping for piece in parameter.pieces}
@@ -42,7 +42,7 @@ def gathered(
 def load(own: Mapping[str, Tensor], whole: Mapping[str, Tensor], mapping: Sequence[Parameter], groups: Groups) -> None:
     """Copy this rank's part of ``whole`` (by Hugging Face name) into ``own`` (by megatron-core name).
 
-    Pieces that ``whole`` does not name stay as they are, and so does what another stage has.
+    Pieces that ``whole`` does not name, and parameters of other stages, stay as they are.
     """
     rank, size = groups.in_tensor()
     with torch.no_grad():
@@ -61,7 +61,7 @@ def load(own: Mapping[str, Tensor], whole: Mapping[str, Tensor], mapping: Sequen
 
 
 def whole_shapes(own: Mapping[str, Tensor], mapping: Sequence[Parameter]) -> dict[str, Tensor]:
-    """Empty tensors by Hugging Face name with the shapes and types that ``load`` expects, of all stages."""
+    """Return meta tensors by Hugging Face name with the shapes and types that ``load`` expects, for all stages."""
     like = _like(own)
     return {
         piece.name: torch.empty(piece.shape if like.ndim else (), dtype=like.dtype, device="meta")
@@ -71,12 +71,12 @@ def whole_shapes(own: Mapping[str, Tensor], mapping: Sequence[Parameter]) -> dic
 
 
 def _like(own: Mapping[str, Tensor]) -> Tensor:
-    """One of the parts: all have the same type, and all are scalars (step counts) or none is."""
+    """Return any of the parts: all have the same type, and all are scalars (step counts) or none is."""
     return next(iter(own.values()))
 
 
 def _of_its_stage(own: Mapping[str, Tensor], parameter: Parameter, groups: Groups) -> Tensor:
-    """The part of this rank's tensor-parallel place, wherever the layer lives."""
+    """Return the part for this tensor-parallel rank from the stage that holds the parameter."""
     stage, stages = groups.in_pipeline()
     if stages == 1 or stage == parameter.stage:
         held = own[parameter.name].detach()
@@ -100,7 +100,7 @@ def _whole(own: Tensor, parameter: Parameter, groups: Groups) -> dict[str, Tenso
 
 
 def _all(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Everybody's, in rank order."""
+    """Return the tensors of all ranks in rank order."""
     if group.size() == 1:
         return [own]
     shards = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(group.size())]
