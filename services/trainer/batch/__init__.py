@@ -1,4 +1,4 @@
-"""A batch on its way into an update: groups are fetched, checked, packed and cut into minibatches.
+"""Batches before an update: groups are fetched, checked, packed and split into minibatches.
 
-Backends and update rules import it; of the trainer it imports `ranks/` alone.
+Backends and update rules import this package; within the trainer it imports only `ranks/`.
 """

@@ -1,7 +1,7 @@
-"""Groups of episodes in the columns that update rules take: one row for each decision that counts.
+"""Episodes as columns for the update rules: one row for each decision of a valid episode.
 
-Shape legend: G = groups, E = episodes that count, E1 = E + 1, N = their decisions, C = actions of a decision,
-A = numbers of an action, O = numbers of an observation, ... the shape of one observation.
+Shape legend: G = groups, E = valid episodes, E1 = E + 1, N = their decisions, C = actions of a decision, A = components
+of an action, O = components of an observation, ... = the shape of one observation.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EpisodeColumns:
-    """The episodes of a batch, one after the other; those that failed are left out.
+    """Episodes of a batch, one after the other, without failed ones.
 
     Attributes:
         observations: [N, ...] by name, before each decision; final_observations: [E, ...] after each episode.
-        actions_NCA, logprobs_NCA: as they were drawn, and under the policy that drew them.
-        executed_NC: which actions the simulator executed; what comes after the end of an episode was not.
+        actions_NCA, logprobs_NCA: actions as sampled, and their log-probs under the sampling policy.
+        executed_NC: actions that the simulator executed; those after the end of an episode were not.
         rewards_N: sum over the executed actions.
-        cu_seqlens_E1: int64, cuts N into episodes, none empty.
-        terminated_E: the task is over: no value beyond. Otherwise the episode was cut off, and the value of its final
-            observation counts.
+        cu_seqlens_E1: int64 offsets that split N into episodes; none is empty.
+        terminated_E: the task ended, and no value follows. Otherwise the episode was truncated, and the value of its
+            final observation is bootstrapped.
         returns_E: undiscounted; succeeded_E: the task was solved at some step.
-        group_E: int64, number of the group; draws: of each group.
+        group_E: int64, index of the group; draws: draw of each group.
     """
 
     observations: dict[str, NDArray[Any]]
@@ -59,7 +59,7 @@ class EpisodeColumns:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Decisions of each episode, [E]."""
+        """Number of decisions of each episode, [E]."""
         return np.diff(self.cu_seqlens_E1)
 
     @property
@@ -68,7 +68,7 @@ class EpisodeColumns:
         return self.cu_seqlens_E1[1:] - 1
 
     def next_observations(self) -> dict[str, NDArray[Any]]:
-        """After each decision, [N, ...] by name: those before the next one, or the final ones of the episode."""
+        """Return observations after each decision, [N, ...]: those before the next decision, or the episode's final ones."""
         following = {name: np.roll(column, -1, axis=0) for name, column in self.observations.items()}
         for name, column in following.items():
             column[self.last] = self.final_observations[name]
@@ -77,13 +77,13 @@ class EpisodeColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Transitions:
-    """The decisions of groups for a replay buffer, those of one group one after the other.
+    """Decisions of groups for a replay buffer, ordered by group.
 
     Attributes:
-        group_N: int64, place in ``draws`` of the group that a row belongs to, ascending.
-        actions_NA: all numbers of a decision.
-        next_observations_NO: after the decision; at the end of an episode its final ones.
-        terminated_N: the task is over: no value beyond.
+        group_N: int64, index in ``draws`` of the row's group, ascending.
+        actions_NA: all components of a decision.
+        next_observations_NO: observations after the decision; at the end of an episode its final ones.
+        terminated_N: the task ended, and no value follows.
     """
 
     draws: tuple[Draw, ...]
@@ -96,10 +96,10 @@ class Transitions:
 
 
 def episode_columns(groups: Sequence[EpisodeGroup]) -> EpisodeColumns:
-    """The episodes of a batch in the order of its groups.
+    """Return the valid episodes of a batch in the order of its groups.
 
     Raises:
-        ProtocolError: every episode failed, groups are of different spaces, an episode goes on after its end, or a
+        ProtocolError: every episode failed, groups are of different spaces, an episode continues after its end, or a
             number is not finite; names the draw.
     """
     own = [_counted(group, place) for place, group in enumerate(groups)]
@@ -130,7 +130,7 @@ _NOT_JOINED = ("observations", "final_observations", "cu_seqlens_E1", "draws", "
 
 
 def episode_facts(columns: EpisodeColumns) -> dict[str, float]:
-    """Returns, successes and lengths of the batch; lengths in actions that were executed."""
+    """Return metrics of returns, successes and lengths of the batch; lengths count executed actions."""
     returns_E = columns.returns_E.astype(np.float64)
     steps_E = np.add.reduceat(columns.executed_NC.sum(1), columns.cu_seqlens_E1[:-1])
     return {
@@ -150,7 +150,7 @@ def episode_facts(columns: EpisodeColumns) -> dict[str, float]:
 
 
 def _counted(group: EpisodeGroup, place: int) -> EpisodeColumns:
-    """The episodes of one group that count."""
+    """Return the valid episodes of one group."""
     lengths_G = group.lengths
     counts_G = ~group.failed & (lengths_G > 0)
     rows = np.flatnonzero(np.repeat(counts_G, lengths_G))
@@ -180,7 +180,7 @@ def _counted(group: EpisodeGroup, place: int) -> EpisodeColumns:
 def _ends(
     group: EpisodeGroup, rows: NDArray[np.int64], executed_NC: Flags, cuts: NDArray[np.int64]
 ) -> tuple[Flags, Flags]:
-    """How each episode ended, at its last executed action; nothing of it may come after."""
+    """Return terminated and truncated at each episode's last executed action. Raises ProtocolError if set before."""
     last = cuts[1:] - 1
     at = executed_NC[last].sum(1) - 1
     over_NC = (group.terminated | group.truncated)[rows] & executed_NC

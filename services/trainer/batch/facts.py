@@ -1,9 +1,9 @@
-"""Facts of the whole batch that every rank knows, so that nothing computed from it depends on the number of ranks.
+"""Facts of the whole batch, known to every rank so that results do not depend on the number of ranks.
 
-Rows are in manifest order whatever rank holds them. Per-token arrays over the batch hold the scored tokens of one row
+Rows are in manifest order, whichever rank holds them. Per-token arrays over the batch hold the scored tokens of one row
 after the other.
 
-Shape legend: B = trajectories of the batch that count, G = groups of the batch, N = scored tokens of the batch,
+Shape legend: B = valid trajectories of the batch, G = groups of the batch, N = scored tokens of the batch,
 L = this rank's flat completion tokens.
 """
 
@@ -29,14 +29,14 @@ __all__ = ["BatchFacts", "gather_facts"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFacts:
-    """Facts of all trajectories of a batch, and where this rank's are among them.
+    """Facts of all trajectories of a batch, and the positions of this rank's trajectories among them.
 
     Attributes:
-        group_B: position of the group in the batch.
+        group_B: index of the group in the batch.
         rewards_B, scored_B, length_B, truncated_B, assumed_B, parts, baseline_G: as in ``Columns``, of the whole batch.
         own_B: rows of this rank's columns, in their order.
-        counted: places of this rank's scored tokens in its flat arrays [L], in the order of its rows.
-        weight_G: float32, factors of the advantages of each group of the batch; 0: it is in no loss.
+        counted: indices of this rank's scored tokens in its flat arrays [L], in row order.
+        weight_G: float32, advantage factor of each group of the batch; 0: the group is in no loss.
     """
 
     group_B: Ints
@@ -55,20 +55,22 @@ class BatchFacts:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """int64 [B + 1]: cuts the scored tokens of the batch into rows."""
+        """Offsets, int64 [B + 1], that split the scored tokens of the batch into rows."""
         return torch.from_numpy(np.concatenate([[0], np.cumsum(self.scored_B)]))
 
     def minibatch_of_rows(self, number: int, order_G: Ints | None = None) -> Ints:
-        """Minibatch of each row: ``number`` contiguous runs of whole groups, as equal as they can be, of the groups in
-        ``order_G``; None: in manifest order."""
+        """Return the minibatch of each row: ``number`` contiguous, nearly equal runs of whole groups.
+
+        ``order_G``: order of the groups; None: manifest order.
+        """
         runs = np.array_split(np.arange(self.num_groups), number)
         minibatch_G = np.repeat(np.arange(number), [len(run) for run in runs])
         if order_G is not None:
-            minibatch_G = minibatch_G[np.argsort(order_G)]  # the place of each group
+            minibatch_G = minibatch_G[np.argsort(order_G)]  # index of each group in the order
         return minibatch_G[self.group_B]
 
     def over_batch(self, flat_L: Mapping[str, Tensor], collective: Collective) -> dict[str, Tensor]:
-        """Scored tokens of every rank, [N], from each rank's flat arrays."""
+        """Return the scored tokens of all ranks, [N], from each rank's flat arrays. A collective."""
         own = {name: values_L.numpy()[self.counted] for name, values_L in flat_L.items()}
         rows = collective.gather({"rows": self.own_B})
         order = np.concatenate([self._tokens_of(part["rows"]) for part in rows])
@@ -80,7 +82,7 @@ class BatchFacts:
         return joined
 
     def own_tokens(self, values_N: Tensor, num_flat: int) -> Tensor:
-        """This rank's tokens of ``values_N`` at their places in its flat arrays, [L]; 0 where nothing is scored."""
+        """Return this rank's tokens of ``values_N`` at their places in its flat arrays, [L]; 0 for unscored tokens."""
         flat_L = torch.zeros(num_flat, dtype=values_N.dtype)
         flat_L[torch.from_numpy(self.counted)] = values_N[torch.from_numpy(self._tokens_of(self.own_B))]
         return flat_L
@@ -91,10 +93,10 @@ class BatchFacts:
 
 
 def gather_facts(columns: Columns, shard: BatchShard[Group], collective: Collective) -> BatchFacts:
-    """Facts of the whole batch from what each rank holds.
+    """Gather the facts of the whole batch from all ranks.
 
     Raises:
-        ProtocolError: no trajectory of the batch counts.
+        ProtocolError: no trajectory of the batch is valid.
     """
     positions = np.array(shard.positions, np.int64)
     names = union(columns.parts, collective)

@@ -1,4 +1,4 @@
-"""Sealed batches and their groups, as a rank of the trainer reads them from the bus."""
+"""Sealed batches and their groups, as a trainer rank reads them from the bus."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Pick = Callable[[BatchManifest], Sequence[int]]
-"""Positions of the groups that this rank trains, ascending."""
+"""Function that returns the positions of the groups that this rank trains, ascending."""
 Decode = Callable[[bytes, SealedGroup], Group | EpisodeGroup]
-"""Bytes of a stored group, and how it was sealed. Raises ProtocolError where it cannot be trained."""
+"""Decoder of a stored group, given its bytes and seal. Raises ProtocolError if the group cannot be trained."""
 
 
 class Untrainable(Exception):  # noqa: N818
-    """A sealed batch whose groups cannot be trained; names the bad draws."""
+    """Raised for a sealed batch with groups that cannot be trained; names the bad draws."""
 
     def __init__(self, bad: list[Draw], reason: str) -> None:
         super().__init__(reason)
@@ -54,7 +54,7 @@ class Untrainable(Exception):  # noqa: N818
 
 
 def decoder_of(config: AnyTraining) -> Decode:
-    """For the groups of a job."""
+    """Return the decoder for the groups of a job."""
     return (
         episodes if isinstance(config, EmbodiedJob) else partial(completions, temperature=config.sampling.temperature)
     )
@@ -69,7 +69,7 @@ def completions(data: bytes, sealed: SealedGroup, *, temperature: float) -> Grou
     """Decode completions. Raises ProtocolError.
 
     Args:
-        temperature: the job's, of groups that an earlier version stored and sealed and that do not say theirs.
+        temperature: the job's, for groups that an earlier release stored and sealed without a temperature.
     """
     group = decode_group(data, temperature=temperature if sealed.temperature is None else sealed.temperature)
     if not len(group.prompt_ids):
@@ -80,10 +80,10 @@ def completions(data: bytes, sealed: SealedGroup, *, temperature: float) -> Grou
 async def fetch_shard(
     bus: Bus, manifest: BatchManifest, positions: Sequence[int], *, max_lag: int, decode: Decode
 ) -> BatchShard[Any]:
-    """The groups at ``positions``, each checked against its digest and the lag bound.
+    """Fetch the groups at ``positions`` and check each against its digest and the lag bound.
 
     Raises:
-        Untrainable: groups are gone, differ from what was sealed, are too old or cannot be scored.
+        Untrainable: groups are missing, differ from the sealed ones, are too old or cannot be scored.
     """
     sealed = [manifest.groups[position] for position in positions]
     messages = await bus.get_whole(subjects.EXPERIENCE, [group.seq for group in sealed]) if sealed else {}
@@ -122,7 +122,7 @@ def _checked(
 
 
 async def read_manifests(bus: Bus, job: str) -> dict[tuple[int, int], BatchManifest]:
-    """Every manifest published so far, by (number, revision)."""
+    """Return every manifest published so far, by (number, revision)."""
     found = {}
     for message in await bus.read(subjects.BATCHES, subjects.batches(job)):
         manifest, _ = unpack(message.data, BatchManifest)
@@ -131,7 +131,7 @@ async def read_manifests(bus: Bus, job: str) -> dict[tuple[int, int], BatchManif
 
 
 class BatchInputs:
-    """Follows the sealed batches of a job and fetches this rank's groups ahead of their turn."""
+    """Follows the sealed batches of a job and prefetches this rank's groups."""
 
     def __init__(self, bus: Bus, job: str, pick: Pick, *, max_lag: int, decode: Decode, last_trained: int) -> None:
         self._bus, self._job, self._pick, self._last = bus, job, pick, last_trained
@@ -144,7 +144,7 @@ class BatchInputs:
         self.arrived = asyncio.Event()
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """Follow the announced batches until cancelled."""
         reader = self._bus.follow(subjects.BATCHES, subjects.batches(self._job))
         async with contextlib.aclosing(reader):
             async for message in reader:
@@ -156,27 +156,27 @@ class BatchInputs:
                 self._take(manifest)
 
     def peek(self, number: int) -> BatchManifest | None:
-        """The newest revision of batch ``number``, if it is sealed."""
+        """Return the newest revision of batch ``number``; None before it is sealed."""
         return self._newest.get(number)
 
     async def shard(self, manifest: BatchManifest) -> BatchShard[Any]:
-        """This rank's groups of a batch. Raises Untrainable."""
+        """Return this rank's groups of a batch. Raises Untrainable."""
         key = manifest.number, manifest.revision
         if key in self._fetching:
             try:
                 return await self._fetching.pop(key)
-            except (Unavailable, DeadlineError) as error:  # it may be long over
+            except (Unavailable, DeadlineError) as error:  # the prefetch may have failed long ago
                 logger.warning("batch %d is fetched again: %s", manifest.number, error)
-        self._fetch(manifest)  # also where the order was faster than the stream, or the batch is tried again
+        self._fetch(manifest)  # also if rank 0's order arrived before the announcement, or the batch is tried again
         return await self._fetching.pop(key)
 
     def refused(self, manifest: BatchManifest) -> None:
-        """Wait for a higher revision of this batch."""
+        """Ignore this batch until a higher revision is announced."""
         self._refused[manifest.number] = manifest.revision
         self._newest.pop(manifest.number, None)
 
     def trained(self, manifest: BatchManifest) -> None:
-        """This batch is done."""
+        """Drop this batch and all earlier ones."""
         self._last = manifest.number
         for number in [number for number in self._newest if number <= self._last]:
             del self._newest[number]
@@ -200,6 +200,6 @@ class BatchInputs:
 
 
 def _retrieve(task: asyncio.Task[BatchShard[Any]]) -> None:
-    """Mark the error as seen: whoever asks for the groups gets it."""
+    """Mark the error as retrieved; ``shard`` raises it."""
     if not task.cancelled():
         task.exception()

@@ -1,4 +1,4 @@
-"""The optimizer steps of an update: which microbatches each rank computes for them, and what their losses divide by."""
+"""Minibatches of an update: the microbatches that each rank computes, and the denominators of their losses."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ __all__ = ["Minibatch", "minibatches"]
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """One optimizer step.
+    """Inputs of one optimizer step.
 
     Attributes:
-        microbatches: this rank's; None where another rank has more, so that all ranks take part equally often.
-        num_tokens: scored tokens of the minibatch over all ranks, those skipped included.
+        microbatches: this rank's, padded with None to the number of the largest rank, so that all take part equally
+            often.
+        num_tokens: scored tokens of the minibatch over all ranks, including skipped ones.
         num_sequences: sequences with a scored token, likewise.
     """
 
@@ -40,13 +41,13 @@ def minibatches(
     excluded_B: NDArray[np.bool_],
     order_G: Ints | None = None,
 ) -> list[Minibatch]:
-    """Cut the batch into ``number`` contiguous runs of whole groups, as equal as they can be.
+    """Split the batch into ``number`` contiguous, nearly equal runs of whole groups.
 
     Args:
-        columns: of this rank's groups.
-        skip_B: rows of the batch that are not packed, but that the denominators count.
+        columns: columns of this rank's groups.
+        skip_B: rows of the batch that are not packed but counted in the denominators.
         excluded_B: rows that are neither packed nor counted.
-        order_G: order of the groups that is cut; None: that of the manifest. Rows of a minibatch keep the manifest's.
+        order_G: order in which groups are split; None: manifest order. Rows within a minibatch keep manifest order.
     """
     of_rows = facts.minibatch_of_rows(number, order_G)
     packed_B = ~(skip_B | excluded_B)[facts.own_B]

@@ -1,9 +1,9 @@
-"""From groups to columns, and from columns to microbatches of packed sequences.
+"""Packing: groups become columns, and columns become microbatches of packed sequences.
 
 A pure function of the groups in manifest order and the configuration: a replay packs the same tokens at the same
-places. Columnar throughout: work per trajectory is a handful of array operations, never a loop over tokens.
+places. Columnar throughout: work per trajectory is a few array operations, never a loop over tokens.
 
-Shape legend: B = trajectories that count (neither failed nor greedy), G = groups, T = packed tokens, M = scored tokens,
+Shape legend: B = valid trajectories (neither failed nor greedy), G = groups, T = packed tokens, M = scored tokens,
 S1 = sequences + 1.
 """
 
@@ -38,26 +38,26 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """All trajectories of some groups that count, one row each, and their tokens in two flat arrays.
+    """Valid trajectories of some groups, one row each, with their tokens in two flat arrays.
 
     Attributes:
-        group_B: number of the group in the order given.
+        group_B: index of the group in the order given.
         rewards_B: float32.
-        parts: float32 [B] by reward component; not a number where a group has no such component.
-        baseline_G: float32, reward of the group's greedy completion; not a number without one.
+        parts: float32 [B] by reward component; NaN if a group has no such component.
+        baseline_G: float32, reward of the group's greedy completion; NaN without one.
         truncated_B: bool, cut off by the token limit.
-        prompt_start_B, prompt_length_B: the prompt inside ``tokens``.
-        start_B, length_B: the completion inside ``logprobs`` and ``mask``; inside ``tokens`` it is ``offset`` later.
-        offset: where completions begin in ``tokens``; prompts come first.
-        tokens: int64, all prompts, then all completions (those that do not count included, but no row points at them).
-        logprobs, mask: behaviour log-probs and 1 where the policy chose the token, for completions.
-        scored_B: tokens with mask 1.
-        num_groups: groups.
-        num_failed: failed trajectories.
-        assumed_B: bool, of which nobody knows the sampler: their log-probs mean nothing.
-        temperature_B: float32, at which each was sampled: its log-probs are of logits / temperature.
-        versions: int64, of the policy that chose each completion token; empty where there are none (supervised rows).
-        experts: the router table to replay, one row for each of ``tokens``; None where there is none.
+        prompt_start_B, prompt_length_B: range of the prompt in ``tokens``.
+        start_B, length_B: range of the completion in ``logprobs`` and ``mask``; in ``tokens`` it is ``offset`` later.
+        offset: index in ``tokens`` of the first completion; prompts come first.
+        tokens: int64, all prompts, then all completions (also of invalid trajectories, to which no row points).
+        logprobs, mask: of completion tokens: behaviour log-probs, and 1 if the policy chose the token.
+        scored_B: number of tokens with mask 1.
+        num_groups: number of groups.
+        num_failed: number of failed trajectories.
+        assumed_B: bool, the sampler is unknown, and the log-probs are meaningless.
+        temperature_B: float32, sampling temperature; log-probs are of logits / temperature.
+        versions: int64, policy version that chose each completion token; empty for supervised rows.
+        experts: router table to replay, one row for each of ``tokens``; None without one.
     """
 
     group_B: Ints
@@ -82,7 +82,7 @@ class Columns:
     experts: NDArray[Any] | None = None
 
     def counted(self) -> Ints:
-        """Places in ``logprobs`` of all scored tokens, row after row."""
+        """Return the places in ``logprobs`` of all scored tokens, row after row."""
         places = concatenated_ranges(self.start_B, self.length_B)
         return places[self.mask[places]]
 
@@ -92,14 +92,14 @@ class Microbatch:
     """Input of one forward and backward pass.
 
     Attributes:
-        tokens: prompts and completions; the last token of each is left out: nothing follows that it could score.
-        select_M: position whose logits score the token; ``targets_M`` that token.
-        rows_M: row (in the batch's columns) of the trajectory a token belongs to.
+        tokens: prompts and completions without the last token of each, which precedes no token to score.
+        select_M: position whose logits score the token; ``targets_M``: the token.
+        rows_M: row (in the batch's columns) of the token's trajectory.
         behaviour_M: behaviour log-probs, float32.
         lengths_M: scored tokens of the token's trajectory, float32.
-        source_M: place of the token in the columns' ``logprobs`` and ``mask``.
-        experts_TNK: experts of each packed token in each layer with experts, to be replayed; None: free choice.
-        temperature_M: float32, of the token's trajectory; None where all are 1.
+        source_M: index of the token in the columns' ``logprobs`` and ``mask``.
+        experts_TNK: experts of each packed token in each expert layer, to be replayed; None: free choice.
+        temperature_M: float32, temperature of the token's trajectory; None if all are 1.
     """
 
     tokens: PackedTokens
@@ -114,11 +114,11 @@ class Microbatch:
 
     @property
     def temperature(self) -> float | Tensor:
-        """For all tokens, or [M]."""
+        """Temperature for all tokens, or of each, [M]."""
         return 1.0 if self.temperature_M is None else self.temperature_M
 
     def to(self, device: torch.device) -> Microbatch:
-        """The same microbatch on ``device``."""
+        """Return the microbatch on ``device``."""
         return Microbatch(
             self.tokens.to(device),
             self.select_M.to(device),
@@ -133,12 +133,12 @@ class Microbatch:
 
 
 def columns_of(groups: Sequence[Group]) -> Columns:
-    """Flatten ``groups``; there may be none.
+    """Flatten ``groups``, which may be empty.
 
     Raises:
-        ProtocolError: a group has no prompt token, so that its first completion token has no distribution; it was
-            sampled at temperature 0, which has none either; or some groups have router tables and others not, or of
-            another model.
+        ProtocolError: a group has no prompt token, so that its first completion token has no distribution; a group was
+            sampled at temperature 0, which has none either; or router tables are missing in some groups or of another
+            model.
     """
     for group in groups:
         if group.temperature <= 0 and group.num_trajectories:
@@ -180,7 +180,7 @@ def columns_of(groups: Sequence[Group]) -> Columns:
 
 
 def _versions(spans: NDArray[np.int32]) -> Ints:
-    """Version of each token of a group: its spans are [trajectory, version, start, end]."""
+    """Return the version of each token of a group; its spans are [trajectory, version, start, end]."""
     ordered = spans[np.lexsort((spans[:, 2], spans[:, 0]))].astype(np.int64)
     return np.repeat(ordered[:, 1], ordered[:, 3] - ordered[:, 2])
 
@@ -188,10 +188,10 @@ def _versions(spans: NDArray[np.int32]) -> Ints:
 def columns_of_rows(
     rows: Sequence[tuple[Sequence[int], Sequence[int]]], masks: Sequence[Sequence[int]] | None = None
 ) -> Columns:
-    """Columns of supervised rows ``(prompt ids, answer ids)``: each its own group, no reward, temperature 1.
+    """Return columns of supervised rows ``(prompt ids, answer ids)``: each its own group, no reward, temperature 1.
 
     Args:
-        masks: for each row, 1 where a token of its answer is scored; default: all are.
+        masks: for each row, 1 for each scored token of its answer; default: all are scored.
 
     Raises:
         ProtocolError: a prompt is empty.
@@ -227,10 +227,10 @@ def columns_of_rows(
 
 
 def microbatches(columns: Columns, rows: Ints, max_tokens: int) -> list[Microbatch]:
-    """Pack ``rows`` into microbatches of at most ``max_tokens``, as few and as equal as next-fit by length finds.
+    """Pack ``rows`` into microbatches of at most ``max_tokens``: few and nearly equal, by next-fit in order of length.
 
-    Sequences of like length come together, because attention works on padded blocks. A sequence longer than
-    ``max_tokens`` is never cut; it gets a microbatch of its own. Rows without a scored token are left out.
+    Sequences of similar length are packed together, because attention works on padded blocks. A sequence longer than
+    ``max_tokens`` is never split; it gets its own microbatch. Rows without a scored token are left out.
     """
     rows = rows[columns.scored_B[rows] > 0]
     packed = columns.prompt_length_B[rows] + columns.length_B[rows] - 1
@@ -238,9 +238,9 @@ def microbatches(columns: Columns, rows: Ints, max_tokens: int) -> list[Microbat
 
 
 def pair_microbatches(columns: Columns, pairs_P2: Ints, max_tokens: int) -> list[Microbatch]:
-    """As ``microbatches``, but the two rows of a pair stay together, side by side; int64 [P, 2].
+    """Pack pairs of rows, int64 [P, 2], as ``microbatches`` does; the two rows of a pair stay adjacent.
 
-    A pair of which a row has no scored token is left out.
+    A pair with a row without scored tokens is left out.
     """
     pairs_P2 = pairs_P2[(columns.scored_B[pairs_P2] > 0).all(1)]
     packed = (columns.prompt_length_B[pairs_P2] + columns.length_B[pairs_P2] - 1).sum(1)
@@ -248,7 +248,7 @@ def pair_microbatches(columns: Columns, pairs_P2: Ints, max_tokens: int) -> list
 
 
 def _next_fit(packed: Ints, max_tokens: int) -> list[Ints]:
-    """Places of what is packed together, the longest first; one that is longer than ``max_tokens`` is alone."""
+    """Return indices of items packed together, longest first; an item longer than ``max_tokens`` is alone."""
     order = np.argsort(-packed, kind="stable")
     packed = packed[order]
     target = packed.sum() / max(1, -(-packed.sum() // max_tokens))
@@ -299,7 +299,7 @@ def _pack(columns: Columns, rows: Ints) -> Microbatch:
 
 
 def concatenated_ranges(starts: Ints, lengths: Ints) -> Ints:
-    """The concatenation of ``arange(start, start + length)``."""
+    """Return the concatenation of ``arange(start, start + length)``."""
     shift = np.repeat(starts - _starts(lengths), lengths)
     return np.arange(len(shift)) + shift
 
@@ -313,7 +313,7 @@ def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
 
 
 def _router_table(groups: Sequence[Group]) -> NDArray[Any] | None:
-    """Router tables in the order of ``Columns.tokens``; as int32 where uint8 is too narrow."""
+    """Return router tables in the order of ``Columns.tokens``; int32 unless all are uint8."""
     tables = [g.experts for g in groups if g.experts is not None]
     if not tables:
         return None
@@ -334,7 +334,7 @@ def _part(groups: Sequence[Group], name: str) -> NDArray[np.float32]:
 
 
 def stand_in() -> Microbatch:
-    """One token that scores itself: what a rank computes while others have more."""
+    """Return one token that scores itself: input of a rank without microbatches while others have more."""
     zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.float32)
     tokens = PackedTokens(zero, zero, torch.tensor([0, 1]), (1,), 1)
     return Microbatch(

@@ -1,7 +1,7 @@
-"""The replay buffer: the newest transitions in a ring of columns, each group taken in once, drawn by a pure function.
+"""Replay buffer: the newest transitions in a ring of columns, each group inserted once, sampled by a pure function.
 
-Shape legend: N = transitions that are given, K = transitions that are kept, B = transitions that are drawn,
-G = groups of which any are kept, O = numbers of an observation, A = numbers of an action.
+Shape legend: N = given transitions, K = stored transitions, B = sampled transitions, G = groups with a stored
+transition, O = components of an observation, A = components of an action.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from penstock.shared.protocol.ids import Draw
 __all__ = ["ReplayBuffer", "sampled_rows"]
 
 _COUNTERS = ("inserted", "groups")
-"""Entries of the state beside the columns."""
+"""Entries of the state besides the columns."""
 
 
 def sampled_rows(seed: int, number: int, *, stored: int, size: int) -> NDArray[np.int64]:
-    """``size`` rows of a buffer that holds ``stored``, uniformly with replacement: a pure function of the arguments.
+    """Return ``size`` of ``stored`` rows, uniform with replacement: a pure function of the arguments.
 
     Args:
-        number: of the draw; every draw of a run has its own.
+        number: number of the sample; unique within a run.
     """
     return np.random.default_rng([seed, number]).integers(0, stored, size)
 
 
 class ReplayBuffer:
-    """Keeps the newest ``capacity`` transitions. A group that is given again while any of it is kept is left out.
+    """Stores the newest ``capacity`` transitions. A group is not inserted again while any of it is stored.
 
     Args:
-        seed: of all draws.
+        seed: seed of all samples.
 
     Raises:
         ConfigError: the columns need more than ``max_bytes``.
@@ -59,20 +59,20 @@ class ReplayBuffer:
         }
         self.capacity, self._seed = config.capacity, seed
         self.inserted = 0
-        """Transitions ever taken in."""
+        """Number of transitions ever inserted."""
         self._groups: deque[tuple[Draw, int]] = deque()
-        """Groups of which any transition is kept, each with ``inserted`` after its last one."""
+        """Groups with a stored transition, each with the value of ``inserted`` after its last one."""
 
     def __len__(self) -> int:
         return min(self.inserted, self.capacity)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names in ``state`` of what has one entry for each transition."""
+        """Names in ``state`` of entries with one row per transition."""
         return tuple(self._columns)
 
     def insert(self, transitions: Transitions) -> int:
-        """Take in the groups that are new, in the place of the oldest transitions; returns how many were new."""
+        """Insert the new groups over the oldest transitions; return the number of new transitions."""
         fresh_N = self._admit(transitions)
         given = {
             "observations": transitions.observations_NO,
@@ -90,7 +90,7 @@ class ReplayBuffer:
         return len(fresh_N)
 
     def _admit(self, transitions: Transitions) -> NDArray[np.int64]:
-        """Rows of the groups that are new."""
+        """Return the rows of new groups."""
         known = {draw for draw, _ in self._groups}
         fresh, end = [], self.inserted
         for group, draw in enumerate(transitions.draws):
@@ -104,16 +104,18 @@ class ReplayBuffer:
         return np.concatenate([np.zeros(0, np.int64), *fresh])
 
     def sample(self, number: int, size: int) -> dict[str, Tensor]:
-        """``observations`` and ``next_observations`` [B, O], ``actions`` [B, A], ``rewards`` and ``terminated`` [B].
+        """Sample ``observations``, ``next_observations`` [B, O], ``actions`` [B, A], ``rewards``, ``terminated`` [B].
 
-        Depends on nothing but the seed, the number of the draw and what the buffer holds. The buffer is not empty.
+        Depends only on the seed, the number of the sample and the content of the buffer, which must not be empty.
         """
         rows = sampled_rows(self._seed, number, stored=len(self), size=size)
         return {name: torch.from_numpy(column[rows]) for name, column in self._columns.items()}
 
     def state(self) -> dict[str, Tensor]:
-        """Copies of the columns as they lie [K, ...]; ``inserted`` int64 [1]; ``groups`` int64 [G, 3]: the two numbers
-        of the draw, and ``inserted`` after it."""
+        """Return copies of the columns [K, ...] in storage order and the counters.
+
+        ``inserted``: int64 [1]; ``groups``: int64 [G, 3], ordinal and n of the draw, and ``inserted`` after it.
+        """
         columns = {name: torch.from_numpy(column[: len(self)].copy()) for name, column in self._columns.items()}
         groups = [[draw.ordinal, draw.n, end] for draw, end in self._groups]
         return columns | {
@@ -122,10 +124,10 @@ class ReplayBuffer:
         }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Inverse of ``state``: what follows goes on as if it had not been interrupted.
+        """Restore what ``state`` returned; the run then continues as if not interrupted.
 
         Raises:
-            CheckpointError: of another capacity or other sizes; nothing was loaded.
+            CheckpointError: another capacity or other sizes; nothing was loaded.
         """
         if state.keys() != {*self._columns, *_COUNTERS}:
             raise CheckpointError(f"replay buffer: the columns are {sorted(state)}; nothing else can be loaded")

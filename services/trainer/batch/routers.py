@@ -1,4 +1,4 @@
-"""The routers of a mixture of experts during training: what balances their load, and what is reported of it.
+"""Routers of a mixture of experts during training: load-balancing loss and metrics.
 
 Shape legend: N = layers with experts, E = experts.
 """
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 def check_table(experts: NDArray[Any] | None, routers: Routers | None, *, wanted: bool) -> None:
     """Raise ProtocolError unless a batch's router table, [T, N, K], can be replayed by this model.
 
-    ``wanted``: whether there must be one.
+    ``wanted``: whether a table is required.
     """
     if experts is None and wanted:
         raise ProtocolError("no router table: the sampler did not record what model.moe.router_replay needs")
@@ -38,11 +38,10 @@ def check_table(experts: NDArray[Any] | None, routers: Routers | None, *, wanted
 
 
 class Routers:
-    """Books of one trained mixture of experts.
+    """Load statistics of one trained mixture of experts.
 
-    A backend counts with ``count`` what the routers choose in a minibatch, ``aim`` sums that over ranks, and
-    ``penalty`` is then each microbatch's share of the load-balancing loss. ``watch`` adds to what ``report`` says of an
-    update.
+    A backend counts the expert choices of a minibatch with ``count``, ``aim`` sums them over ranks, and ``penalty``
+    then returns each microbatch's share of the load-balancing loss. ``watch`` collects the metrics of ``report``.
     """
 
     def __init__(self, plan: Plan, *, coef: float) -> None:
@@ -55,30 +54,30 @@ class Routers:
 
     @property
     def share(self) -> float:
-        """Experts that a token visits, as a share of all."""
+        """Fraction of the experts that a token visits."""
         return self._top_k / self.num_experts
 
     @property
     def table_shape(self) -> tuple[int, int]:
-        """(N, experts of a token)."""
+        """Shape of a router table without its tokens: (N, experts of a token)."""
         return self.num_layers, self._top_k
 
     def count(self, chosen: Mapping[int, Tensor]) -> None:
-        """Choices of a part of the coming minibatch, int64 [E] by layer."""
+        """Add the choices of a part of the next minibatch, int64 [E] by layer."""
         for layer, chosen_E in chosen.items():
             self._counted_NE[layer] += chosen_E.cpu().numpy()
 
     def count_table(self, experts_TNK: Tensor) -> None:
-        """The same from a router table that will be replayed."""
+        """Add the choices in a router table that will be replayed."""
         flat_NA = experts_TNK.long().transpose(0, 1).flatten(1)
         self.count({n: torch.bincount(row_A, minlength=self.num_experts) for n, row_A in enumerate(flat_NA)})
 
     def aim(self, collective: Collective) -> None:
-        """From here on ``penalty`` is that of the minibatch that was counted, over all ranks."""
+        """Set the counted minibatch, summed over all ranks, as the load for ``penalty``."""
         self._aim_NE, self._counted_NE = _summed(self._counted_NE, collective), self._zeros()
 
     def penalty(self, load: RouterLoad) -> Tensor:
-        """``coef`` times the load-balancing loss of every layer: the share of this microbatch. 0 before ``aim``."""
+        """Return this microbatch's share of ``coef`` times the load-balancing loss of every layer; 0 before ``aim``."""
         (first, *_) = load.probs.values()
         total = torch.zeros((), device=first.device, dtype=torch.float32)
         if self._aim_NE is None or not self.coef:
@@ -90,7 +89,7 @@ class Routers:
         return self.coef * total
 
     def watch(self, load: RouterLoad) -> None:
-        """Count a forward pass for ``report``."""
+        """Add a forward pass to the metrics of ``report``."""
         self._num_tokens += load.num_tokens
         for layer in load.chosen:
             self._chosen_NE[layer] += load.chosen[layer].cpu().numpy()
@@ -98,7 +97,7 @@ class Routers:
             self._entropy += float(load.entropy[layer])
 
     def report(self, collective: Collective) -> dict[str, float]:
-        """Metrics over all ranks since the last call; empty if nothing went forward.
+        """Return metrics over all ranks since the last call; empty if no token went forward.
 
         `moe/load/<expert>` is the expert's share of all assignments, averaged over layers, times E: 1 is even.
         `moe/load_max` and `moe/load_min` are the extremes over layers and experts. `moe/router_entropy` is in nats,
@@ -120,7 +119,7 @@ class Routers:
         }
 
     def clear(self) -> None:
-        """Forget what was counted, for an update that did not come to its end counted too."""
+        """Reset all counts, which may include an update that was aborted."""
         self._counted_NE = self._zeros()
         self._num_tokens, self._entropy = 0, 0.0
         self._chosen_NE, self._probs_NE = self._zeros(), self._zeros()

@@ -1,6 +1,6 @@
 """Metrics of an update: facts of the batch, and sums over the scored tokens that went forward.
 
-Shape legend: B = trajectories that count, N = scored tokens of the batch, M = scored tokens of a microbatch.
+Shape legend: B = valid trajectories, N = scored tokens of the batch, M = scored tokens of a microbatch.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ RATIO_QUANTILES = {"p01": 0.01, "p50": 0.5, "p99": 0.99}
 
 
 def reduced_sums(sums: dict[str, float], collective: Collective) -> dict[str, float]:
-    """Sums over ranks; a rank that lacks a name adds 0."""
+    """Return sums over ranks; a rank without a name adds 0."""
     return collective.sum({name: sums.get(name, 0.0) for name in union(sums, collective)})
 
 
 def quantiles(name: str, values: NDArray[np.floating], places: dict[str, float]) -> dict[str, float]:
-    """``{name}_{suffix}`` of ``values`` at each place, linearly interpolated; empty for no value."""
+    """Return ``{name}_{suffix}`` of ``values`` at each quantile, linearly interpolated; empty without values."""
     if not len(values):
         return {}
     found = np.quantile(values, list(places.values()))
@@ -49,18 +49,18 @@ def quantiles(name: str, values: NDArray[np.floating], places: dict[str, float])
 
 @dataclass(slots=True)
 class TokenSums:
-    """Sums over all tokens of an update that went forward, epochs counted again each time."""
+    """Sums over all tokens of an update that went forward, counted in each epoch."""
 
     sums: dict[str, float] = field(default_factory=lambda: {"tokens": 0.0})
     ratios: list[Tensor] = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
-        """Tokens of this rank."""
+        """Number of this rank's tokens."""
         return int(self.sums["tokens"])
 
     def add(self, logprobs_M: Tensor, behaviour_M: Tensor, loss: PolicyLoss, extra: dict[str, Tensor]) -> None:
-        """Count one microbatch; ``extra`` are further values per token, [M]."""
+        """Add one microbatch; ``extra``: further values per token, [M]."""
         logprobs_M = logprobs_M.detach()
         per_token = {
             "policy/approx_kl": k3(behaviour_M, logprobs_M),
@@ -75,7 +75,7 @@ class TokenSums:
         self.ratios.append(loss.ratio_M.detach().float().cpu())
 
     def means(self, collective: Collective) -> dict[str, float]:
-        """Mean over the tokens of all ranks of each sum, and quantiles of the ratio; empty if no token went forward."""
+        """Return means over the tokens of all ranks, and quantiles of the ratio; only a 0 count without tokens."""
         sums = reduced_sums(self.sums, collective)
         own = torch.cat(self.ratios).numpy() if self.ratios else np.zeros(0, np.float32)
         ratios = np.concatenate([part["ratio"] for part in collective.gather({"ratio": own})])
@@ -92,9 +92,9 @@ class TokenSums:
 
 @dataclass(slots=True)
 class Mismatch:
-    """How far trainer and sampler disagree on the same tokens, before the first step of an update.
+    """Difference between trainer and sampler on the same tokens, before the first step of an update.
 
-    Tokens of the version that is trained show the error of the sampler; those of older versions how far the policy has
+    Tokens of the version in training show the error of the sampler; those of older versions show how far the policy has
     moved since.
     """
 
@@ -103,7 +103,7 @@ class Mismatch:
     )
 
     def add(self, logprobs_M: Tensor, behaviour_M: Tensor, older_M: Tensor | None = None) -> None:
-        """Count one microbatch; ``older_M``, bool: which tokens an older version chose, None: none of them."""
+        """Add one microbatch; ``older_M``, bool: tokens that an older version chose; None: none of them."""
         difference_M = (logprobs_M.detach() - behaviour_M).abs().double()
         kl_M = k3(behaviour_M, logprobs_M.detach()).double()
         older_M = torch.zeros_like(kl_M, dtype=torch.bool) if older_M is None else older_M.to(kl_M.device)
@@ -115,8 +115,10 @@ class Mismatch:
             self.sums[name] += float(value)
 
     def means(self, collective: Collective) -> dict[str, float]:
-        """Mean absolute difference of log-probs and k3 of KL(sampler || trainer), and the same as ``lag/*`` over
-        tokens of older versions; absent where no such token went forward."""
+        """Return mean absolute differences of log-probs and k3 of KL(sampler || trainer).
+
+        `mismatch/*` covers tokens of the current version, `lag/*` those of older versions; absent without such tokens.
+        """
         total = collective.sum(self.sums)
         means = {}
         if total["tokens"]:
@@ -129,7 +131,7 @@ class Mismatch:
 
 
 def batch_facts(facts: BatchFacts) -> dict[str, float]:
-    """Rewards and lengths of the whole batch, failed trajectories excluded."""
+    """Return metrics of rewards and lengths of the whole batch, without failed trajectories."""
     rewards_B, lengths_B = facts.rewards_B.astype(np.float64), facts.length_B.astype(np.float64)
     return {
         "reward/mean": float(rewards_B.mean()),
@@ -151,7 +153,7 @@ def batch_facts(facts: BatchFacts) -> dict[str, float]:
 
 
 def advantage_facts(facts: BatchFacts, advantages: Tensor, *, per_token: bool) -> dict[str, float]:
-    """Advantages of trajectories [B] or of tokens [N], and the groups to which they give no signal at all."""
+    """Return metrics of the advantages of trajectories [B] or tokens [N], and the number of groups with all 0."""
     values = advantages.double()
     groups = np.repeat(facts.group_B, facts.scored_B) if per_token else facts.group_B
     signal = np.zeros(facts.num_groups, np.bool_)
@@ -166,9 +168,9 @@ def advantage_facts(facts: BatchFacts, advantages: Tensor, *, per_token: bool) -
 
 
 def lag_facts(manifest: BatchManifest) -> dict[str, float]:
-    """Lag of the groups of a batch that the policy loss trains: mean, largest, the share of groups with each lag.
+    """Return the lag of the batch's groups for the policy loss: mean, largest, and the share of groups with each lag.
 
-    Ahead counts as none.
+    A group of a newer version counts as lag 0.
     """
     groups = [group for group in manifest.groups if group.objective == "policy"]
     if not groups:
@@ -183,14 +185,14 @@ def lag_facts(manifest: BatchManifest) -> dict[str, float]:
 
 
 def optimizer_facts(name: str, rate: float, grad_norms: list[float]) -> dict[str, float]:
-    """Learning rate, steps made, and the mean of their gradient norms; one that is not finite made no step."""
+    """Return learning rate, number of steps, and mean gradient norm; a non-finite norm made no step."""
     finite = [norm for norm in grad_norms if math.isfinite(norm)]
     facts = {f"{name}/lr": rate, f"{name}/steps": float(len(finite))}
     return facts | ({f"{name}/grad_norm": sum(finite) / len(finite)} if finite else {})
 
 
 def sampled_entropy_of(columns: Columns, collective: Collective) -> dict[str, float]:
-    """The sampler's mean entropy over all scored tokens, as its own log-probs estimate it."""
+    """Return the sampler's mean entropy over all scored tokens, estimated from its own log-probs."""
     behaviour = columns.logprobs[columns.counted()]
     total = collective.sum({"logprob": float(behaviour.sum(dtype=np.float64)), "tokens": float(len(behaviour))})
     return {"policy/entropy": -total["logprob"] / total["tokens"]} if total["tokens"] else {}

@@ -1,4 +1,5 @@
-"""Checkpoints: the state of a job on every rank, its files, and tensors that are whole or sharded over ranks.
+"""Checkpoints: a job's state on every rank, its files, and tensors that are whole or sharded over ranks.
 
-`replica.py` writes and reads them; `checkpointing.py` says when. It imports backends, optimizer and `ranks/`.
+`replica.py` writes and reads checkpoints; `checkpointing.py` decides when. This package imports backends, optimizer and
+`ranks/`.
 """

@@ -1,7 +1,8 @@
-"""A checkpoint as a model directory: ``python -m penstock.services.trainer.checkpoint.export CHECKPOINT TARGET``.
+"""Export of a checkpoint as a whole model: ``python -m penstock.services.trainer.checkpoint.export CHECKPOINT TARGET``.
 
-A checkpoint of whole weights already is one. One with an adapter is in peft's format and needs the model under it; this
-adds the adapter to the weights and writes what any engine and ``from_pretrained`` read.
+A checkpoint of whole weights already is a model directory. One with an adapter has peft's format and needs the base
+model; the export merges the adapter into the base weights and writes files that any engine and ``from_pretrained``
+read.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def export(checkpoint: Path, target: Path) -> None:
     """Write weights, configuration and tokenizer of the policy in ``checkpoint`` to ``target``.
 
     Raises:
-        CheckpointError: it is not a committed checkpoint, holds an embodied policy, or ``target`` is not empty.
-        ConfigError: the model under its adapter cannot be loaded.
+        CheckpointError: ``checkpoint`` is not committed or holds an embodied policy, or ``target`` is not empty.
+        ConfigError: the base model of its adapter cannot be loaded.
     """
     found = read_manifest(checkpoint)
     if target.exists() and any(target.iterdir()):
@@ -42,11 +43,12 @@ def export(checkpoint: Path, target: Path) -> None:
 
 
 def write_whole(source: Path, target: Path, trained: ModelConfig) -> None:
-    """Write the model in the directory ``source``, which a job with the section ``trained`` made, with its tokenizer to
-    ``target``; an adapter is added to the weights under it.
+    """Write the model in ``source`` with its tokenizer to ``target``, with an adapter merged into the base weights.
+
+    ``trained`` is the model section of the job that made it.
 
     Raises:
-        ConfigError: it, or the model under its adapter, cannot be loaded.
+        ConfigError: the model, or the base model of its adapter, cannot be loaded.
     """
     config = ModelConfig(path=str(source), dtype=trained.dtype, trust_remote_code=trained.trust_remote_code)
     tokenizer = build_tokenizer(config)
@@ -55,7 +57,7 @@ def write_whole(source: Path, target: Path, trained: ModelConfig) -> None:
 
 
 def main() -> None:
-    """Read the two paths from the command line."""
+    """Run the export with the two paths from the command line."""
     parser = argparse.ArgumentParser(description="Write the policy of a checkpoint as a whole model.")
     parser.add_argument("checkpoint", type=Path, help="directory of a committed checkpoint")
     parser.add_argument("target", type=Path, help="directory to write, new or empty")

@@ -1,10 +1,10 @@
-"""The columns of a replay buffer in a checkpoint: files of so many rows each, of which only new ones are written.
+"""Replay buffer columns in a checkpoint: files of a fixed number of rows, of which only changed ones are written.
 
-A buffer changes where rows are inserted and nowhere else. A shard whose bytes are those of the same shard in the newest
-checkpoint of the job becomes a second name (a hard link) of that file. So a checkpoint is complete by itself, its
-digest does not depend on what was written before, and deleting another one takes nothing from it.
+A buffer changes only where rows are inserted. If a shard has the same bytes as in the job's newest checkpoint, it
+becomes a hard link to that file. Thus every checkpoint is complete, its digest does not depend on earlier checkpoints,
+and deleting another checkpoint removes nothing from it.
 
-Shape legend: K = rows that are kept, ... the shape of one entry.
+Shape legend: K = stored rows, ... = the shape of one entry.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from penstock.shared.errors import CheckpointError
 __all__ = ["read_shards_of_rows", "write_shards_of_rows"]
 
 SHARD_BYTES = 16 << 20
-"""A shard has as many rows as fit: what one inserted row costs a checkpoint at most, for each place of insertion."""
+"""Size limit that determines the rows per shard; also the most that one insertion adds to a checkpoint."""
 _FOLDER = "replay"
 
 
 def write_shards_of_rows(
     directory: Path, columns: Mapping[str, Tensor], previous: StoredCheckpoint | None
 ) -> dict[str, StoredFile]:
-    """Write columns [K, ...] of equally many rows, or link what ``previous`` has of them; returns all files.
+    """Write columns [K, ...] of equal length, or hard-link shards that ``previous`` has; return all files.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: the disk refuses a write.
     """
     files: dict[str, StoredFile] = {}
     for number, shard in enumerate(_shards(columns)):
@@ -43,7 +43,7 @@ def write_shards_of_rows(
         path.parent.mkdir(exist_ok=True)
         known = None if previous is None else previous.manifest.files.get(name)
         if previous is not None and known is not None and known == describe_tensors(table, shard.values()):
-            with contextlib.suppress(OSError):  # no links on this file system, or too many: it is written
+            with contextlib.suppress(OSError):  # no links on this file system, or too many: write the file
                 os.link(previous.path / name, path)
                 files[name] = known
                 continue
@@ -53,10 +53,10 @@ def write_shards_of_rows(
 
 
 def read_shards_of_rows(path: Path, manifest: CheckpointManifest) -> dict[str, Tensor]:
-    """The columns in a checkpoint; none where it has no shards.
+    """Return the columns in a checkpoint; empty if it has no shards.
 
     Raises:
-        CheckpointError: a shard cannot be read, or they do not fit together.
+        CheckpointError: a shard cannot be read, or shards do not fit together.
     """
     names = sorted(name for name in manifest.files if name.startswith(f"{_FOLDER}/"))
     shards = [read_tensors(path / name) for name in names]
@@ -69,7 +69,7 @@ def read_shards_of_rows(path: Path, manifest: CheckpointManifest) -> dict[str, T
 
 
 def _shards(columns: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Slices of the columns by rows; one without rows where there are none."""
+    """Yield slices of the columns by rows; one empty slice if there are no rows, none without columns."""
     if not columns:
         return
     num_rows = len(next(iter(columns.values())))

@@ -1,7 +1,7 @@
-"""Tensors cut over ranks, in the files of torch's distributed checkpoint (DCP).
+"""Tensors sharded over ranks, in the file format of torch's distributed checkpoint (DCP).
 
-Every rank writes the parts that it holds; any number of ranks, or a single process, reads what it needs of them. The
-format has one pickle, the table `.metadata`; it is read by an unpickler that knows nothing but that table's types.
+Every rank writes its own parts; any number of ranks, or a single process, reads the parts it needs. The format has one
+pickle, the table `.metadata`; a restricted unpickler reads it and knows only the types of that table.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _KNOWN_NAMES = {
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # where Python 3.13 has it
+    ("pathlib._local", "PosixPath"),  # in Python 3.13
 }
 
 
 def write_shards(directory: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Write this rank's parts of DTensors, and whole tensors once; the files are durable when this returns.
+    """Write this rank's parts of DTensors, and whole tensors once. The files are durable on return.
 
-    A collective of ``group``, whose ranks all hold the same names.
+    A collective of ``group``, whose ranks all pass the same names.
 
     Args:
-        group: of the ranks, used by nobody else meanwhile; None: a single process.
+        group: the ranks; not used by others meanwhile; None: a single process.
 
     Raises:
         CheckpointError: a rank could not write.
@@ -68,10 +68,10 @@ def write_shards(directory: Path, tensors: Mapping[str, Tensor], group: dist.Pro
 
 
 def read_shards(directory: Path, targets: Mapping[str, Tensor]) -> None:
-    """Fill whole tensors, or this rank's parts of DTensors; no collective.
+    """Fill whole tensors, or this rank's parts of DTensors; not a collective.
 
     Raises:
-        CheckpointError: a name or a shape is not there, or a file cannot be read.
+        CheckpointError: a name is missing, a shape differs, or a file cannot be read.
     """
     try:
         with _quiet():
@@ -81,7 +81,7 @@ def read_shards(directory: Path, targets: Mapping[str, Tensor]) -> None:
 
 
 def shard_table(directory: Path) -> TensorTable:
-    """Names, whole shapes and types of what is stored.
+    """Return names, whole shapes and types of the stored tensors.
 
     Raises:
         CheckpointError: the table cannot be read.
@@ -95,7 +95,7 @@ def shard_table(directory: Path) -> TensorTable:
 
 
 def own_files(directory: Path, rank: int) -> list[Path]:
-    """The files that ``rank`` wrote."""
+    """Return the files that ``rank`` wrote."""
     mine = sorted(directory.glob(f"__{rank}_*"))
     return [*mine, directory / METADATA] if rank == 0 else mine
 
@@ -119,7 +119,7 @@ class _TableUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Enum:
-    """A member of an enumeration: some releases of Python 3.11 write it as an attribute of its class."""
+    """Return a member of an enumeration: some Python 3.11 releases pickle it as an attribute of its class."""
     if not (isinstance(kind, EnumMeta) and isinstance(name, str) and name in kind.__members__):
         raise pickle.UnpicklingError("'builtins.getattr' has no place in a table of tensors but for enumerations")
     member: Enum = kind.__members__[name]
@@ -128,7 +128,7 @@ def _member(kind: Any, name: Any) -> Enum:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the library's warning that one process reads or writes alone: that is meant."""
+    """Suppress the library's warning about reading or writing in one process, which is intended."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

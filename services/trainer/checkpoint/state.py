@@ -1,21 +1,22 @@
-"""Contents of a checkpoint of a learner, and how any number of ranks reads it back.
+"""Contents of a learner's checkpoint, written and read by any number of ranks.
 
 ::
 
     model.safetensors  config.json  tokenizer.json ...             the policy, loadable with from_pretrained
-    adapter_model.safetensors  adapter_config.json                 a low-rank adapter, where there is one
+    adapter_model.safetensors  adapter_config.json                 a low-rank adapter, if any
     optimizer.safetensors  reference.safetensors                   moments and reference that a process holds whole
-    shards/                                                        weights, moments and reference cut over ranks (DCP)
-    rng.safetensors  rule.safetensors                              generators, what the update rule remembers
+    shards/                                                        weights, moments and reference sharded over ranks
+    (DCP)
+    rng.safetensors  rule.safetensors                              random generators, state of the update rule
     replay/00000.safetensors ...                                   rows of a replay buffer (``replay_shards``)
     critic/...                                                     the critic, in the same files
-    manifest.json  COMMIT                                          see ``checkpoint_store``
+    manifest.json  COMMIT                                          see ``store``
 
-Of an embodied job ``model.safetensors`` and ``config.json`` are the policy's, no model of transformers; all else is in
-``rule.safetensors`` and ``replay``.
+For an embodied job, ``model.safetensors`` and ``config.json`` hold its own policy, not a transformers model; everything
+else is in ``rule.safetensors`` and ``replay``.
 
-All tensors go by the names of the Hugging Face model, so a checkpoint of any backend and any number of ranks is read by
-every other. Nothing that is loaded can run code.
+All tensors have the names of the Hugging Face model, so any backend with any number of ranks reads the checkpoint of
+any other. Loading runs no code from the files.
 """
 
 from __future__ import annotations
@@ -80,15 +81,15 @@ __all__ = [
 
 
 class CheckpointRanks(Protocol):
-    """The ranks that write a checkpoint together. Apart from those that train, for both go on at once."""
+    """The ranks that write a checkpoint together; a separate group from training, because both run at once."""
 
     @property
     def rank(self) -> int:
-        """This rank, from 0."""
+        """Rank of this process, from 0."""
 
     @property
     def handle(self) -> dist.ProcessGroup:
-        """For torch's own collectives."""
+        """Return the process group for ``torch.distributed`` collectives."""
 
     def gather(self, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
         """See ``Collective``."""
@@ -100,10 +101,10 @@ class _Written(msgspec.Struct, frozen=True):
 
 
 def agree(error: str, ranks: CheckpointRanks | None) -> None:
-    """Tell the other ranks what keeps this one from writing, "" for nothing. All ranks call this.
+    """Share this rank's error with all ranks; "" for none. All ranks call this.
 
     Raises:
-        CheckpointError: some rank cannot write; on every rank.
+        CheckpointError: some rank cannot write; raised on every rank.
     """
     errors = [error]
     if ranks is not None:
@@ -115,10 +116,10 @@ def agree(error: str, ranks: CheckpointRanks | None) -> None:
 
 
 def gathered_files(partial: Path, own: Sequence[str], ranks: CheckpointRanks | None) -> dict[str, StoredFile]:
-    """Sizes and hashes of the files of all ranks, of which this one wrote ``own``.
+    """Return sizes and hashes of the files of all ranks; this rank wrote ``own``.
 
     Raises:
-        CheckpointError: a rank cannot read what it wrote; on every rank.
+        CheckpointError: a rank cannot read its own files; raised on every rank.
     """
     try:
         written = _Written({name: describe_file(partial / name) for name in own})
@@ -152,27 +153,27 @@ _WHAT: dict[Part, str] = {
     "reference": "reference policy",
 }
 _EXPORTED: tuple[Part, ...] = ("weights", "adapter")
-"""Files for other programs, each in one piece also where ranks hold parts."""
+"""Parts for other programs, written as one file each even if they are sharded."""
 _SHARDS, _RNG, _RULE = "shards", "rng.safetensors", "rule.safetensors"
 _EXPORT_BYTES = 1 << 28
-"""Bytes that are put together at once for the export of a sharded model."""
+"""Bytes of sharded tensors assembled at once for the export."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A committed checkpoint whose bytes were verified, in memory."""
+    """A committed checkpoint in memory, with verified bytes."""
 
     stored: StoredCheckpoint
     state: LearnerState
 
     @property
     def number(self) -> int:
-        """Last batch in it."""
+        """Number of the last batch in it."""
         return self.stored.manifest.number
 
     @property
     def meta(self) -> dict[str, Any]:
-        """Facts given by the caller of ``save_checkpoint``."""
+        """Facts passed to ``save_checkpoint``."""
         return self.stored.manifest.meta
 
 
@@ -189,20 +190,22 @@ def save_checkpoint(
     token: str | None = None,
     ranks: CheckpointRanks | None = None,
 ) -> Path:
-    """Write a checkpoint; when this returns it is durable. Of several ranks, rank 0 calls this and the others
-    ``help_save`` with the same ``root``, ``job``, ``number`` and ``token``, on a file system that all of them see.
+    """Write a durable checkpoint.
+
+    With several ranks, rank 0 calls this and the others call ``help_save`` with the same ``root``, ``job``, ``number``
+    and ``token``, on a shared file system.
 
     Args:
         root: directory of all jobs' checkpoints.
-        number: last batch in the state, 0 before the first.
-        meta: facts that are stored with it; anything JSON can hold.
-        token: tells this attempt from others at the same number.
+        number: number of the last batch in the state, 0 before the first.
+        meta: facts stored with the checkpoint; JSON-serializable.
+        token: distinguishes attempts at the same number.
 
     Returns:
-        Directory of the checkpoint; of a language model also one for ``from_pretrained``.
+        Directory of the checkpoint; for a language model also loadable with ``from_pretrained``.
 
     Raises:
-        CheckpointError: it cannot be written (disk full, no permission), here or by another rank.
+        CheckpointError: this or another rank cannot write it (disk full, no permission).
     """
     partial = partial_directory(root, job, number, token or secrets.token_hex(4))
     try:
@@ -215,7 +218,7 @@ def save_checkpoint(
             sync_directory(directory)
         environment = state.models["policy"].environment
         return commit(partial, job=job, number=number, meta=meta, environment=environment, files=files)
-    except CheckpointError:  # the other ranks write nothing more: they failed with this one
+    except CheckpointError:  # the other ranks failed too and write nothing more
         remove_partial(partial)
         raise
     except OSError as error:
@@ -224,7 +227,7 @@ def save_checkpoint(
 
 
 def help_save(root: Path, job: str, number: int, state: LearnerState, *, token: str, ranks: CheckpointRanks) -> None:
-    """Write what this rank holds; see ``save_checkpoint``.
+    """Write this rank's parts; see ``save_checkpoint``.
 
     Raises:
         CheckpointError: a rank cannot write.
@@ -235,7 +238,7 @@ def help_save(root: Path, job: str, number: int, state: LearnerState, *, token: 
 
 
 def _made(directory: Path) -> str:
-    """Make it; returns why that did not work."""
+    """Create the directory; return the error as text, '' on success."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -244,7 +247,7 @@ def _made(directory: Path) -> str:
 
 
 def _write_shards(partial: Path, state: LearnerState, ranks: CheckpointRanks | None) -> list[str]:
-    """Write this rank's parts of the models that are cut over ranks; returns the files."""
+    """Write this rank's parts of sharded models; return the files."""
     written = []
     for role, model in state.models.items():
         if _is_cut(model):
@@ -272,7 +275,7 @@ def _write_whole(partial: Path, prefix: str, model: BackendState) -> dict[str, S
 
 
 def _write_rule(partial: Path, state: LearnerState, previous: Sequence[StoredCheckpoint]) -> dict[str, StoredFile]:
-    """Write the memory of the update rule; rows that ``previous`` has, if there is one, are not written again."""
+    """Write the state of the update rule; rows that are in ``previous``, if any, are linked instead."""
     columns = {name: tensor for name, tensor in state.rule.items() if name in state.columns}
     rest = {name: tensor for name, tensor in state.rule.items() if name not in state.columns}
     files = write_shards_of_rows(partial, columns, previous[0] if previous else None)
@@ -282,7 +285,7 @@ def _write_rule(partial: Path, state: LearnerState, previous: Sequence[StoredChe
 
 
 def _put_together(shards: Path, part: Part, table: TensorTable) -> Iterator[Tensor]:
-    """Whole tensors from the shards on disk, a bucket at a time: nothing is asked of the ranks that train on."""
+    """Yield whole tensors from the shards on disk, a bucket at a time, without involving ranks that train meanwhile."""
     from penstock.services.trainer.checkpoint.sharded_tensors import read_shards
 
     bucket: dict[str, Tensor] = {}
@@ -298,24 +301,25 @@ def _put_together(shards: Path, part: Part, table: TensorTable) -> Iterator[Tens
 
 
 def verify_share(path: Path, *, rank: int, ranks: int) -> None:
-    """Compare this rank's share of the files with the manifest; all ranks must agree before any of them reads.
+    """Compare this rank's share of the files with the manifest. All ranks must agree before any of them reads.
 
     Raises:
-        CheckpointError: it is not committed, a file is missing or was changed.
+        CheckpointError: the checkpoint is not committed, or a file is missing or was changed.
     """
     verify_files(read_manifest(path), rank=rank, ranks=ranks)
 
 
 def load_checkpoint(path: Path, *, into: LearnerState | None = None, verified: bool = False) -> Checkpoint:
-    """Verify a checkpoint and read it.
+    """Verify and read a checkpoint.
 
     Args:
-        into: a state of the learner that will load it; where its tensors are cut over ranks, they are overwritten with
-            this rank's parts, so that no rank ever holds the whole. None: whole tensors.
-        verified: somebody has compared the files with the manifest already.
+        into: a state of the learner that will load it. Its sharded tensors are overwritten with this rank's parts, so
+            that no rank ever holds the whole. None: read whole tensors.
+        verified: whether the files have already been compared with the manifest.
 
     Raises:
-        CheckpointError: it is not committed, a file is missing or was changed, or ``into`` is of another model.
+        CheckpointError: the checkpoint is not committed, a file is missing or was changed, or ``into`` is another
+            model's.
     """
     found = read_manifest(path)
     if not verified:
@@ -350,13 +354,13 @@ def _read_model(path: Path, prefix: str, manifest: CheckpointManifest, into: Bac
 
 
 def _in_directory(manifest: CheckpointManifest, prefix: str) -> list[str]:
-    """Files of one model, relative to its directory."""
+    """Return the files of one model, relative to its directory."""
     own = [name.removeprefix(prefix) for name in manifest.files if name.startswith(prefix)]
     return own if prefix else [name for name in own if not name.startswith(_MODELS["critic"])]
 
 
 def _join(shards: Path) -> dict[Part, dict[str, Tensor]]:
-    """Whole tensors of shards."""
+    """Return whole tensors from shards."""
     from penstock.services.trainer.checkpoint.sharded_tensors import read_shards, shard_table
 
     tensors = {name: torch.empty(shape, dtype=dtype) for name, shape, dtype in shard_table(shards)}
@@ -365,7 +369,7 @@ def _join(shards: Path) -> dict[Part, dict[str, Tensor]]:
 
 
 def _fill(directory: Path, stored: list[str], into: BackendState) -> dict[Part, dict[str, Tensor]]:
-    """Overwrite this rank's parts with what is stored, cut or whole."""
+    """Overwrite this rank's parts with the stored tensors, sharded or whole."""
     if f"{_SHARDS}/.metadata" in stored:
         from penstock.services.trainer.checkpoint.sharded_tensors import read_shards, shard_table
 

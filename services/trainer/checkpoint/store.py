@@ -1,14 +1,14 @@
-"""The directory of a checkpoint: complete and unchanged, or not there.
+"""Checkpoint directories on disk: complete and unchanged, or absent.
 
 ::
 
     <root>/<job>/<batch number, 8 digits>-<digest, 12 digits>/
-        ...               what ``checkpoint.py`` writes
+        ...               files of ``state.py``
         manifest.json     number, the caller's facts, pins, and size and sha256 of every file above
         COMMIT            sha256 of manifest.json: the checkpoint's digest
 
-Files are written and fsync'd in a directory of another name, which is then renamed; COMMIT is written last. Whatever a
-crash leaves behind has no COMMIT and is never picked.
+Files are written and fsync'd in a temporary directory, which is then renamed; COMMIT is written last. Remains of a
+crash have no COMMIT and are never loaded.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SCHEMA = 2
 MANIFEST, COMMIT = "manifest.json", "COMMIT"
 _TEMPORARY = ".partial-"
 _OURS = re.compile(r"\.partial-(\d{8,})-\w+|(\d{8,})-[0-9a-f]{12}")
-"""Names of the directories that are made here."""
+"""Names of the directories that this module creates."""
 _BLOCK = 1 << 22
 
 
@@ -59,7 +59,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts in a checkpoint about itself.
+    """Description of a checkpoint.
 
     ``number`` is the last batch in it (0: none). ``environment`` holds the pins of a bit-identical replay. ``meta``
     belongs to the caller: policy version, epoch, configuration. ``files`` are named relative to the directory.
@@ -75,7 +75,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A committed checkpoint on disk. ``digest`` is that of its manifest and so of every byte in it."""
+    """A committed checkpoint on disk. ``digest`` is that of its manifest and thus covers every byte in it."""
 
     path: Path
     digest: str
@@ -83,7 +83,7 @@ class StoredCheckpoint:
 
 
 def partial_directory(root: Path, job: str, number: int, token: str) -> Path:
-    """Where a checkpoint grows until it is committed; ``token`` keeps writers apart."""
+    """Return the directory of a checkpoint before its commit; ``token`` separates concurrent writers."""
     return root / job / f"{_TEMPORARY}{number:08d}-{token}"
 
 
@@ -96,13 +96,13 @@ def commit(
     environment: dict[str, str],
     files: Mapping[str, StoredFile],
 ) -> Path:
-    """Make the durable files in ``partial`` a checkpoint; the same content at the same number exists once.
+    """Turn the durable files in ``partial`` into a checkpoint. The same content at the same number exists once.
 
     Returns:
-        Its directory.
+        Directory of the checkpoint.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: the disk refuses a write.
     """
     manifest = CheckpointManifest(
         schema=SCHEMA, job=job, number=number, meta=meta, environment=environment, files=dict(sorted(files.items()))
@@ -113,7 +113,7 @@ def commit(
     if (path / COMMIT).exists():
         shutil.rmtree(partial)
         return path
-    if path.exists():  # left by a crash before its COMMIT
+    if path.exists():  # remains of a crash before COMMIT
         shutil.rmtree(path)
     write_bytes(partial / MANIFEST, data)
     sync_directory(partial)
@@ -126,7 +126,7 @@ def commit(
 
 
 def list_checkpoints(root: Path, job: str) -> list[StoredCheckpoint]:
-    """Committed checkpoints of ``job`` whose manifest is intact, oldest batch first. Files are not read."""
+    """Return ``job``'s committed checkpoints with intact manifests, oldest batch first, without reading files."""
     found = []
     for path in sorted((root / job).glob("*-*")) if (root / job).is_dir() else []:
         if path.name.startswith(_TEMPORARY) or not (path / COMMIT).exists():
@@ -139,10 +139,10 @@ def list_checkpoints(root: Path, job: str) -> list[StoredCheckpoint]:
 
 
 def read_manifest(path: Path) -> StoredCheckpoint:
-    """The checkpoint at ``path`` without its state.
+    """Return the checkpoint at ``path`` without its state.
 
     Raises:
-        CheckpointError: it is not committed, or its manifest was changed.
+        CheckpointError: the checkpoint is not committed, or its manifest was changed.
     """
     try:
         digest = (path / COMMIT).read_text(encoding="ascii").strip()
@@ -162,7 +162,7 @@ def read_manifest(path: Path) -> StoredCheckpoint:
 
 
 def verify_files(stored: StoredCheckpoint, *, rank: int = 0, ranks: int = 1) -> None:
-    """Compare the files with the manifest; of several ranks each reads its share.
+    """Compare the files with the manifest. With several ranks, each rank reads its share.
 
     Raises:
         CheckpointError: a file is missing or was changed.
@@ -178,20 +178,20 @@ def verify_files(stored: StoredCheckpoint, *, rank: int = 0, ranks: int = 1) -> 
 
 
 def retain(root: Path, job: str, *, recorded: int, keep: int, pinned: Collection[int] = ()) -> list[Path]:
-    """Delete the checkpoints up to ``recorded`` but the newest ``keep`` numbers of them and those in ``pinned``.
+    """Delete the checkpoints up to ``recorded``, except the newest ``keep`` numbers and those in ``pinned``.
 
-    What crashed writers left behind up to there goes too, so only the writer of ``job`` may call this. The marker is
-    removed first: a checkpoint that is being deleted is not picked.
+    Remains of crashed writers up to that number are deleted too, so only the writer of ``job`` may call this. COMMIT is
+    removed first, so that nobody loads a checkpoint that is being deleted.
 
     Args:
-        recorded: number of the newest checkpoint in the ledger, the one that a restart loads. A newer one on disk was
-            committed by a trainer that ended before it could report it: it counts for nothing.
+        recorded: number of the newest checkpoint in the ledger, which a restart loads. A newer one on disk was
+            committed by a trainer that ended before it reported it, and is ignored.
 
     Returns:
-        The committed checkpoints that were deleted.
+        Committed checkpoints that were deleted.
 
     Raises:
-        OSError: the disk does not let go of one.
+        OSError: the disk refuses a deletion.
     """
     committed = [c for c in list_checkpoints(root, job) if c.manifest.number <= recorded]
     numbers = {*sorted({c.manifest.number for c in committed})[-keep:], *pinned}
@@ -207,19 +207,19 @@ def retain(root: Path, job: str, *, recorded: int, keep: int, pinned: Collection
 
 
 def remove_leftovers(root: Path, job: str) -> None:
-    """Delete what earlier writers of ``job`` did not commit; nobody may be writing. Raises OSError."""
+    """Delete uncommitted checkpoints of ``job``. Must not run while a writer is active. Raises OSError."""
     for path, _ in _directories(root, job):
         if not (path / COMMIT).exists():
             shutil.rmtree(path)
 
 
 def remove_partial(partial: Path) -> None:
-    """Delete a checkpoint that was not finished, as far as the disk lets go of it."""
+    """Delete an unfinished checkpoint; errors are ignored."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def describe_file(path: Path) -> StoredFile:
-    """Size and hash of a file as it is on disk. Raises OSError."""
+    """Return size and hash of a file on disk. Raises OSError."""
     hasher = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
@@ -237,7 +237,7 @@ def write_bytes(path: Path, data: bytes) -> StoredFile:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in it durable. Raises OSError."""
+    """Make the directory's entries durable (fsync). Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -246,7 +246,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def _directories(root: Path, job: str) -> list[tuple[Path, int]]:
-    """Checkpoints of ``job``, finished or not, with the number in the name. What else lies there is somebody else's."""
+    """Return directories of ``job``'s checkpoints, finished or not, with their numbers; ignores others."""
     paths = [path for path in (root / job).iterdir() if path.is_dir()] if (root / job).is_dir() else []
     return [(path, int(name[1] or name[2])) for path in paths if (name := _OURS.fullmatch(path.name))]
 

@@ -1,4 +1,4 @@
-"""Whole tensors in safetensors files: written one after another, read as a whole or in slices."""
+"""Whole tensors in safetensors files: written one after another, read whole or in slices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 TensorTable = Sequence[tuple[str, tuple[int, ...], torch.dtype]]
-"""(name, shape, dtype) of whole tensors, in the order in which they are stored."""
+"""(name, shape, dtype) of whole tensors in storage order."""
 
 _NAMES = {
     torch.float64: "F64",
@@ -45,19 +45,19 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 def table_of(tensors: Mapping[str, Tensor]) -> TensorTable:
-    """The table of ``tensors``."""
+    """Return the table of ``tensors``."""
     return [(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
 
 
 def write_tensors(path: Path, table: TensorTable, tensors: Iterable[Tensor]) -> StoredFile:
-    """Write a safetensors file and fsync it; only one of ``tensors`` has to exist at a time.
+    """Write a safetensors file and fsync it. Only one of ``tensors`` has to exist at a time.
 
     Args:
-        table: names, shapes and types; decides the header before the first tensor is there.
+        table: names, shapes and types, which determine the header before the first tensor exists.
         tensors: in the order of ``table``.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: the disk refuses a write.
     """
     hasher = hashlib.sha256()
     with path.open("wb") as file:
@@ -70,7 +70,7 @@ def write_tensors(path: Path, table: TensorTable, tensors: Iterable[Tensor]) -> 
 
 
 def describe_tensors(table: TensorTable, tensors: Iterable[Tensor]) -> StoredFile:
-    """Size and hash of the file that ``write_tensors`` would write."""
+    """Return size and hash of the file that ``write_tensors`` would write."""
     hasher, nbytes = hashlib.sha256(), 0
     for piece in _pieces(table, tensors):
         hasher.update(piece)
@@ -79,7 +79,7 @@ def describe_tensors(table: TensorTable, tensors: Iterable[Tensor]) -> StoredFil
 
 
 def _pieces(table: TensorTable, tensors: Iterable[Tensor]) -> Iterator[bytes | memoryview]:
-    """Bytes of a safetensors file, one tensor after another."""
+    """Yield the bytes of a safetensors file, one tensor after another."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape, dtype in table:
@@ -92,12 +92,12 @@ def _pieces(table: TensorTable, tensors: Iterable[Tensor]) -> Iterator[bytes | m
     yield text
     for (name, shape, dtype), tensor in zip(table, tensors, strict=True):
         assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), name
-        if tensor.numel():  # one without elements has no stride that could be viewed as bytes
+        if tensor.numel():  # an empty tensor has no stride that could be viewed as bytes
             yield tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file. Raises CheckpointError."""
+    """Return all tensors of a file. Raises CheckpointError."""
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -106,7 +106,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def tensor_table(path: Path) -> TensorTable:
-    """Tensors of a file by name, without reading them. Raises CheckpointError."""
+    """Return the table of a file without reading its tensors. Raises CheckpointError."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
@@ -116,7 +116,7 @@ def tensor_table(path: Path) -> TensorTable:
 
 
 def read_slices(path: Path, targets: Mapping[str, Tensor], rows_of: Callable[[int], slice]) -> None:
-    """Fill each target with the rows ``rows_of(number of rows)`` of the stored tensor of its name; scalars whole.
+    """Fill each target with rows ``rows_of(number of rows)`` of the stored tensor of its name; scalars whole.
 
     Raises:
         CheckpointError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""Ranks of a job: process groups, orders to them, their heartbeats, and which rows each of them has.
+"""Ranks of a job: process groups, orders to ranks, liveness, and the division of rows and groups over ranks.
 
-Batches, backends and update rules import it; it imports nothing else of the trainer.
+Batches, backends and update rules import this package; it imports nothing else of the trainer.
 """

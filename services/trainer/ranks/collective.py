@@ -1,7 +1,7 @@
-"""Exchange between the ranks of one update beside gradients: facts of the batch, sums of metrics, votes.
+"""Exchange between the ranks of one update besides gradients: batch facts, sums of metrics, votes.
 
-Every method is a collective: all ranks call it in the same order with the same names. Results are the same on every
-rank, so whatever is computed from them is too.
+Every method is a collective: all ranks call it in the same order with the same names. Results are equal on every rank,
+and so is everything computed from them.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ __all__ = ["Alone", "Collective", "union"]
 
 
 class Collective(Protocol):
-    """The data-parallel ranks of one trainer. Small host data only; gradients and weights are the backend's."""
+    """The data-parallel ranks of one trainer, for small host data. Backends exchange gradients and weights."""
 
     @property
     def rank(self) -> int:
-        """This rank, from 0."""
+        """Rank of this process, from 0."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
 
     def gather(self, arrays: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
-        """The arrays of every rank in rank order. One-dimensional; lengths may differ, names and dtypes may not."""
+        """Return the arrays of every rank in rank order: one-dimensional, same names and dtypes; lengths may differ."""
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Sums over ranks in float64."""
+        """Return sums over ranks in float64."""
 
     def max(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Maxima over ranks."""
+        """Return maxima over ranks."""
 
     def agree(self, ok: bool) -> bool:
-        """True if every rank said True."""
+        """Return True if every rank passed True."""
 
     def broadcast(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes; the others pass None."""
+        """Return rank 0's bytes. The other ranks pass None."""
 
 
 class Alone:
-    """A single process."""
+    """The ``Collective`` of a single process."""
 
     rank = 0
     size = 1
@@ -71,7 +71,7 @@ class Alone:
 
 
 def union(names: Iterable[str], collective: Collective) -> list[str]:
-    """Names that any rank has, sorted."""
+    """Return the sorted names that any rank has."""
     own = np.frombuffer("\n".join(names).encode(), np.uint8)
     texts = [part["names"].tobytes().decode() for part in collective.gather({"names": own})]
     return sorted({name for text in texts for name in text.split("\n") if name})

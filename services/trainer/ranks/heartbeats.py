@@ -1,4 +1,4 @@
-"""State of a process whose models are cut over ranks: its place, the orders, the threads that own torch."""
+"""State of a process that is one of several ranks: its rank, its orders, and the threads that run torch."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Ranks", "Threads", "meet", "to_the_end"]
 T = TypeVar("T")
 
 LOOK_S = 0.5
-"""How often a rank that waits for its own part looks whether another one failed in its part."""
+"""Interval in seconds at which a rank that carries out an order checks whether another rank failed."""
 FAILED_GRACE_S = 5.0
-"""Once one rank failed, the others have this long to come to the vote on it; then they are stuck in a collective."""
+"""Time in seconds that ranks have to reach the vote after one failed; later they count as stuck in a collective."""
 
 
 class Threads:
-    """One thread that computes and one that writes checkpoints meanwhile."""
+    """One thread for computation and one that writes checkpoints at the same time."""
 
     def __init__(self, *, local_rank: int = 0) -> None:
         self._torch = ThreadPoolExecutor(1, "torch", initializer=partial(_choose_device, local_rank))
@@ -37,22 +37,22 @@ class Threads:
         return await asyncio.get_running_loop().run_in_executor(self._torch, work)
 
     async def write(self, work: Any) -> Any:
-        """Run ``work`` in the thread that owns the disk."""
+        """Run ``work`` in the thread that writes to disk."""
         return await asyncio.get_running_loop().run_in_executor(self._writer, work)
 
     def close(self) -> None:
-        """Start nothing more; what runs goes on to its end."""
+        """Cancel queued work; running work continues to its end."""
         self._torch.shutdown(wait=False, cancel_futures=True)
         self._writer.shutdown(wait=False, cancel_futures=True)
 
 
 class Ranks:
-    """Of one process, for its whole life. One job at a time is trained: the one that holds ``turn``."""
+    """State of one process for its whole life. The job that holds ``turn`` is trained; others wait."""
 
     def __init__(self, world: World, threads: Threads, liveness: Liveness | None = None) -> None:
         self.world, self.threads, self.liveness = world, threads, liveness
         self.stranded = ""
-        """Why these ranks cannot be used any more: some stand in a collective to which another one never comes."""
+        """Reason why these ranks are unusable: some wait in a collective that another never enters. '' if none."""
         self.orders = Orders(world.store, rank=world.place.rank, size=world.place.size)
         self.turn = asyncio.Lock()
         self.busy = asyncio.Lock()
@@ -60,15 +60,15 @@ class Ranks:
 
     @property
     def place(self) -> Place:
-        """Which rank this is."""
+        """Rank and size of this process."""
         return self.world.place
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await this rank's part of an order, but not for long once any rank failed in its own.
+        """Await this rank's part of an order, but at most ``FAILED_GRACE_S`` once any rank failed in its part.
 
         Raises:
-            CheckpointError: a rank failed, and this one stands in a collective that it will not come to.
-            RankLost: that happened before.
+            CheckpointError: a rank failed, and this one waits in a collective that the failed rank will not enter.
+            RankLost: the same happened in an earlier order.
         """
         if self.stranded:
             work.close()
@@ -85,7 +85,7 @@ class Ranks:
 
 
 async def meet(place: Place, *, deadline_s: float, silence_s: float = 60.0, interval_s: float = 1.0) -> Ranks:
-    """Meet the other ranks of this trainer, or become the only one.
+    """Connect to the other ranks of this trainer, or start as the only one.
 
     Args:
         deadline_s: longest wait for another rank, here and in every collective.
@@ -93,7 +93,7 @@ async def meet(place: Place, *, deadline_s: float, silence_s: float = 60.0, inte
         interval_s: see ``Liveness``.
 
     Raises:
-        RankLost: they did not all come within ``deadline_s``.
+        RankLost: not all ranks connected within ``deadline_s``.
     """
     threads = Threads(local_rank=place.local_rank)
     world = await threads.compute(partial(join, place, deadline_s=deadline_s))
@@ -104,7 +104,7 @@ async def meet(place: Place, *, deadline_s: float, silence_s: float = 60.0, inte
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work`` without passing a cancellation on: other ranks are in the middle of the same."""
+    """Await ``work`` to its end even if the caller is cancelled, because other ranks run the same operation."""
     task: Awaitable[T] = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

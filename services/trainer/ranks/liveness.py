@@ -1,9 +1,9 @@
-"""Liveness of the other ranks of this trainer, and where each of them is.
+"""Liveness of the other ranks of this trainer, and the stage that each of them is in.
 
-Rank 0 listens; every other rank keeps a connection to it, beside those that carry tensors, and both ends send a sign
-once per interval. The event loop sends them, so a long step in the thread that computes holds up nothing; a process
-that is stopped, or whose host is gone, says nothing any more, long before a collective gives up. Silence is counted in
-one's own intervals: a process that was stopped itself accuses nobody when it goes on.
+Every rank above 0 keeps a connection to rank 0, besides those that carry tensors, and both ends send a heartbeat once
+per interval. The event loop sends them, so a long step in the compute thread does not delay them. A process that is
+stopped, or whose host is lost, falls silent long before a collective times out. A rank counts silence in its own
+intervals, so that a process that was itself stopped accuses no other rank when it resumes.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ __all__ = ["Liveness", "Sign"]
 logger = logging.getLogger(__name__)
 
 KEY = "liveness"
-"""Where the store holds rank 0's port and the word that shows that a connection is a rank's."""
+"""Store key of rank 0's port and of the secret word that identifies connections of ranks."""
 LONGEST_ERROR = 2000
 Compute = Callable[[Callable[[], Any]], Awaitable[Any]]
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class Sign(msgspec.Struct, frozen=True, array_like=True):
-    """Report of a rank on itself: its number, its place, and its own failure."""
+    """Heartbeat of a rank: its number, its stage, and its own failure."""
 
     word: str
     rank: int
     stage: str
     entered: int
-    """Stages that it entered so far: an equal number in later signs means that it is still in the same one."""
+    """Stages entered so far: an equal number in a later heartbeat means that the rank is still in the same stage."""
     failure: str
 
 
 class Liveness:
-    """One rank's end. Rank 0 hears all others, the others hear rank 0.
+    """One rank's end: rank 0 exchanges heartbeats with all others, each other rank with rank 0.
 
     Args:
-        silence_s: a rank that gives no sign for this long is lost.
-        interval_s: between two signs.
+        silence_s: time without a heartbeat after which a rank is lost.
+        interval_s: time between two heartbeats.
     """
 
     def __init__(self, world: World, word: str, *, silence_s: float, interval_s: float) -> None:
@@ -64,10 +64,10 @@ class Liveness:
 
     @classmethod
     async def open(cls, world: World, compute: Compute, *, silence_s: float, interval_s: float) -> Liveness:
-        """Listen on rank 0, connect to it on another rank.
+        """Listen on rank 0; connect to rank 0 on another rank.
 
         Args:
-            compute: runs what blocks in a thread.
+            compute: runs blocking calls in a thread.
 
         Raises:
             RankLost: rank 0 cannot be reached.
@@ -86,15 +86,15 @@ class Liveness:
         except (RuntimeError, OSError) as error:
             raise RankLost(f"rank {world.place.rank} does not reach rank 0 at {host}: {error}") from error
         found._links.add(writer)
-        found._tell()  # shows at once whose connection this is
+        found._tell()  # identifies this connection at once
         found._reading = asyncio.create_task(found._hear(reader), name="signs of rank 0")
         return found
 
     async def run(self) -> None:
-        """Give signs and count silences, until cancelled.
+        """Send heartbeats and count silence until cancelled.
 
         Raises:
-            RankLost: a rank gave no sign for too long; says which, and where it was.
+            RankLost: a rank was silent for too long; names it and its last stage.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -120,14 +120,14 @@ class Liveness:
 
     @property
     def failure(self) -> str:
-        """An error of one rank in what all of them do together, as long as they have not voted on it; '' if none."""
+        """Error of one rank in a joint operation on which the ranks have not voted yet; '' if none."""
         for sign in (self._own(), *self._heard.values()):
             if sign.failure:
                 return f"rank {sign.rank}: {sign.failure}"
         return ""
 
     def story(self) -> str:
-        """Where every rank is, as far as this one knows."""
+        """Return the last known stage of every rank as text."""
         known = {sign.rank: sign for sign in (self._own(), *self._heard.values())}
         ranks = sorted({*known, *self._silence})
         return "; ".join(f"rank {rank} {_where(known.get(rank))}{self._since(rank)}" for rank in ranks)
@@ -157,7 +157,7 @@ class Liveness:
                 writer.write(line)
 
     async def _listen(self, host: str) -> int:
-        """On the loopback device where all ranks share the host, else on every device, as the store does."""
+        """Listen on the loopback device if all ranks share the host, else on all devices, as the store does."""
         if host in LOOPBACK:
             listener = socket.create_server(("127.0.0.1", 0))
         elif socket.has_dualstack_ipv6():
@@ -180,7 +180,7 @@ class Liveness:
             writer.close()
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
-        """Until the connection closes: a rank that is gone falls silent."""
+        """Read heartbeats until the connection closes; a lost rank then counts as silent."""
         try:
             while line := await reader.readline():
                 if not self._heed(line):
@@ -189,7 +189,7 @@ class Liveness:
             logger.info("no more signs of a rank: %s", error)
 
     def _heed(self, line: bytes) -> bool:
-        """Take a sign; False for one without the word. Raises DecodeError."""
+        """Record a heartbeat; return False for one with a wrong word. Raises DecodeError."""
         sign = msgspec.json.decode(line, type=Sign)
         if sign.word != self._word or sign.rank not in self._silence:
             logger.warning("a connection that is no rank's was closed")

@@ -1,7 +1,7 @@
 """Orders of rank 0 to the other ranks: numbered entries of the store that all ranks share.
 
-A follower waits for its next order for as long as there is none: rank 0 may wait for a sealed batch all night. Its end
-is noticed at once, because the store is gone with it.
+A follower waits for its next order without limit, because rank 0 may wait hours for a sealed batch. The follower
+notices the end of rank 0 at once, because the store disappears with it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = [
 ]
 
 FIRST_POLL_S, LONGEST_POLL_S = 0.0005, 0.02
-"""Pauses between looks at the store; a wait inside the store cannot be ended from outside."""
+"""Pauses between polls of the store. Polling is used because a wait inside the store cannot be interrupted."""
 
 
 class _Order(msgspec.Struct, frozen=True, tag=True):
-    """Every rank carries it out, rank 0 included, and all of them before the next one."""
+    """Order that every rank, including rank 0, carries out before the next one."""
 
 
 class Open(_Order, frozen=True, tag=True):
@@ -48,37 +48,37 @@ class Open(_Order, frozen=True, tag=True):
 
     job: str
     spec: str
-    """The job's configuration, JSON."""
+    """Job config as JSON."""
     simulator: EnvSpec | None = None
-    """Of an embodied job."""
+    """Facts of the simulator; None for a language job."""
 
 
 class WarmStart(_Order, frozen=True, tag=True):
-    """Train on reference answers."""
+    """Train on reference answers or demonstrations."""
 
 
 class Load(_Order, frozen=True, tag=True):
-    """Read the checkpoint in this directory."""
+    """Load the checkpoint in a directory."""
 
     path: str
 
 
 class Train(_Order, frozen=True, tag=True):
-    """Fetch your groups of this batch, vote, make the update."""
+    """Fetch this rank's groups of a batch, vote, and make the update."""
 
     manifest: BatchManifest
 
 
 class Remember(_Order, frozen=True, tag=True):
-    """Copy the state."""
+    """Keep a copy of the state in memory."""
 
 
 class Recall(_Order, frozen=True, tag=True):
-    """Go back to the copy."""
+    """Restore the remembered copy."""
 
 
 class Forget(_Order, frozen=True, tag=True):
-    """Free the copy."""
+    """Free the remembered copy."""
 
 
 class Publish(_Order, frozen=True, tag=True):
@@ -86,18 +86,18 @@ class Publish(_Order, frozen=True, tag=True):
 
 
 class Save(_Order, frozen=True, tag=True):
-    """Copy the state and begin to write it."""
+    """Copy the state and start to write it."""
 
     number: int
     token: str
 
 
 class Close(_Order, frozen=True, tag=True):
-    """Forget the job."""
+    """Free the models of the job."""
 
 
 class Leave(_Order, frozen=True, tag=True):
-    """End the process."""
+    """End the follower."""
 
 
 Order = Open | WarmStart | Load | Train | Remember | Recall | Forget | Publish | Save | Close | Leave
@@ -106,7 +106,7 @@ _decoder = msgspec.msgpack.Decoder(Order)
 
 
 class Orders:
-    """Both ends: rank 0 gives, the others take, in the same order on every rank."""
+    """Both ends of the orders: rank 0 gives, the followers take, in the same order on every rank."""
 
     def __init__(self, store: Store, *, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
@@ -114,10 +114,10 @@ class Orders:
         self._stopped = threading.Event()
 
     def give(self, order: Order) -> None:
-        """Tell every follower. Blocks shortly.
+        """Send an order to every follower. Blocks briefly.
 
         Raises:
-            RankLost: the store is gone.
+            RankLost: the store is lost.
         """
         self._number += 1
         data = msgspec.msgpack.encode(order)
@@ -128,10 +128,10 @@ class Orders:
             raise RankLost(f"order {self._number} could not be given: {_first_line(error)}") from error
 
     def wait_until_taken(self, deadline_s: float) -> None:
-        """Before the process that keeps the store ends: give the followers time to read the last order.
+        """Wait up to ``deadline_s`` until followers have read the last order, before the store's process ends.
 
         Raises:
-            RankLost: the store is gone.
+            RankLost: the store is lost.
         """
         until = time.monotonic() + deadline_s
         try:
@@ -142,10 +142,10 @@ class Orders:
             raise RankLost(f"order {self._number} was not seen to be taken: {_first_line(error)}") from error
 
     def take(self) -> Order | None:
-        """The next order; blocks until there is one. None once ``stop`` was called.
+        """Wait for the next order and return it; None after ``stop``. Blocks.
 
         Raises:
-            RankLost: rank 0 is gone.
+            RankLost: rank 0 is lost.
         """
         self._number += 1
         key, pause_s = self._key(self._rank), FIRST_POLL_S
@@ -162,7 +162,7 @@ class Orders:
         return order
 
     def stop(self) -> None:
-        """Make ``take`` return."""
+        """Make ``take`` return None."""
         self._stopped.set()
 
     def _key(self, rank: int) -> str:
@@ -170,5 +170,5 @@ class Orders:
 
 
 def _first_line(error: Exception) -> str:
-    """Without the library's stack of addresses."""
+    """Return the message without the library's stack trace."""
     return str(error).strip().split("\n", 1)[0]

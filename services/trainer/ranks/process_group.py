@@ -1,7 +1,7 @@
-"""The ranks of one trainer as a ``Collective``, over torch.distributed.
+"""The ranks of one trainer as a ``Collective`` over torch.distributed.
 
-What crosses the sockets here are raw arrays and msgpack, never pickle. Every wait ends after the deadline or as soon as
-a peer's connection closes, with an error that says what was waited for.
+Only raw arrays and msgpack cross these sockets, never pickle. Every wait ends at the deadline or as soon as a peer's
+connection closes, with an error that names the operation.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = ["Place", "ProcessGroup", "Stages", "World", "join", "place_from_envir
 MEETING_POLL_S = 0.1
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""As torchrun sets them."""
+"""Environment variables as torchrun sets them."""
 _SIGNS = ("gloo", "NCCL", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "timed out")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which of the trainer's processes this is; ``local_rank`` counts those of this host and chooses the GPU."""
+    """Rank and number of ranks of this process. ``local_rank`` counts within this host and selects the GPU."""
 
     rank: int = 0
     size: int = 1
@@ -46,10 +46,10 @@ class Place:
 
 
 def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place:
-    """The place that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT give; none of them: a single process.
+    """Return the place from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them 0 of 1.
 
     Raises:
-        ConfigError: some are missing or make no sense.
+        ConfigError: some variables are missing or invalid.
     """
     given = [name for name in VARIABLES if environment.get(name)]
     if not given:
@@ -69,7 +69,7 @@ def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place
 
 
 class Stages:
-    """Stages that a rank passes together with the others, nested. One thread enters and leaves them, others read."""
+    """Nested stages that all ranks pass together. One thread enters and leaves them; others read."""
 
     def __init__(self) -> None:
         self.entered = 0
@@ -81,7 +81,7 @@ class Stages:
 
     @contextmanager
     def inside(self, what: str) -> Iterator[None]:
-        """Be in stage ``what`` for the length of the block."""
+        """Enter stage ``what`` for the duration of the block."""
         before, self._open = self._open, (*self._open, what)
         self.entered += 1
         try:
@@ -109,7 +109,7 @@ class ProcessGroup:
         return [{name: np.frombuffer(data, dtype).copy() for name, (dtype, data) in part.items()} for part in parts]
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
-        """See ``Collective``. Added in rank order, so that every rank gets the same bits."""
+        """See ``Collective``. Adds in rank order, so that every rank gets the same bits."""
         parts = self._numbers(values)
         return {name: sum(part[name] for part in parts) for name in values}
 
@@ -128,10 +128,10 @@ class ProcessGroup:
 
     @contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Turn failures of the connection between ranks into an error that names ``what`` was under way.
+        """Convert connection failures between ranks to an error that names the operation ``what``.
 
         Raises:
-            RankLost: instead of the library's error.
+            RankLost: in place of the library's error.
         """
         try:
             with self._stages.inside(what):
@@ -152,7 +152,7 @@ class ProcessGroup:
         return parts
 
     def _exchange(self, data: bytes, what: str) -> list[bytes]:
-        """Everybody's bytes in rank order."""
+        """Return the bytes of all ranks in rank order."""
         with self.during(what):
             sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(sizes, torch.tensor([len(data)]), group=self.handle)
@@ -165,32 +165,32 @@ class ProcessGroup:
 
 
 def _cause(error: Exception) -> str:
-    """The library's message, without its advice."""
+    """Return the library's message without its advice."""
     return str(error).strip().split("\n", 1)[0].split(". This is typically", 1)[0] or type(error).__name__
 
 
 class World:
-    """All ranks of the trainer: the group that trains, one that writes checkpoints meanwhile, and the store.
+    """All ranks of the trainer: the training group, a group for concurrent checkpoint writes, and the store.
 
-    ``votes`` carries nothing but votes on errors: a rank that failed waits there, while the others may be anywhere in
-    the collectives of what it failed in.
+    The group ``votes`` carries only votes on errors: a failed rank waits there while others may still be in the
+    collectives of the failed operation.
     """
 
     def __init__(self, place: Place, store: Store, *, deadline_s: float) -> None:
         self.place, self.store, self.deadline_s = place, store, deadline_s
         self.stages, self._writing = Stages(), Stages()
         self.failure = ""
-        """An error of this rank on which the others have not voted yet."""
+        """Error of this rank on which the ranks have not voted yet; '' if none."""
         self.everybody = self._group(range(place.size))
         self.votes = self._group(range(place.size))
         self.checkpoints = self._group(range(place.size), self._writing)
         self._data_parallel = {1: self.everybody}
 
     def data_parallel(self, model_parallel: int) -> ProcessGroup:
-        """The ranks that train different groups, seen from this one; ``model_parallel`` neighbours share a model.
+        """Return this rank's data-parallel group; ``model_parallel`` adjacent ranks share a model.
 
         Raises:
-            ConfigError: the ranks cannot be divided so.
+            ConfigError: the number of ranks is not divisible by ``model_parallel``.
         """
         size = self.place.size
         if size % model_parallel:
@@ -201,25 +201,25 @@ class World:
         return self._data_parallel[model_parallel]
 
     def leave(self) -> None:
-        """Close all connections; the others notice at their next collective."""
+        """Close all connections. Other ranks notice at their next collective."""
         dist.destroy_process_group()
 
     def _group(self, ranks: range, stages: Stages | None = None) -> ProcessGroup:
         timeout = timedelta(seconds=self.deadline_s)
         handle = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
         if self.place.rank not in ranks:
-            return None  # type: ignore[return-value]  # never used: every rank keeps the group that it is in
+            return None  # never used: every rank keeps only its own group
         return ProcessGroup(handle, deadline_s=self.deadline_s, stages=stages or self.stages)
 
 
 def join(place: Place, *, deadline_s: float) -> World:
-    """Meet the other ranks. Tensors on the CPU go by gloo, those on GPUs by NCCL.
+    """Connect to the other ranks. CPU tensors use gloo, GPU tensors NCCL.
 
     Args:
         deadline_s: longest wait for another rank, here and in every collective.
 
     Raises:
-        RankLost: they did not all come.
+        RankLost: not all ranks connected.
     """
     timeout = timedelta(seconds=deadline_s)
     try:
@@ -244,15 +244,15 @@ def join(place: Place, *, deadline_s: float) -> World:
 
 
 def store_of_this_start(store: Store, place: Place, *, deadline_s: float) -> Store:
-    """torchrun has one store for all starts of its ranks: here is nothing that ranks of an earlier start left there.
+    """Return a part of torchrun's store without entries of earlier starts; torchrun keeps one store for all.
 
-    Rank 0 names each start. The others sign up below the newest name and go over to a newer one; they may have found
-    one of an earlier start, so it holds only once rank 0 has confirmed the very processes that signed up. What agents
-    tell their ranks would not do: they count restarts each for itself, and not all of the same ones.
+    Rank 0 names each start. The other ranks sign up under the newest name and move to a newer one when it appears. They
+    may have found the name of an earlier start, so a start is valid only once rank 0 has confirmed the processes that
+    signed up. Restart counters of the agents are no substitute: each agent counts its own restarts.
 
     Raises:
-        TimeoutError: some did not come.
-        ConnectionAbortedError: this is rank 0, and another one has started since.
+        TimeoutError: some ranks did not sign up.
+        ConnectionAbortedError: this is rank 0, and another rank 0 has started since.
     """
     board: Store = dist.PrefixStore("starts", store)  # type: ignore[attr-defined]
     own, start = uuid.uuid4().hex, ""
@@ -274,7 +274,7 @@ def store_of_this_start(store: Store, place: Place, *, deadline_s: float) -> Sto
 
 
 def _confirmed(board: Store, start: str, place: Place, own: str) -> bool:
-    """True if rank 0 has seen this process at ``start``; as rank 0, confirm everybody once all are there."""
+    """Return True if rank 0 has confirmed this process at ``start``. Rank 0 confirms once all ranks have signed up."""
     signed, confirmed = _signatures(start, place.size), f"{start}/confirmed"
     if place.rank == 0 and board.check(signed):
         board.set(confirmed, " ".join(board.get(key).decode() for key in signed))

@@ -1,4 +1,4 @@
-"""Tensors cut by rows over the ranks of a mesh: DTensors with placement ``Shard(0)``."""
+"""Tensors sharded by rows over the ranks of a mesh: DTensors with placement ``Shard(0)``."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ __all__ = ["as_sharded", "gathered", "is_sharded", "local_part", "own_rows", "ro
 
 
 def own_rows(num_rows: int, rank: int, ranks: int) -> slice:
-    """The rows that a rank holds: equal runs, rounded up, so that the last ranks may have fewer or none."""
+    """Return the rows of a rank: equal runs, rounded up, so that the last ranks may have fewer or none."""
     most = -(-num_rows // ranks)
     start = min(rank * most, num_rows)
     return slice(start, min(start + most, num_rows))
 
 
 def rows_of_mesh(num_rows: int, mesh: DeviceMesh) -> slice:
-    """The rows that this rank of a one-dimensional ``mesh`` holds."""
+    """Return the rows of this rank in a one-dimensional ``mesh``."""
     return own_rows(num_rows, mesh.get_local_rank(), mesh.size())
 
 
 def as_sharded(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> DTensor:
-    """This rank's rows as a part of the whole tensor of ``shape``; shares memory with ``local``."""
+    """Return this rank's rows as a DTensor of ``shape``; shares memory with ``local``."""
     stride = torch.empty(shape, device="meta", dtype=torch.float32).stride()
     return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def gathered(local: Tensor, mesh: DeviceMesh, shape: torch.Size) -> Tensor:
-    """The whole tensor of ``shape`` of which this rank holds ``local``; a collective."""
+    """Return the whole tensor of ``shape`` of which this rank holds ``local``; a collective."""
     return as_sharded(local, mesh, shape).full_tensor()
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """True if a rank holds only a part of it."""
+    """Return True if ``tensor`` is sharded over ranks."""
     return isinstance(tensor, DTensor)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """The part of ``tensor`` that this rank holds; shares its memory."""
+    """Return this rank's part of ``tensor``; shares its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

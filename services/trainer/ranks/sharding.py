@@ -1,6 +1,6 @@
-"""Which rank trains which groups of a batch.
+"""Assignment of the groups of a batch to ranks.
 
-A pure function of sizes: every rank, and every replay, cuts the batch at the same places.
+A pure function of sizes: every rank, and every replay, divides a batch in the same way.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class BatchShard(Generic[AnyGroup]):
 
     Attributes:
         groups: in manifest order.
-        positions: place of each in the batch, ascending.
-        num_groups: groups of the whole batch.
-        hyperparameters: those that the batch was sealed with; None: those of the job file.
-        objectives: of every group of the whole batch; empty: all are for the policy loss.
-        baselines: values that the batch was sealed with, of every group of it; empty: there are none.
-        weights: factors of the advantages of every group of it; empty: 1.
-        start_version: that the batch trains; None: every token counts as one of it.
+        positions: index of each group in the batch, ascending.
+        num_groups: number of groups in the whole batch.
+        hyperparameters: hyperparameters that the batch was sealed with; None: those of the job config.
+        objectives: objective of every group of the whole batch; empty: all use the policy loss.
+        baselines: sealed baseline of every group of the whole batch; empty: none.
+        weights: advantage factor of every group of the whole batch; empty: 1.
+        start_version: policy version that the batch trains; None: every token counts as one of that version.
     """
 
     groups: list[AnyGroup]
@@ -49,12 +49,12 @@ class BatchShard(Generic[AnyGroup]):
 
     @classmethod
     def whole(cls, groups: Sequence[AnyGroup]) -> BatchShard[AnyGroup]:
-        """The shard of a single rank: everything."""
+        """Return the shard of a single rank, with all groups."""
         objectives = tuple(group.objective for group in groups)
         return cls(list(groups), list(range(len(groups))), len(groups), objectives=objectives)
 
     def of(self, objective: Objective) -> BatchShard[AnyGroup]:
-        """The groups of one objective as a batch of their own, the same cut on every rank."""
+        """Return the groups of one objective as a batch of their own, equally divided on every rank."""
         every = self.objectives or ("policy",) * self.num_groups
         mine = [position for position, one in enumerate(every) if one == objective]
         places = {position: place for place, position in enumerate(mine)}
@@ -70,7 +70,7 @@ class BatchShard(Generic[AnyGroup]):
 def owners(
     group_tokens: Sequence[int], objectives: Sequence[Objective], *, minibatches: int, ranks: int
 ) -> NDArray[np.int64]:
-    """Rank of each group, int64 [groups]: ``assign`` for each objective by itself, as their losses are computed."""
+    """Return the rank of each group, int64 [groups]: ``assign`` per objective, because each has its own loss."""
     owner = np.zeros(len(group_tokens), np.int64)
     tokens, kinds = np.asarray(group_tokens, np.int64), np.array(objectives, np.str_)
     for objective in dict.fromkeys(objectives):
@@ -80,13 +80,15 @@ def owners(
 
 
 def assign(group_tokens: Sequence[int], *, minibatches: int, ranks: int) -> NDArray[np.int64]:
-    """Rank of each group, so that the ranks of every minibatch have about the same number of tokens.
+    """Return the rank of each group, so that the ranks have about the same number of tokens in every minibatch.
 
-    Longest first to the rank that has least (Graham, 1969: at most 4/3 of the best makespan). A group is never split.
+    Assigns the longest group first to the rank with the least tokens (Graham, 1969: at most 4/3 of the best makespan).
+    A group is never split.
 
     Args:
-        group_tokens: tokens of each group, prompts once per trajectory included, in manifest order.
-        minibatches: the batch is cut into this many contiguous runs of groups, as ``packing.minibatches`` does.
+        group_tokens: tokens of each group in manifest order, prompts counted once per trajectory.
+        minibatches: number of contiguous runs of groups into which the batch is split, as in
+            ``minibatches.minibatches``.
 
     Returns:
         int64 [groups].
