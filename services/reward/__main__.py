@@ -1,4 +1,4 @@
-"""``python -m penstock.services.reward``."""
+"""Entry point of the reward service: ``python -m penstock.services.reward``."""
 
 from penstock.services.reward.service import RewardService
 from penstock.shared.runtime.service import run_service

@@ -17,13 +17,13 @@ _MAX_BYTES = 256 << 20
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag="open"):
-    """First message: the scorers, as configuration (`RewardConfig.scorers`)."""
+    """First message: configs of the scorers (`RewardConfig.scorers`)."""
 
     scorers: list[dict[str, Any]]
 
 
 class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
-    """Score these completions of one prompt, in order, answering each on its own."""
+    """Request to score completions of one prompt in order. The process sends one ``Result`` per completion."""
 
     prompt: str
     completions: list[str]
@@ -32,14 +32,14 @@ class Score(msgspec.Struct, frozen=True, array_like=True, tag="score"):
 
 
 class Opened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
-    """The scorers are ready, or why not; ``about`` is what they say of themselves, by name."""
+    """Reply to ``Open``: an error or '', and the scorers' descriptions by name."""
 
     error: str = ""
     about: dict[str, str] = {}
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True, tag="result"):
-    """Completion ``index`` took ``seconds``: one finite score per scorer, or an error and no scores."""
+    """Result of completion ``index``: one finite score per scorer, or an error and no scores; ``seconds`` it took."""
 
     index: int
     scores: list[float]
@@ -54,24 +54,24 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: ToProcess | FromProcess) -> bytes:
-    """One message with its length before it."""
+    """Encode one message with a length prefix."""
     body = _encoder.encode(message)
     return _LENGTH.pack(len(body)) + body
 
 
 class Decoder:
-    """Cuts a byte stream into messages."""
+    """Splits a byte stream into messages."""
 
     def __init__(self, kind: Any) -> None:
-        """``kind`` is ``ToProcess`` or ``FromProcess``."""
+        """Decode messages of ``kind``: ``ToProcess`` or ``FromProcess``."""
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages completed by ``data``.
+        """Yield the messages completed by ``data``.
 
         Raises:
-            ProtocolError: the bytes are not such messages.
+            ProtocolError: a message exceeds the size limit or does not decode.
         """
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:

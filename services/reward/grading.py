@@ -1,4 +1,4 @@
-"""Grades one answer on request, outside of any job: for people who try a grader before they train with it."""
+"""Grading of one answer on request, outside of jobs, so that users can test a grader before training with it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["GradingService"]
 
 QUEUE = "reward"
 MAX_CONCURRENT = 2
-"""Each request starts a process of its own."""
+"""Requests graded at once. Each starts its own process."""
 MAX_WAITING = 16
-"""Requests that wait for their turn; more are refused."""
+"""Requests that may wait; further ones are refused."""
 _TAKEN = 4 * (MAX_CONCURRENT + MAX_WAITING)
-"""Read at once, so that what is too much is refused at once."""
+"""Requests read from the bus at once, so that excess requests are refused without delay."""
 
 
 class GradingService:
-    """Every request runs in a process that is killed at the deadline."""
+    """Serves grading requests. Each runs in its own process, which is killed at the deadline."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -37,7 +37,7 @@ class GradingService:
         self._waiting = 0
 
     async def open(self) -> Server:
-        """Begin to serve."""
+        """Start serving."""
         return await self._bus.serve(subjects.GRADE, self._on_request, queue=QUEUE, max_concurrent=_TAKEN)
 
     async def _on_request(self, data: bytes) -> bytes:
@@ -62,7 +62,7 @@ async def grade(request: GradeRequest) -> GradeReply:
     """Open the scorers and score the sample, if there is one.
 
     Raises:
-        ProtocolError: these are no scorers.
+        ProtocolError: the scorer configs are invalid.
     """
     started = time.monotonic()
     try:
@@ -79,7 +79,7 @@ async def grade(request: GradeRequest) -> GradeReply:
             process.submit(Score(request.prompt, [request.sample], request.answer, request.item))
             result = await process.result(request.deadline_s)
             scores, problem = result.scores, result.error
-    except ScoringError as error:  # killed at the deadline, or died
+    except ScoringError as error:  # killed at the deadline, or crashed
         problem = error_text("unresponsive_reward_error", str(error))
     finally:
         await process.kill()
@@ -87,5 +87,5 @@ async def grade(request: GradeRequest) -> GradeReply:
 
 
 def _told(problem: str) -> str:
-    """An error with its kind, also where it comes from outside a grader."""
+    """Return the error text with a kind, also if the error comes from outside a grader; '' without an error."""
     return error_text(*split_error(problem)) if problem else ""

@@ -1,4 +1,4 @@
-"""A pool of scorer processes for one job: groups in, one reward or one reason per completion out."""
+"""Pool of scorer processes for one job, which returns a reward or an error for each completion of a group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RETRY_OPEN_S = 5.0
 
 
 class Refusal(NamedTuple):
-    """Why the scorers cannot be opened, since when, and when that was last tried (Unix seconds)."""
+    """Error that prevents opening the scorers, its start, and the last attempt (Unix seconds)."""
 
     error: str
     since: float
@@ -34,14 +34,14 @@ class Refusal(NamedTuple):
 
 @dataclass(slots=True)
 class _Sheet:
-    """Scores of a group so far; a completion without scores has failed."""
+    """Scores of a group so far; a completion without scores counts as failed."""
 
     num_completions: int
     scores: dict[int, list[float]] = field(default_factory=dict)
     errors: dict[int, str] = field(default_factory=dict)
 
     def reply(self, names: list[str], total: Callable[[list[float]], float]) -> ScoreReply:
-        """Rewards by ``total``; failed completions carry 0 everywhere."""
+        """Build the reply with rewards by ``total``; failed completions have 0 in all columns."""
         nothing = [0.0] * len(names)
         rows = [self.scores.get(i, nothing) for i in range(self.num_completions)]
         return ScoreReply(
@@ -53,7 +53,7 @@ class _Sheet:
 
 
 class ScorerPool:
-    """Processes are started once and reused; one that hangs or dies is killed and replaced."""
+    """Starts processes once and reuses them; kills and replaces a process that hangs or dies."""
 
     def __init__(self, config: RewardConfig, num_processes: int) -> None:
         self._config = config
@@ -64,19 +64,19 @@ class ScorerPool:
         self.refused: Refusal | None = None
         """Set while the scorers cannot be opened."""
         self.about: dict[str, str] = {}
-        """Reports of the open scorers on themselves, by name: digests, mechanisms, addresses."""
+        """Descriptions of the open scorers by name: digests, mechanisms, addresses."""
         for _ in range(num_processes):
             self._slots.put_nowait(None)
 
     async def start(self) -> None:
-        """Start all processes now, so that no group waits for imports. A failure shows in ``refused``."""
+        """Start all processes, so that no group waits for imports. A failure is stored in ``refused``."""
         slots = [self._slots.get_nowait() for _ in range(self._slots.qsize())]
         async with asyncio.TaskGroup() as tasks:
             for slot in slots:
                 tasks.create_task(self._warm(slot))
 
     async def close(self) -> None:
-        """Kill all processes. Call it when no group is being scored."""
+        """Kill all processes. Call it only while no group is being scored."""
         async with asyncio.TaskGroup() as tasks:
             while not self._slots.empty():
                 process = self._slots.get_nowait()
@@ -84,10 +84,10 @@ class ScorerPool:
                     tasks.create_task(process.kill())
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
-        """Score a group. Never raises for what a scorer does: a failed completion says so in the reply.
+        """Score a group. Never raises for scorer failures: a failed completion has its error in the reply.
 
-        A group goes to one process in one message; where scorers are declared slow, each completion goes alone, unless
-        one of them works on whole groups.
+        A group goes to one process in one message. With scorers declared slow, each completion goes to a process by
+        itself, unless one of the scorers works on whole groups.
         """
         sheet = _Sheet(len(request.completions))
         indices = list(range(sheet.num_completions))
@@ -103,7 +103,7 @@ class ScorerPool:
                 tasks.create_task(self._score_together(request, [index], sheet))
 
     async def _score_together(self, request: ScoreRequest, indices: Sequence[int], sheet: _Sheet) -> None:
-        """Score in one process; what a lost process leaves over is scored apart."""
+        """Score in one process; score completions that a lost process left over one by one."""
         try:
             process = await self._take()
         except TimeoutError:
@@ -127,7 +127,7 @@ class ScorerPool:
             await self._score_apart(request, left, sheet)
 
     async def _take(self) -> ScorerProcess | None:
-        """A slot with its process, if it still has one. Raises TimeoutError when all stay busy."""
+        """Return a slot with its process, or None without a live one. Raises TimeoutError if all stay busy."""
         if self._slots.empty():
             async with asyncio.timeout(_QUEUE_LIMIT_S):
                 process = await self._slots.get()
@@ -138,7 +138,7 @@ class ScorerPool:
     async def _run(
         self, process: ScorerProcess, request: ScoreRequest, indices: Sequence[int], sheet: _Sheet
     ) -> Sequence[int] | None:
-        """Fill the sheet; None when the process is fine, else the completions that were not reached."""
+        """Fill the sheet. Return None if the process is healthy, else the completions that it did not score."""
         limit_s = self._config.timeout_s
         completions = [request.completions[i] for i in indices]
         process.submit(Score(request.prompt, completions, request.answer, row_for(request.row, indices)))
@@ -155,7 +155,7 @@ class ScorerPool:
         return None
 
     def _problem(self, result: Result) -> str:
-        """Why a result cannot be used; empty when it can."""
+        """Return why a result is unusable; '' if it is usable."""
         if result.error:
             return result.error
         if result.seconds > self._config.timeout_s:
@@ -165,19 +165,19 @@ class ScorerPool:
         return ""
 
     def _total(self, scores: Sequence[float]) -> float:
-        """The reward: sum of weight times score."""
+        """Return the reward: the sum of weight times score."""
         return sum(weight * score for weight, score in zip(self._weights, scores, strict=True))
 
     async def _warm(self, process: ScorerProcess | None) -> None:
         try:
             process = process or await self._open()
         except ScoringError:
-            process = None  # kept in `refused`, and the answer to every request
+            process = None  # stored in `refused`, which answers every request
         finally:
             self._slots.put_nowait(process)
 
     async def _open(self) -> ScorerProcess:
-        """A new process. A refusal is repeated for a while before it is tried again.
+        """Start a process. A recent refusal is raised again without a new attempt.
 
         Raises:
             ScoringError: the scorers cannot be opened.

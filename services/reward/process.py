@@ -1,4 +1,4 @@
-"""The service's handle of one scorer process: start, feed, wait with a limit, kill."""
+"""Handle of the reward service for one scorer process: start, submit, wait with a limit, kill."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CATCH_UP_S = 0.01
 
 
 class _Channel(asyncio.Protocol):
-    """Received messages, and one waiter for the next."""
+    """Queue of received messages with one waiter for the next."""
 
     def __init__(self) -> None:
         self.messages: deque[Opened | Result] = deque()
@@ -47,7 +47,7 @@ class _Channel(asyncio.Protocol):
             self._waiter.set_result(None)
 
     async def next(self, limit_s: float) -> Opened | Result | None:
-        """The next message, or None when the channel closed. Raises TimeoutError after ``limit_s``."""
+        """Return the next message; None if the channel closed. Raises TimeoutError after ``limit_s``."""
         while not self.messages:
             if self.closed:
                 return None
@@ -56,29 +56,29 @@ class _Channel(asyncio.Protocol):
                 async with asyncio.timeout(limit_s):
                     await self._waiter
             except TimeoutError:
-                await asyncio.sleep(_CATCH_UP_S)  # this event loop may have lagged: look at what lies in the socket
+                await asyncio.sleep(_CATCH_UP_S)  # a lagging event loop reads the socket
                 if not self.messages and not self.closed:
                     raise
         return self.messages.popleft()
 
 
 class ScorerProcess:
-    """One running ``worker.py``. Not shared: one group at a time."""
+    """One running ``worker.py``. Used for one group at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process, transport: asyncio.Transport, channel: _Channel) -> None:
-        """Use ``start``."""
+        """Wrap a running process; use ``start`` to create one."""
         self._process = process
         self._transport = transport
         self._channel = channel
         self.about: dict[str, str] = {}
-        """Reports of the open scorers on themselves, by name."""
+        """Descriptions of the open scorers by name."""
 
     @classmethod
     async def start(cls, config: RewardConfig) -> ScorerProcess:
         """Start a process and open the scorers in it.
 
         Raises:
-            ScoringError: a scorer cannot be opened; says why.
+            ScoringError: a scorer cannot be opened; the text gives the reason.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -86,9 +86,9 @@ class ScorerProcess:
                 sys.executable,
                 *("-m", "penstock.services.reward.worker", str(theirs.fileno()), str(os.getpid())),
                 stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # prints of user code belong to the log
+                stdout=2,  # output of user code goes to the log
                 pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # so that killing it also kills what user code started
+                start_new_session=True,  # killing the group then also kills processes of user code
             )
         ours.setblocking(False)
         transport, channel = await asyncio.get_running_loop().create_unix_connection(_Channel, sock=ours)
@@ -119,23 +119,23 @@ class ScorerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id; also its process group."""
+        """Process id, equal to the process group id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """False once the process is known to be gone."""
+        """False once the process is known to have ended."""
         return not self._channel.closed and self._process.returncode is None
 
     def submit(self, request: Score) -> None:
-        """Send completions to score; then await ``result`` once for each."""
+        """Send completions to score. The caller then awaits ``result`` once per completion."""
         self._transport.write(encode(request))
 
     async def result(self, limit_s: float) -> Result:
-        """Result of the next completion, whose scoring starts now.
+        """Wait for the result of the next completion, whose scoring starts now.
 
         Raises:
-            ScoringError: it took longer than ``limit_s`` or the process died. Only ``kill`` may follow.
+            ScoringError: the result took longer than ``limit_s``, or the process died. Only ``kill`` may follow.
         """
         try:
             result = await self._channel.next(limit_s)
@@ -147,8 +147,8 @@ class ScorerProcess:
         return result
 
     async def kill(self) -> None:
-        """SIGKILL the process and everything it started; returns when it is gone."""
-        with contextlib.suppress(ProcessLookupError):  # it died a moment ago and left nobody behind
+        """Send SIGKILL to the process and all its children, and wait for its end."""
+        with contextlib.suppress(ProcessLookupError):  # the whole group has just ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._transport.abort()
         await self._exit_code()

@@ -1,4 +1,4 @@
-"""The reward process: a session for every job that runs, and graders on request."""
+"""The reward process: runs a session for every job, and graders on request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["RewardService"]
 
 
 class RewardService:
-    """Opens and closes sessions as jobs come and go."""
+    """Opens and closes sessions as jobs start and end."""
 
     name = "reward"
 
@@ -32,7 +32,7 @@ class RewardService:
             await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session)
 
     async def _run_session(self, job: str, config: TextJob) -> None:
-        if self._draining or not config.reward.scorers:  # an online job that measures nothing
+        if self._draining or not config.reward.scorers:  # an online job without measurements
             return
         session = RewardSession(self.bus, self.settings, job, config)
         self.sessions[job] = session
@@ -43,7 +43,7 @@ class RewardService:
             self.sessions.pop(job, None)
 
     async def drain(self) -> None:
-        """Finish what is being scored, take nothing new."""
+        """Finish requests and groups in progress; accept no new ones."""
         self.ready = False
         self._draining = True
         sessions = list(self.sessions.values())
@@ -53,5 +53,5 @@ class RewardService:
             await session.ended.wait()
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Per job."""
+        """Return the heartbeat entries by job."""
         return {job: session.status() for job, session in self.sessions.items()}

@@ -35,21 +35,21 @@ FAILED = metrics.counter("reward_completions_failed", "Completions whose scorer 
 
 QUEUE = "reward"
 ACK_WAIT_S = 5.0
-"""A group whose scorer gives no sign for this long goes to another reward service."""
+"""Lease in seconds: a group without a lease extension for this long goes to another reward service."""
 MAX_DELIVER = 5
 FETCH_WAIT_S = 1.0
 PUBLISH_DEADLINE_S = 5.0
 SLOWEST_BYTES_PER_S = 4 << 20
-"""A large group gets more time than a small one."""
+"""Assumed slowest upload, which gives a large group a longer deadline."""
 UNREADABLE_PAUSE_S = 0.5
 CLOSE_S = 0.5
 MAX_PROCESSES = 4
 REMEMBER_S = 15.0
-"""An answer is kept this long for a requester that did not get it."""
+"""Seconds for which a reply is kept for a requester that did not receive it."""
 
 
 def num_processes(config: RewardConfig) -> int:
-    """Scorer processes of one job: as configured, else one per core that this process may use, at most four."""
+    """Return the number of scorer processes of one job: as configured, else one per usable core, at most four."""
     return config.processes or max(1, min(MAX_PROCESSES, len(os.sched_getaffinity(0))))
 
 
@@ -60,7 +60,7 @@ class RewardSession:
         self._bus, self._settings, self.job, self.config = bus, settings, job, config
         self._pool = ScorerPool(config.reward, num_processes(config.reward))
         self.ended = asyncio.Event()
-        """Set by the owner when ``run`` is over."""
+        """Set by the owner when ``run`` has ended."""
         self._draining = asyncio.Event()
         self._blocked: tuple[float, str, str] | None = None
         self._holds: dict[str, int] = {}
@@ -72,7 +72,7 @@ class RewardSession:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until cancelled. Scorers that cannot be opened are reported in every answer and tried again."""
+        """Serve until cancelled. While the scorers cannot be opened, every reply says so, and opening is retried."""
         try:
             await self._pool.start()
             if self._pool.refused is not None:
@@ -86,17 +86,17 @@ class RewardSession:
             finally:
                 await server.close(self._settings.drain_s if self._draining.is_set() else CLOSE_S)
         finally:
-            await end_tasks(list(self._asked.values()))  # nobody waits for them any more; each holds a process
+            await end_tasks(list(self._asked.values()))  # no requester waits any more, and each task holds a process
             await self._pool.close()
 
     def drain(self) -> None:
-        """Take no more requests and groups; ``run`` ends once those in hand are done."""
+        """Accept no more requests and groups; ``run`` ends once those in progress are done."""
         self._draining.set()
 
     # -- fast: request and reply -------------------------------------------------------------------------------------
 
     async def _on_request(self, data: bytes) -> bytes:
-        """Score once per request id: who asks again (its patience is shorter than a slow scorer) joins the first."""
+        """Score once per request id: a repeated request (its timeout is shorter than a slow scorer) joins the first."""
         request, envelope = unpack(data, ScoreRequest)
         if not envelope.id:
             return pack(await self._score(request), job=self.job)
@@ -152,7 +152,7 @@ class RewardSession:
     async def _work(self, delivery: Delivery) -> None:
         """Score one group and move it to EXPERIENCE; the lease is extended meanwhile.
 
-        A group that cannot be read is given back: after its last delivery it becomes a dead letter.
+        A group that cannot be read is rejected (nak); after its last delivery it becomes a dead letter.
         """
         try:
             parts = count_of(delivery.headers)
@@ -174,7 +174,7 @@ class RewardSession:
             self._holds.pop(key, None)
 
     async def _payload(self, delivery: Delivery, parts: int) -> bytes:
-        """The delivered message, with the parts that follow it.
+        """Return the data of the delivered message and of the parts that follow it.
 
         Raises:
             ProtocolError: parts are missing.
@@ -187,13 +187,13 @@ class RewardSession:
         return found[delivery.seq].data
 
     async def _delete(self, seqs: Iterable[int]) -> None:
-        """Delete the parts of a group that is done; what stays goes with the job."""
+        """Delete the parts of a finished group; parts that remain are deleted with the job."""
         with contextlib.suppress(Unavailable):
             for seq in seqs:
                 await self._bus.delete_message(subjects.RAW, seq)
 
     async def _publish(self, group: Group) -> None:
-        """Returns once the group is durable; waits while the stream is full or the bus is away."""
+        """Publish a group and return once it is durable. Retries while the stream is full or the bus is unavailable."""
         data, header = encode_group(group)
         subject = subjects.experience(self.job)
         msg_id = f"{self.job}:{group.draw}:{group.attempt}:scored"
@@ -213,7 +213,7 @@ class RewardSession:
     # -- what others see ---------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """This process's entry for the job, for its heartbeat."""
+        """Return this process's entry for the job, for its heartbeat."""
         row: dict[str, Any] = {
             **self._counts,
             "running": self._busy,
@@ -232,10 +232,10 @@ class RewardSession:
 
 
 def request_of(group: Group) -> ScoreRequest:
-    """The score request of an unscored group.
+    """Return the score request of an unscored group.
 
     Raises:
-        ProtocolError: its meta data lacks the texts.
+        ProtocolError: its metadata lacks the texts.
     """
     meta = group.meta
     try:
@@ -253,7 +253,7 @@ def request_of(group: Group) -> ScoreRequest:
 
 @contextlib.asynccontextmanager
 async def _kept(delivery: Delivery) -> AsyncIterator[None]:
-    """Extend a lease for as long as the block runs."""
+    """Extend the lease of a delivery while the block runs."""
 
     async def extend() -> None:
         while True:

@@ -1,7 +1,7 @@
-"""A scorer process: opens scorers, scores completions one by one, may be killed at any moment.
+"""A scorer process: opens scorers and scores completions one by one. May be killed at any moment.
 
 Started by ``process.py`` as ``python -m penstock.services.reward.worker FD PARENT``; FD is its end of a socket pair, so
-whatever user code prints goes to standard error and cannot reach the channel.
+output of user code goes to standard error and cannot reach the channel.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Named = list[tuple[str, Scorer | GroupScorer]]
 def main() -> None:
     """Serve one channel until it closes."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    os.set_inheritable(descriptor, False)  # a child of user code must not keep the channel open
+    os.set_inheritable(descriptor, False)  # a child process of user code must not keep the channel open
     _die_with(parent)
     channel = socket.socket(fileno=descriptor)
     scorers: Named = []
@@ -67,13 +67,13 @@ def _open(message: Open) -> tuple[Named, str]:
             scorers.append((config.name or config.type, open_scorer(config)))
         except ScoringError as error:
             return [], str(error)
-        except (Exception, SystemExit) as error:  # code of the user may raise anything while it is imported
+        except (Exception, SystemExit) as error:  # user code may raise anything on import
             return [], _describe(f"opening scorer '{config.name or config.type}'", error)
     return scorers, ""
 
 
 def _results(scorers: Named, request: Score) -> Iterator[Result]:
-    """One result per completion. What works on whole groups goes first, in the time of the first completion."""
+    """Yield one result per completion. Group scorers run first, within the time of the first completion."""
     started = time.monotonic()
     columns = {
         place: _column(name, scorer, request)
@@ -86,13 +86,13 @@ def _results(scorers: Named, request: Score) -> Iterator[Result]:
 
 
 def _column(name: str, scorer: GroupScorer, request: Score) -> Sequence[float | ScoringError]:
-    """The scores of one scorer for a whole group; where it fails, all of them have failed."""
+    """Return the scores of one scorer for a whole group; its failure fails all completions."""
     size = len(request.completions)
     try:
         scores = scorer.score_group(request.prompt, request.completions, request.answer, request.row)
     except ScoringError as error:
         return [error] * size
-    except (Exception, SystemExit) as error:  # a library below it may raise anything
+    except (Exception, SystemExit) as error:  # a library that it uses may raise anything
         return [ScoringError(_describe(f"scorer '{name}'", error))] * size
     assert len(scores) == size, f"{name} scored {len(scores)} of {size} completions"
     return scores
@@ -101,7 +101,7 @@ def _column(name: str, scorer: GroupScorer, request: Score) -> Sequence[float | 
 def _score(
     scorers: Named, columns: Mapping[int, Sequence[float | ScoringError]], request: Score, index: int, started: float
 ) -> Result:
-    """Scores of one completion; the first scorer that fails, fails it."""
+    """Return the scores of one completion; the first scorer that fails, fails the completion."""
     scores: list[float] = []
     problem = ""
     for place, (name, scorer) in enumerate(scorers):
@@ -113,7 +113,7 @@ def _score(
             scores.append(_number(value, name))
         except ScoringError as error:
             problem = str(error)
-        except (Exception, SystemExit) as error:  # code of the user may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             problem = _describe(f"scorer '{name}'", error)
         if problem:
             scores = []
@@ -139,7 +139,7 @@ def _describe(what: str, error: BaseException) -> str:
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the service dies: user code that hangs would not notice a closed channel."""
+    """Make the kernel send SIGKILL when the service dies, because hanging user code ignores a closed channel."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

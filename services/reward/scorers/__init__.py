@@ -1,4 +1,7 @@
-"""Scorers. To add one: a class in ``shared/config/rewards/scorers.py``, one file here, one line in ``open_scorer``."""
+"""Scorers of the reward service.
+
+To add one: a class in ``shared/config/rewards/scorers.py``, a module here, and a line in ``open_scorer``.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +42,10 @@ _TYPES: dict[type, Callable[[Any], Scorer | GroupScorer]] = {
 
 
 def open_scorer(config: ScorerConfig) -> Scorer | GroupScorer:
-    """The scorer of a configuration. May run code of the user and load a model: call it in a worker process.
+    """Open the scorer of a config. May run user code and load a model: call it in a worker process.
 
     Raises:
-        ScoringError: the scorer cannot be opened, with what to do.
+        ScoringError: the scorer cannot be opened; the text says what to do.
     """
     if isinstance(config, JudgeScorer | HttpScorer | RewardModelScorer | GraderScorer):
         return _open_group_scorer(config)
@@ -50,7 +53,7 @@ def open_scorer(config: ScorerConfig) -> Scorer | GroupScorer:
 
 
 def _open_group_scorer(config: JudgeScorer | HttpScorer | RewardModelScorer | GraderScorer) -> GroupScorer:
-    """Imported only where they are used: clients and numpy would double the start of every scorer process."""
+    """Import and open a group scorer. Imported on use: clients and numpy double a scorer process's start time."""
     if isinstance(config, RewardModelScorer):
         from penstock.services.reward.scorers.reward_model import RewardModel
 

@@ -1,4 +1,4 @@
-"""Programs against tests, in a sandbox."""
+"""Scorer that runs programs against tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ _FLOAT_TOLERANCE = 1e-9
 
 
 class Code:
-    """1 if the program of a completion passes all tests of the row, or the fraction of them, else 0.
+    """Returns 1 if the completion's program passes all tests of the row, else 0; with ``partial`` the fraction passed.
 
-    A program that fails, crashes, takes too long or tries to get out scores 0. A sandbox that fails, fails the
+    A program that fails, crashes, exceeds its time or attempts to escape scores 0. A failure of the sandbox fails the
     completion.
     """
 
     def __init__(self, config: CodeScorer) -> None:
-        """Raises ScoringError where nothing on this machine contains programs."""
+        """Start the sandbox. Raises ScoringError if this machine supports no sandbox."""
         self._config = config
         try:
             self._sandbox = Sandbox(config)
         except SandboxError as error:
             raise ScoringError(str(error)) from None
         self._judge: Sandbox | None = None
-        """Where statements are executed, once a row has some."""
+        """Sandbox for test statements, started once a row has some."""
         self.about = f"sandbox: {self._sandbox.mechanism}"
 
     def close(self) -> None:
-        """End the sandboxes."""
+        """Close the sandboxes."""
         self._sandbox.close()
         if self._judge is not None:
             self._judge.close()
 
     def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-        """From 0 to 1.
+        """Return a score from 0 to 1.
 
         Raises:
             ScoringError: the row has no usable tests, or the sandbox failed.
@@ -69,7 +69,7 @@ class Code:
             raise ScoringError(str(error)) from None
 
     def _share_passed(self, program: str, tests: Sequence[StatementTest | CallTest | StreamTest]) -> float:
-        """Of the tests, or whether all are passed. Raises SandboxError."""
+        """Return the fraction of tests passed, or 1 or 0 without ``partial``. Raises SandboxError."""
         deadline = time.monotonic() + self._config.time_limit_s
         steps: list[StatementTest | CallTest] = [test for test in tests if not isinstance(test, StreamTest)]
         passed = self._passed_steps(program, steps, deadline)
@@ -81,10 +81,10 @@ class Code:
         return passed / len(tests) if self._config.partial else float(passed == len(tests))
 
     def _passed_steps(self, program: str, tests: Sequence[StatementTest | CallTest], deadline: float) -> int:
-        """Statements and calls, one after another in one run of the program.
+        """Return how many statements and calls pass, one after another in one run of the program.
 
-        Statements decide by themselves whether they pass, so they never share a process with the program. A call only
-        reports a value, which is judged here.
+        Statements decide whether they pass, so they never share a process with the program. A call only reports a
+        value, which this process compares.
         """
         if not tests:
             return 0
@@ -104,7 +104,7 @@ class Code:
         )
 
     def _passes(self, program: str, test: StreamTest, deadline: float) -> bool:
-        """A run of its own. Expected output stays here: a program cannot look for it."""
+        """Return True if a separate run passes. The program cannot see the expected output, which stays here."""
         if time.monotonic() >= deadline:
             return False
         outcome = self._sandbox.run(Job(program, [], ""), test.stdin, _left(deadline))
@@ -112,13 +112,13 @@ class Code:
 
 
 def program_of(completion: str) -> str:
-    """The last fenced block that is marked as Python or not marked, or the whole text."""
+    """Return the last fenced block that is marked as Python or unmarked, or the whole text."""
     blocks = [match["code"] for match in _BLOCK.finditer(completion) if match["language"].lower() in _PYTHON]
     return blocks[-1] if blocks else completion
 
 
 def equal_values(found: Any, wanted: Any) -> bool:
-    """Equality of JSON values; floats within 1e-9, relative or absolute; ``True`` is not 1."""
+    """Return True if two JSON values are equal; floats within 1e-9, relative or absolute; ``True`` is not 1."""
     if isinstance(found, bool) or isinstance(wanted, bool):
         return found is wanted
     if isinstance(found, int | float) and isinstance(wanted, int | float):
@@ -133,10 +133,10 @@ def equal_values(found: Any, wanted: Any) -> bool:
 
 
 def builtins_tested(statements: Sequence[str]) -> list[str]:
-    """Names that are the program's although a builtin has them: the only one, where statements use no other name.
+    """Return the builtin name that statements test, if it is the only name they use; else nothing.
 
-    ``assert sum(10, 15) == 6`` asks for the ``sum`` of a program: nothing else in it could be meant. Where
-    statements name something of a program, their builtins stay Python's: a program could replace ``all``.
+    ``assert sum(10, 15) == 6`` tests the program's ``sum``, because the statement uses nothing else of the program. If
+    statements use other names, their builtins stay Python's: otherwise a program could replace ``all``.
     """
     used, made = set[str](), set[str]()
     try:
@@ -162,7 +162,7 @@ def _is_error(name: str) -> bool:
 
 
 def _float(value: float) -> float:
-    """An integer beyond all floats is as good as infinite."""
+    """Convert to float; an integer beyond the float range becomes infinite."""
     try:
         return float(value)
     except OverflowError:
@@ -180,5 +180,5 @@ def _left(deadline: float) -> float:
 
 
 def _lines(text: str) -> list[str]:
-    """Without blanks at the ends of lines, and empty lines at the end."""
+    """Split into lines without trailing blanks and without empty lines at the end."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

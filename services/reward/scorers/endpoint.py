@@ -1,4 +1,4 @@
-"""A web service that scorers ask: many requests at once, retried while a deadline allows."""
+"""Client of a web service for scorers: concurrent requests, retried until a deadline."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _MAX_REPLY_BYTES = 8 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 8.0
 _QUOTED = 200
 _NOT_TAKEN = {429, 503}
-"""The server says that it did not take the request."""
+"""Status codes by which the server states that it did not process the request."""
 _PASSING = {408, 425, 500, 502, 504} | _NOT_TAKEN
-"""May be better next time, where asking twice does no harm."""
+"""Status codes that may be transient; retried only if a repeated request is harmless."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request body and headers of its own."""
+    """Body and extra headers of one request."""
 
     body: bytes
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class _Passing(Exception):  # noqa: N818  it says what kind of failure it is
-    """A failure that another attempt may not meet."""
+class _Passing(Exception):  # noqa: N818  not an error by itself: another attempt may follow
+    """Raised for a failure that a retry may avoid."""
 
     def __init__(self, text: str, wait_s: float = 0.0) -> None:
         super().__init__(text)
@@ -44,15 +44,16 @@ class _Passing(Exception):  # noqa: N818  it says what kind of failure it is
 
 
 class Endpoint:
-    """POSTs JSON to one address. Keeps its event loop and connections between groups."""
+    """Sends JSON by POST to one address. Keeps its event loop and connections between groups."""
 
     def __init__(
         self, url: str, headers: dict[str, str], *, concurrency: int, timeout_s: float, repeatable: bool
     ) -> None:
-        """``repeatable``: asking again is harmless even where the server may have worked on the first request."""
+        """``repeatable``: a repeated request is harmless even if the server processed the first one."""
         self._url, self._repeatable, self._timeout_s = url, repeatable, timeout_s
         settings = load_settings()
-        # The operator's own model may stand anywhere; an address in a job file may not, unless the operator says so.
+        # The operator's own model may have a private address; an address in a job config needs the operator's
+        # permission.
         own = bool(settings.grader_url) and url.startswith(f"{settings.grader_url.rstrip('/')}/")
         self._private = settings.scorer_private or own
         self._runner = asyncio.Runner()
@@ -61,17 +62,17 @@ class Endpoint:
             timeout=timeout_s,
             limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
             follow_redirects=False,
-            trust_env=self._private,  # a proxy of the environment would resolve names behind the check
+            trust_env=self._private,  # a proxy would resolve names after the address check
         )
         self._concurrency = concurrency
 
     def close(self) -> None:
-        """Drop the connections and the loop."""
+        """Close the connections and the event loop."""
         self._runner.run(self._client.aclose())
         self._runner.close()
 
     def post_all(self, calls: Sequence[Call], deadline_s: float) -> list[bytes | ScoringError]:
-        """The body of each successful (2xx) reply, or why there is none after ``deadline_s`` at the latest."""
+        """Return the body of each successful (2xx) response, or an error after ``deadline_s`` at the latest."""
         return self._runner.run(self._post_all(calls, time.monotonic() + deadline_s))
 
     async def _post_all(self, calls: Sequence[Call], deadline: float) -> list[bytes | ScoringError]:
@@ -102,7 +103,7 @@ class Endpoint:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _post(self, call: Call) -> bytes:
-        """One attempt. Raises ScoringError where another is pointless, else _Passing."""
+        """Make one attempt. Raises _Passing if a retry may help, else ScoringError."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 async with await self._sent(call) as reply:
@@ -122,7 +123,7 @@ class Endpoint:
         raise ScoringError(text)
 
     async def _sent(self, call: Call) -> AbstractAsyncContextManager[httpx.Response]:
-        """The request, to an address that was checked. Raises Unavailable: it may not go there."""
+        """Start the request, to a checked address. Raises Unavailable if the address is not permitted."""
         if self._private:
             return self._client.stream("POST", self._url, content=call.body, headers=call.headers)
         target, netloc, name = await pinned(httpx.URL(self._url), private=False, setting="PENSTOCK_SCORER_PRIVATE")
@@ -139,10 +140,12 @@ class Endpoint:
 
 
 def variable(name: str, what: str) -> str:
-    """A secret from the environment. A job file chooses where it goes, so the deployment says which ones may go.
+    """Return a secret from the environment.
+
+    A job config chooses the secret's destination, so the deployment lists the variables that may be used.
 
     Raises:
-        ScoringError: the variable is not among those of PENSTOCK_SCORER_ENV, or not set in the reward service.
+        ScoringError: the variable is not in PENSTOCK_SCORER_ENV, or not set in the reward service.
     """
     allowed = [one.strip() for one in load_settings().scorer_env.split(",") if one.strip()]
     if name not in allowed:
@@ -157,7 +160,7 @@ def variable(name: str, what: str) -> str:
 
 
 def _retry_after_s(reply: httpx.Response) -> float:
-    """Seconds that the server asks for; dates and nonsense count as nothing."""
+    """Return the seconds of the Retry-After header; 0 for dates and invalid values."""
     try:
         return max(0.0, float(reply.headers.get("Retry-After", "0")))
     except ValueError:

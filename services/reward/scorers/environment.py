@@ -1,4 +1,4 @@
-"""Verdict of the environment of an episode."""
+"""Scorer that returns the reward of an episode's environment."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Environment"]
 
 
 class Environment:
-    """Passes on what came with the completions."""
+    """Returns the rewards that were sent with the completions."""
 
     def __init__(self, config: EnvironmentScorer) -> None:
-        """Has no options of its own."""
+        """Accept a config without options."""
 
     def score_group(
         self, prompt: str, completions: Sequence[str], answer: str | None, row: dict[str, Any]
     ) -> Sequence[float | ScoringError]:
-        """One reward per completion. Raises ScoringError where none came with them."""
+        """Return one reward per completion. Raises ScoringError if none were sent."""
         rewards = row.get(JUDGEMENTS)
         if not isinstance(rewards, list) or len(rewards) != len(completions):
             raise ScoringError("no environment has judged these completions")

@@ -1,4 +1,4 @@
-"""Equality with the reference answer."""
+"""Scorer for equality with the reference answer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["Exact"]
 
 
 class Exact:
-    """1 if the completion equals the answer, both without surrounding blanks."""
+    """Returns 1 if the completion equals the answer, both without surrounding blanks, else 0."""
 
     def __init__(self, config: ExactScorer) -> None:
         self._ignore_case = config.ignore_case
 
     def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-        """1 or 0."""
+        """Return 1 or 0."""
         found, wanted = completion.strip(), need_answer(answer, "exact").strip()
         if self._ignore_case:
             found, wanted = found.casefold(), wanted.casefold()

@@ -1,4 +1,4 @@
-"""A regular expression over the whole completion."""
+"""Scorer that matches a regular expression against the whole completion."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Format"]
 
 
 class Format:
-    """1 if the whole completion matches the pattern; `.` matches newlines."""
+    """Returns 1 if the whole completion matches the pattern, else 0; `.` matches newlines."""
 
     def __init__(self, config: FormatScorer) -> None:
         self._pattern = re.compile(config.pattern, re.DOTALL)
 
     def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-        """1 or 0."""
+        """Return 1 or 0."""
         return float(self._pattern.fullmatch(completion) is not None)

@@ -1,4 +1,4 @@
-"""A function of the user."""
+"""Scorer that calls a user function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Function:
     """Calls ``function(prompt, completion, answer, row, **args)``."""
 
     def __init__(self, config: FunctionScorer) -> None:
-        """Raises ScoringError where it cannot be imported, or takes other arguments. The import runs user code."""
+        """Import the function, which runs user code. Raises ScoringError if that fails or it takes other arguments."""
         self._function = import_named(config.path, what="scorer function", beside="reward", error=ScoringError)
         self._args = config.args
         try:
@@ -26,9 +26,9 @@ class Function:
                 f"scorer function '{config.path}' cannot be called with (prompt, completion, answer, row, **args): "
                 f"{reason}"
             ) from None
-        except ValueError:  # a builtin that does not tell
+        except ValueError:  # some builtins have no signature
             pass
 
     def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> object:
-        """Whatever the function returns."""
+        """Return the function's result."""
         return self._function(prompt, completion, answer, row, **self._args)

@@ -1,4 +1,4 @@
-"""A grader in OpenAI's format, as a scorer."""
+"""Scorer that runs a grader in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class OpenGrader:
     """Grades all completions of a group before one deadline."""
 
     def __init__(self, config: GraderScorer) -> None:
-        """Raises GradingError where a part cannot be opened."""
+        """Open all parts. Raises GradingError if a part cannot be opened."""
         self._config = config
         self._parts: dict[str, OpenPart] = {}
         try:
@@ -45,14 +45,14 @@ class OpenGrader:
         self.about = f"{config.grader.type} '{config.grader.name}'"
 
     def close(self) -> None:
-        """Let go of processes and connections."""
+        """Release processes and connections."""
         for part in self._parts.values():
             part.close()
 
     def score_group(
         self, prompt: str, completions: Sequence[str], answer: str | None, row: dict[str, Any]
     ) -> Sequence[float | ScoringError]:
-        """The formula over the parts; where a part fails, the completion has failed."""
+        """Return the formula over the parts for each completion; a part's error fails the completion."""
         deadline = time.monotonic() + self._config.deadline_s
         samples = [sample_of(completion) for completion in completions]
         columns = {name: part.grade(samples, row, deadline) for name, part in self._parts.items()}

@@ -1,4 +1,4 @@
-"""A grader that asks a language model for a number."""
+"""Grader part that requests a number from a language model."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _ASKED = "Answer with a JSON object whose field `result` is the score, a number 
 
 
 class ScoreModelPart:
-    """Asks an OpenAI-compatible chat endpoint for ``{"result": number}``."""
+    """Requests ``{"result": number}`` from an OpenAI-compatible chat endpoint."""
 
     def __init__(self, config: ScoreModelGrader, scorer: GraderScorer) -> None:
-        """Raises GradingError where the key is missing."""
+        """Open the endpoint. Raises GradingError if the key is missing."""
         assert scorer.base_url is not None, "checked with the configuration"
         self._config = config
         headers = {}
@@ -46,11 +46,11 @@ class ScoreModelPart:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         self._endpoint.close()
 
     def grade(self, samples: Sequence[Sample], item: dict[str, Any], deadline: float) -> list[Score]:
-        """See ``OpenPart``. Equal requests are sent once."""
+        """See ``OpenPart``. Sends equal requests once."""
         bodies: list[bytes | GradingError] = [self._body(sample, item) for sample in samples]
         asked = list(dict.fromkeys(body for body in bodies if isinstance(body, bytes)))
         replies = self._endpoint.post_all([Call(body) for body in asked], max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Parts of graders: each grades all samples of one data row."""
+"""Parts of graders; each grades all samples of one data row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from penstock.shared.sandbox.sandbox import Sandbox
 __all__ = ["GradingError", "OpenPart", "PythonPart", "Sample", "StringCheck", "TextSimilarity", "fill", "sample_of"]
 
 Sample = dict[str, Any]
-"""`output_text`, and `output_json` where the text is JSON."""
+"""Sample for graders: `output_text`, and `output_json` if the text is JSON."""
 Score = float | ScoringError
 _CALL = """
 
@@ -33,30 +33,30 @@ def _penstock_grade(sample, item):
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 """
-"""Put after the program, to tell what it raised: anything may come out of a grader of a user."""
+"""Code appended to the program to report its exceptions, because a user's grader may raise anything."""
 
 
 class GradingError(ScoringError):
-    """A grader failed; the text begins with the kind of error."""
+    """Failure of a grader; the text begins with the kind of error."""
 
     def __init__(self, flag: str, detail: str) -> None:
         super().__init__(error_text(flag, detail))
 
 
 class OpenPart(Protocol):
-    """One grader that is ready."""
+    """A grader part that is ready."""
 
     def grade(self, samples: Sequence[Sample], item: dict[str, Any], deadline: float) -> list[Score]:
-        """One score per sample, or why it has none; ``deadline`` is of time.monotonic."""
+        """Return one score or error per sample; ``deadline`` is in ``time.monotonic`` seconds."""
         ...
 
     def close(self) -> None:
-        """Let go of processes and connections."""
+        """Release processes and connections."""
         ...
 
 
 def sample_of(completion: str) -> Sample:
-    """The sample as graders see it."""
+    """Build the sample for graders."""
     sample: Sample = {"output_text": completion}
     with contextlib.suppress(orjson.JSONDecodeError):
         sample["output_json"] = orjson.loads(completion)
@@ -64,7 +64,7 @@ def sample_of(completion: str) -> Sample:
 
 
 def fill(text: str, item: dict[str, Any], sample: Sample) -> str:
-    """``text`` with its slots filled in. Raises GradingError."""
+    """Return ``text`` with its slots filled in. Raises GradingError."""
     try:
         return fill_slots(text, item, sample)
     except LookupError as error:
@@ -76,13 +76,13 @@ def fill(text: str, item: dict[str, Any], sample: Sample) -> str:
 
 
 class _Filled:
-    """Compares two texts, sample by sample."""
+    """Base of graders that compare two texts for each sample."""
 
     def __init__(self, config: StringCheckGrader | TextSimilarityGrader) -> None:
         self._config = config
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
     def grade(self, samples: Sequence[Sample], item: dict[str, Any], deadline: float) -> list[Score]:
         """See ``OpenPart``."""
@@ -99,12 +99,12 @@ class _Filled:
             return GradingError("other_error", str(error))
 
     def _compare(self, text: str, reference: str) -> float:
-        """Raises ValueError: they cannot be compared."""
+        """Return the score. Raises ValueError if the texts cannot be compared."""
         raise NotImplementedError
 
 
 class StringCheck(_Filled):
-    """1 or 0."""
+    """Returns 1 if the comparison holds, else 0."""
 
     _config: StringCheckGrader
 
@@ -121,7 +121,7 @@ class StringCheck(_Filled):
 
 
 class TextSimilarity(_Filled):
-    """From 0 to 1."""
+    """Returns a similarity from 0 to 1."""
 
     _config: TextSimilarityGrader
 
@@ -130,10 +130,10 @@ class TextSimilarity(_Filled):
 
 
 class PythonPart:
-    """Calls ``grade(sample, item)`` of a program, each time in a run of its own in the sandbox."""
+    """Calls ``grade(sample, item)`` of a program, each time in a separate run in the sandbox."""
 
     def __init__(self, config: PythonGrader, time_limit_s: float) -> None:
-        """Raises GradingError: the source has no such function, or nothing on this machine contains programs."""
+        """Start the sandbox. Raises GradingError if the source has no ``grade`` or this machine has no sandbox."""
         self._source, self._time_limit_s = config.source, time_limit_s
         try:
             body = ast.parse(config.source).body
@@ -147,7 +147,7 @@ class PythonPart:
             raise GradingError("python_grader_server_error", str(error)) from None
 
     def close(self) -> None:
-        """End the sandbox."""
+        """Close the sandbox."""
         self._sandbox.close()
 
     def grade(self, samples: Sequence[Sample], item: dict[str, Any], deadline: float) -> list[Score]:
@@ -170,7 +170,7 @@ class PythonPart:
             return GradingError("python_grader_runtime_error", "grade() returned an integer beyond all floats")
 
     def _run(self, sample: Sample, item: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """Result of the call. Raises GradingError where it has none."""
+        """Return the result of the call. Raises GradingError if there is none."""
         if limit_s <= 0:
             raise GradingError("unresponsive_reward_error", "no time was left before the deadline")
         step = {"call": "_penstock_grade", "args": [sample, item], "kwargs": {}}

@@ -1,4 +1,4 @@
-"""Scores from a web service of the user."""
+"""Scorer that requests scores from a web service of the user."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _QUOTED = 200
 
 
 class Http:
-    """POSTs completions in batches. Repeats only what the service cannot have worked on: it may have effects there."""
+    """Sends completions by POST in batches. Retries only requests that the service cannot have processed."""
 
     def __init__(self, config: HttpScorer) -> None:
-        """Raises ScoringError where a secret is missing in the environment."""
+        """Open the endpoint. Raises ScoringError if the environment lacks a secret."""
         self._config = config
         headers = {}
         if config.api_key_env is not None:
@@ -38,13 +38,13 @@ class Http:
         self.about = config.url
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         self._endpoint.close()
 
     def score_group(
         self, prompt: str, completions: Sequence[str], answer: str | None, row: dict[str, Any]
     ) -> Sequence[float | ScoringError]:
-        """The service's answer, for each completion on its own."""
+        """Return the service's score or error for each completion."""
         size = self._config.batch_size
         batches = [list(completions[start : start + size]) for start in range(0, len(completions), size)]
         calls = [self._call(prompt, batch, answer, row) for batch in batches]
@@ -64,7 +64,7 @@ class Http:
 
 
 def signature(secret: str, timestamp: str, body: bytes) -> str:
-    """``sha256=`` and the HMAC-SHA256 of ``timestamp + "." + body`` in hexadecimal digits."""
+    """Return ``sha256=`` and the HMAC-SHA256 of ``timestamp + "." + body`` in hexadecimal digits."""
     return "sha256=" + hmac.new(secret.encode(), timestamp.encode() + b"." + body, hashlib.sha256).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""A grade by a language model."""
+"""Scorer that requests a grade from a language model."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _PREFIX = "penstock:judge:"
 
 
 class ReplyCache:
-    """Lost entries are asked for again: a server that is away is passed over for a while and fails no completion."""
+    """Cache of judge replies in memory and Redis. An unavailable server is skipped for a while, without failures."""
 
     def __init__(self, url: str | None) -> None:
-        """``url`` of Redis or Valkey; None keeps replies in this process only."""
+        """Open the cache at ``url`` (Redis or Valkey); None: in memory only."""
         self._memory: OrderedDict[str, str] = OrderedDict()
         self._closed_until = 0.0
         self._client = (
@@ -46,12 +46,12 @@ class ReplyCache:
         )
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         if self._client is not None:
             self._client.close()
 
     def find(self, keys: Sequence[str]) -> dict[str, str]:
-        """The replies that are known."""
+        """Return the cached replies by key."""
         found = {key: self._memory[key] for key in keys if key in self._memory}
         missing = [key for key in dict.fromkeys(keys) if key not in found]
         if missing and self._client is not None and time.monotonic() >= self._closed_until:
@@ -69,7 +69,7 @@ class ReplyCache:
         return found
 
     def add(self, replies: Mapping[str, str]) -> None:
-        """Keep replies; the ones longest not asked for go first."""
+        """Cache replies. The least recently used ones in memory are dropped first."""
         self._remember(replies)
         if replies and self._client is not None and time.monotonic() >= self._closed_until:
             try:
@@ -94,10 +94,10 @@ _QUOTED = 200
 
 
 class Judge:
-    """Asks an OpenAI-compatible chat endpoint. A reply without a usable grade fails the completion."""
+    """Requests grades from an OpenAI-compatible chat endpoint. A reply without a usable grade fails the completion."""
 
     def __init__(self, config: JudgeScorer) -> None:
-        """Raises ScoringError where the API key is missing or the template is broken."""
+        """Open the endpoint. Raises ScoringError if the API key is missing or the template is invalid."""
         self._config = config
         headers = {}
         if config.api_key_env is not None:
@@ -115,7 +115,7 @@ class Judge:
         self.about = f"{config.model} at {config.base_url}"
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close the connections."""
         self._endpoint.close()
         if self._cache is not None:
             self._cache.close()
@@ -123,7 +123,7 @@ class Judge:
     def score_group(
         self, prompt: str, completions: Sequence[str], answer: str | None, row: dict[str, Any]
     ) -> Sequence[float | ScoringError]:
-        """Grades from 0 to 1. Equal requests are sent once.
+        """Return grades from 0 to 1. Sends equal requests once.
 
         Raises:
             ScoringError: the template cannot be filled in.
@@ -194,7 +194,7 @@ class Judge:
 
 
 def _text(reply: bytes | ScoringError) -> str | ScoringError:
-    """The model's answer."""
+    """Return the text of the model's reply, or an error."""
     if isinstance(reply, ScoringError):
         return reply
     try:

@@ -1,4 +1,4 @@
-"""Mathematical equality by the library math-verify."""
+"""Scorer for mathematical equality, by the library math-verify."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from penstock.shared.errors import ScoringError
 __all__ = ["Math"]
 
 _FINAL = "####"
-"""GSM8K puts the final answer of a worked solution after this mark."""
+"""Mark before the final answer of a worked solution in GSM8K."""
 
 
 class Math:
-    """1 if the final answer of the completion equals the reference. The library's own timeouts stay off:
+    """Returns 1 if the final answer of the completion equals the reference, else 0.
 
-    they need signals in the main thread, and the process that scores is killed at its limit anyway.
+    The library's own timeouts stay off: they need signals in the main thread, and the scorer process is killed at its
+    limit anyway.
     """
 
     def __init__(self, config: MathScorer) -> None:
-        """Raises ScoringError where math-verify is not installed."""
+        """Import math-verify and warm it up. Raises ScoringError if it is not installed."""
         try:
             from math_verify import parse, verify
         except ImportError as error:
             raise ScoringError(f"scorer 'math' needs the extra `penstock[reward]`: {error}") from None
         for module in ("math_verify.parser", "math_verify.grader"):
-            logging.getLogger(module).setLevel(logging.ERROR)  # it warns of disabled timeouts
+            logging.getLogger(module).setLevel(logging.ERROR)  # it warns about disabled timeouts
         self._parse, self._verify = parse, verify
-        self._parse("\\frac{1}{2}", parsing_timeout=None)  # the first parse builds grammars: 50 ms
+        self._parse("\\frac{1}{2}", parsing_timeout=None)  # the first parse builds grammars (50 ms)
 
     def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> float:
-        """1 or 0.
+        """Return 1 or 0.
 
         Raises:
-            ScoringError: no mathematical answer is found in the reference.
+            ScoringError: the reference contains no mathematical answer.
         """
         reference = need_answer(answer, "math").rpartition(_FINAL)[2]
         gold = self._parse(reference, parsing_timeout=None)

@@ -1,6 +1,6 @@
-"""A sequence classifier as reward model.
+"""Scorer that runs a sequence classifier as reward model.
 
-Shape suffixes: B texts of one forward pass, T tokens, C outputs of the model.
+Shape suffixes: B = texts of one forward pass, T = tokens, C = outputs of the model.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _CHUNK = 1 << 20
 
 
 class RewardModel:
-    """The model's output for each text. Loaded once; whatever cannot be scored as it stands fails, nothing is cut."""
+    """Returns the model's output for each text. Loaded once. Texts that are too long fail; none is truncated."""
 
     def __init__(self, config: RewardModelScorer) -> None:
-        """Raises ScoringError where the directory holds no usable classifier."""
+        """Load the model. Raises ScoringError if the directory holds no usable classifier."""
         try:
             import torch
             from safetensors import SafetensorError
@@ -64,10 +64,10 @@ class RewardModel:
     def score_group(
         self, prompt: str, completions: Sequence[str], answer: str | None, row: dict[str, Any]
     ) -> Sequence[float | ScoringError]:
-        """Outputs of the model; NaN and texts beyond `max_tokens` fail.
+        """Return the model's outputs; NaN and texts beyond `max_tokens` fail.
 
         Raises:
-            ScoringError: the row lacks the messages, or the chat template refuses them.
+            ScoringError: the row lacks the messages, or the chat template rejects them.
         """
         tokens = [self._tokens(prompt, completion, row) for completion in completions]
         scores: list[float | ScoringError] = [self._refusal(len(ids)) for ids in tokens]
@@ -81,7 +81,7 @@ class RewardModel:
 
     @property
     def _batch_size(self) -> int:
-        """Without a padding token the model cannot find the end of a padded text."""
+        """Batch size; 1 without a padding token, because the model then cannot find the end of a padded text."""
         return 1 if self._model.config.pad_token_id is None else self._config.batch_size
 
     def _check(self, num_labels: int, num_embeddings: int) -> None:
@@ -134,7 +134,7 @@ class RewardModel:
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 over names and content of the weight files and the configuration, in the order of their names."""
+    """Return the SHA-256 over names and content of the weight files and the configuration, in order of names."""
     digest = hashlib.sha256()
     files = [folder / "config.json", *folder.glob("*.safetensors"), *folder.glob("*.bin")]
     for path in sorted(files):

@@ -1,4 +1,4 @@
-"""How similar two texts are, from 0 to 1. Words are runs of letters and digits, without regard to case."""
+"""Similarity of two texts, from 0 to 1. Words are runs of letters and digits; case is ignored."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["bleu", "common_length", "fuzzy_match", "gleu", "rouge_l", "rouge_n",
 
 MAX_ORDER = 4
 MAX_ITEMS = 1 << 15
-"""Of the shorter sequence of ``common_length``, whose masks take up to n^2 / 16 bytes."""
+"""Length limit of the shorter sequence in ``common_length``, whose masks take up to n^2 / 16 bytes."""
 _WORD = re.compile(r"\w+")
 
 
 def similarity(metric: str, text: str, reference: str) -> float:
-    """``metric`` by its name in a ``text_similarity`` grader. Raises ValueError: the texts are too long for it."""
+    """Return ``metric``, named as in a ``text_similarity`` grader. Raises ValueError if the texts are too long."""
     if metric == "fuzzy_match":
         return fuzzy_match(text, reference)
     words, wanted = _words(text), _words(reference)
@@ -27,25 +27,27 @@ def similarity(metric: str, text: str, reference: str) -> float:
 
 
 def fuzzy_match(text: str, reference: str) -> float:
-    """1 - insertions and deletions over the characters of both texts."""
+    """Return 1 - (insertions and deletions) / (characters of both texts)."""
     size = len(text) + len(reference)
     return 2 * common_length(text, reference) / size if size else 1.0
 
 
 def rouge_n(words: Sequence[str], wanted: Sequence[str], order: int) -> float:
-    """F1 of the runs of ``order`` words that both have (Lin 2004, ROUGE-N)."""
+    """Return the F1 of the common runs of ``order`` words (Lin 2004, ROUGE-N)."""
     ours, theirs = _runs(words, order), _runs(wanted, order)
     return _f1((ours & theirs).total(), ours.total(), theirs.total())
 
 
 def rouge_l(words: Sequence[str], wanted: Sequence[str]) -> float:
-    """F1 of the longest common subsequence of words (Lin 2004, ROUGE-L)."""
+    """Return the F1 of the longest common subsequence of words (Lin 2004, ROUGE-L)."""
     return _f1(common_length(words, wanted), len(words), len(wanted))
 
 
 def bleu(words: Sequence[str], wanted: Sequence[str]) -> float:
-    """Sentence BLEU of orders 1 to 4 (Papineni et al. 2002); from order 2 on with one added to both counts (Lin and
-    Och 2004), or one missing order would make it 0."""
+    """Return sentence BLEU of orders 1 to 4 (Papineni et al. 2002).
+
+    From order 2 on, one is added to both counts (Lin and Och 2004); otherwise a single missing order would make it 0.
+    """
     if not words or not wanted:
         return float(words == wanted)
     logs = 0.0
@@ -60,7 +62,7 @@ def bleu(words: Sequence[str], wanted: Sequence[str]) -> float:
 
 
 def gleu(words: Sequence[str], wanted: Sequence[str]) -> float:
-    """The smaller one of precision and recall of all runs of 1 to 4 words (Wu et al. 2016, arXiv 1609.08144, 5.2)."""
+    """Return the lower of precision and recall of runs of 1 to 4 words (Wu et al. 2016, arXiv 1609.08144, § 5.2)."""
     orders = range(1, MAX_ORDER + 1)
     ours, theirs = ([_runs(some, order) for order in orders] for some in (words, wanted))
     hits = sum((one & other).total() for one, other in zip(ours, theirs, strict=True))
@@ -69,10 +71,10 @@ def gleu(words: Sequence[str], wanted: Sequence[str]) -> float:
 
 
 def common_length(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
-    """Length of the longest common subsequence, bit-parallel (Hyyro 2004): one big integer per step.
+    """Return the length of the longest common subsequence, bit-parallel (Hyyro 2004): one big integer per step.
 
     Raises:
-        ValueError: both have more than ``MAX_ITEMS`` items.
+        ValueError: both sequences have more than ``MAX_ITEMS`` items.
     """
     one, other = sorted((one, other), key=len)
     if len(one) > MAX_ITEMS:

@@ -68,7 +68,7 @@ class EpisodeColumns:
         return self.cu_seqlens_E1[1:] - 1
 
     def next_observations(self) -> dict[str, NDArray[Any]]:
-        """Return observations after each decision, [N, ...]: those before the next decision, or the episode's final ones."""
+        """Return observations after each decision, [N, ...]: before the next decision, or the episode's final ones."""
         following = {name: np.roll(column, -1, axis=0) for name, column in self.observations.items()}
         for name, column in following.items():
             column[self.last] = self.final_observations[name]

@@ -5,8 +5,7 @@
     model.safetensors  config.json  tokenizer.json ...             the policy, loadable with from_pretrained
     adapter_model.safetensors  adapter_config.json                 a low-rank adapter, if any
     optimizer.safetensors  reference.safetensors                   moments and reference that a process holds whole
-    shards/                                                        weights, moments and reference sharded over ranks
-    (DCP)
+    shards/                                                        sharded weights, moments and reference (DCP)
     rng.safetensors  rule.safetensors                              random generators, state of the update rule
     replay/00000.safetensors ...                                   rows of a replay buffer (``replay_shards``)
     critic/...                                                     the critic, in the same files

@@ -208,7 +208,7 @@ class World:
         timeout = timedelta(seconds=self.deadline_s)
         handle = dist.new_group(list(ranks), timeout=timeout, backend="gloo")
         if self.place.rank not in ranks:
-            return None  # never used: every rank keeps only its own group
+            return None  # type: ignore[return-value]  # never used: every rank keeps only its own group
         return ProcessGroup(handle, deadline_s=self.deadline_s, stages=stages or self.stages)
 
 
