@@ -1,1 +1,1 @@
-"""Rollout: owns inference engines. Takes tickets, publishes groups; serves the newest committed policy version."""
+"""The rollout service: owns inference engines, answers tickets with groups, serves the newest committed version."""

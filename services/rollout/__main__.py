@@ -1,4 +1,4 @@
-"""``python -m penstock.services.rollout``."""
+"""Entry point of the rollout service: ``python -m penstock.services.rollout``."""
 
 from penstock.services.rollout.service import RolloutService
 from penstock.shared.runtime.service import run_service

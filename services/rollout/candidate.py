@@ -1,4 +1,4 @@
-"""The newest version of a job whose engines serve an older one until the newest has passed: a second engine."""
+"""A second engine with a job's newest version, while its main engine serves an older one until promotion."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["Candidate"]
 
 
 class Candidate:
-    """Answers held-out prompts with versions that no agent has seen yet, and those agents that try one.
+    """Serves a candidate version for held-out prompts, and for live requests that try it.
 
-    Opening it blocks while the model loads.
+    The constructor blocks while the model loads.
     """
 
     def __init__(
@@ -36,9 +36,9 @@ class Candidate:
         self.policy = PolicyFollower(bus, settings, job, self.engine, key=key, leaving=self._leave)
         self.maker = GroupMaker(job, settings.worker_id, config, self.engine, tokenizer)
         self.on_leave: Callable[[], Awaitable[None]] | None = None
-        """Sends the agents that try a version elsewhere before the engine takes in another one."""
+        """Callback that moves live requests away before the engine loads another version."""
         self._left = (-1, -1)
-        """Version and trainer epoch that the engine is about to lose."""
+        """Version and trainer epoch that the engine is about to replace."""
 
     async def run(self) -> None:
         """Follow the newest version until cancelled."""
@@ -46,7 +46,7 @@ class Candidate:
         await self.policy.run()
 
     def serves(self, version: int) -> bool:
-        """True if agents may be answered with this version here."""
+        """Return True if live requests may be answered with this version here."""
         return self.policy.version == version and self._left != (version, self.policy.epoch)
 
     async def _leave(self) -> None:
@@ -56,7 +56,7 @@ class Candidate:
 
     @staticmethod
     def is_needed(config: TextJob) -> bool:
-        """True if a job measures versions, or has them tried, before it serves them."""
+        """Return True if a job evaluates versions, or tries them on live requests, before it serves them."""
         if not isinstance(config, OnlineJob) or config.online.promotion is None:
             return False
         return bool(config.data.eval) or config.online.canary is not None

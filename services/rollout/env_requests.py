@@ -1,4 +1,4 @@
-"""Has what episodes ask for carried out by env workers: by any of them, or by the one that holds their state."""
+"""Requests of episodes to env workers: to any of them, or to the one that holds the episode's state."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ from penstock.shared.transport.connection import NoResponders
 __all__ = ["EnvRequests"]
 
 QUEUE_S = 5.0
-"""An env worker that has not begun a call after this long does not begin it: it is asked for again."""
+"""Time in which an env worker must begin a call; later it does not begin it, and the call is sent again."""
 MARGIN_S = 5.0
-"""An answer may take this much longer than a call; then its env worker is taken for dead and the call asked again."""
+"""Allowance for a reply beyond the call's limit; then the env worker counts as lost and the call is sent again."""
 HOLDER_ASK_S = 2.0
-"""The holder of a state is asked again after this long, then after twice as long, and so on: it joins its own work,
-and shows whether its process is there."""
+"""Time after which the holder of a state is asked again; doubles each time. A repeated request joins the running one,
+and shows whether the process still exists.
+"""
 HOLDER_LOST_S = 10.0
-"""A holder that nobody serves for for this long is dead: a broker that is started anew is back before."""
+"""Time without a subscriber after which a holder counts as lost; longer than a broker restart takes."""
 RETRY_S = 0.2
 _WHAT = "an env worker"
 
 Wait = Callable[[str, str, str], None]
-"""Told that a piece of work waits: its key, for what, on which subject."""
+"""Callback for a piece of work that waits: its key, what it waits for, and the subject."""
 
 
 class EnvRequests:
-    """Requests of one job; ``limit_s`` is the time for one, ``done`` is told that a piece of work waits no more."""
+    """Sends the requests of one job. ``limit_s``: time for one request; ``done``: called when work no longer waits."""
 
     def __init__(self, bus: Bus, job: str, limit_s: float, wait: Wait, done: Callable[[str], None]) -> None:
         self._bus, self._job, self._limit_s, self._wait, self._done = bus, job, limit_s, wait, done
 
     async def ask(self, key: str, clock: TurnClock, name: str, request: ToolRequest) -> ToolReply:
-        """The answer, whoever gives it. Where nobody can, the request has failed: what a policy writes ends no session.
+        """Return the reply of an env worker. Errors become a failed reply, so that no policy output ends the session.
 
-        The clock stands still from the first time that it is asked for again because nobody was there.
+        The clock is paused from the first time that the request is repeated because no worker responded.
         """
         holder = request.state.holder if request.state else ""
         try:
@@ -64,8 +65,8 @@ class EnvRequests:
             self._done(key)
 
     async def _keep(self, name: str, request: ToolRequest, holder: str) -> None:
-        """Tell a holder that its first answer is here: one whose answer was lost gives the state up soon."""
-        with suppress(Unavailable):  # then this one is given up, too, and the episode begun again
+        """Confirm to a holder that its first reply arrived: without it the holder drops the state early."""
+        with suppress(Unavailable):  # then this state is dropped as well, and the episode restarts
             told = ToolRequest(purpose="keep", state=request.state)
             await self._bus.notify(subjects.env(holder), pack(told, job=self._job, id=f"{name}#keep"))
 
@@ -95,7 +96,7 @@ class EnvRequests:
                     stop()
                 elif time.monotonic() - missed > HOLDER_LOST_S:
                     return ToolReply(status="lost", text="the env worker that held the episode is gone")
-            except Unavailable:  # it is at work, or has not begun in time
+            except Unavailable:  # it is busy, or has not begun in time
                 missed, patience_s = None, 2 * patience_s
             await asyncio.sleep(RETRY_S)
 

@@ -1,4 +1,4 @@
-"""From a prompt and an engine's completions to a group. Pure."""
+"""Conversion of a prompt and an engine's completions to a group. Pure."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ __all__ = [
 
 
 def group_experts(samples: Sequence[Sample], num_prompt: int) -> NDArray[Any] | None:
-    """Experts of the prompt and then of every completion, one after another; None where nothing was recorded.
+    """Return the experts of the prompt and then of every completion, concatenated; None if none were recorded.
 
-    The completions share the prompt's rows: they are those of the first sample. The last token of a completion went
-    through no layer and has a row of zeros, as have completions that ended before they began.
+    Completions share the prompt's rows, which come from the first sample. The last token of a completion passes through
+    no layer and has a row of zeros, as have completions that ended before they began.
     """
     recorded = [sample.experts for sample in samples if sample.experts is not None]
     if not recorded:
@@ -48,14 +48,14 @@ def group_experts(samples: Sequence[Sample], num_prompt: int) -> NDArray[Any] | 
 
 
 def requests_for(config: JobConfig | EvaluationJob, ticket: Ticket) -> list[tuple[Sampling, int]]:
-    """Engine request of a ticket: sampling parameters and number of completions; the greedy one is the last."""
+    """Return the engine requests of a ticket: sampling parameters and number of completions; the greedy one is last."""
     if ticket.purpose == "train" and isinstance(config, JobConfig):
         chosen, seed = config.sampling, derive_seed(config.seed, "draw", ticket.draw.ordinal, ticket.draw.n)
         num_samples, greedy = config.algorithm.group_size, config.algorithm.greedy_baseline
     else:
         chosen, seed = config.evaluation_sampling, derive_seed(config.seed, "eval_sample", ticket.draw.ordinal)
         num_samples, greedy = config.evaluation.samples, config.evaluation.greedy
-    if ticket.temperature is not None:  # the job file may say another one since this draw
+    if ticket.temperature is not None:  # the config may have changed since this draw
         chosen = chosen.model_copy(update={"temperature": ticket.temperature})
     sampled = [(_sampling(chosen, seed), num_samples)] if num_samples else []
     plain = chosen.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0})
@@ -79,7 +79,7 @@ def _sampling(config: SamplingConfig, seed: int) -> Sampling:
 def completion_texts(
     samples: Sequence[Sample], decode: Callable[[list[int]], str], *, stop_tokens: frozenset[int], stop: Sequence[str]
 ) -> list[str]:
-    """The text that scorers see: the completion without its final stop token and without a stop string at its end."""
+    """Return the texts for scorers: completions without their final stop token and without a final stop string."""
     texts = []
     for sample in samples:
         ids = sample.token_ids
@@ -107,8 +107,10 @@ def build_group(
     num_greedy: int,
     seconds: float,
 ) -> Group:
-    """An unscored group; the last ``num_greedy`` samples are greedy ones. An aborted completion is a failed trajectory:
-    it is counted and never trained."""
+    """Return an unscored group; the last ``num_greedy`` samples are greedy.
+
+    An aborted completion is a failed trajectory: it is counted and never trained.
+    """
     lengths = [len(sample.token_ids) for sample in samples]
     cu_seqlens = np.zeros(len(samples) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
@@ -145,18 +147,18 @@ def build_group(
 
 
 def plain(row: dict[str, Any]) -> dict[str, Any]:
-    """The row's fields that a message can carry."""
+    """Return the fields of a row that a message can carry."""
     return {str(k): v for k, v in row.items() if isinstance(v, str | int | float | bool | list | dict | None)}
 
 
 def skipped_group(*, job: str, draw: Draw, epoch: int, worker: str, reason: str, prompt: Prompt) -> Group:
-    """A group without trajectories: the prompt cannot be used, the draw ends as dropped(reason)."""
+    """Return a group without trajectories for an unusable prompt: the draw ends as dropped(reason)."""
     meta = {"skipped": reason, "worker": worker, "prompt": prompt.text[:200], "source": prompt.source}
     return _empty_group(job=job, draw=draw, epoch=epoch, meta=meta)
 
 
 def failed_group(*, job: str, draw: Draw, epoch: int, worker: str, error: str) -> Group:
-    """A group without trajectories: this worker could not answer, the draw ends as dropped(failed) and is redrawn."""
+    """Return a group without trajectories because of an error: the draw ends as dropped(failed) and is redrawn."""
     return _empty_group(job=job, draw=draw, epoch=epoch, meta={"error": error, "worker": worker})
 
 

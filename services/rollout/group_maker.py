@@ -1,4 +1,4 @@
-"""Has the completions or episodes of a ticket written, and makes a group of them."""
+"""Generation of the completions or episodes of a ticket, and of their group."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = ["GroupMaker", "HeldRows", "room_for"]
 
 
 class HeldRows:
-    """Rows of an engine that groups hold: one for each completion that has not ended, waiting ones included.
+    """Counts the engine rows that groups hold: one for each completion that has not ended, including waiting ones.
 
     Args:
-        on_free: called when there may be a free one.
+        on_free: called when a row may be free.
     """
 
     def __init__(self, on_free: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ class HeldRows:
 
     @contextmanager
     def group(self, number: int) -> Iterator[Callable[[], None]]:
-        """Hold ``number`` rows; each call of the given function gives one back, the end of the block the others."""
+        """Hold ``number`` rows. Each call of the yielded function frees one; the end of the block frees the rest."""
         left = number
 
         def free() -> None:
@@ -63,16 +63,17 @@ class HeldRows:
 
 
 def room_for(*, rows: int, completions: int, held: int, num_waiting: int, num_written: int) -> int:
-    """Groups whose first completion finds a free row: no row waits for the longest completion of a group.
+    """Return the number of groups to begin: those whose first completion finds a free row.
 
-    Groups that are scored and published hold no row; there are not many more of them than fill all rows.
+    No row thus waits for the longest completion of a group. Groups being scored or published hold no row; their number
+    is limited to about as many as fill all rows.
 
     Args:
-        rows: of the engine.
-        completions: of a group.
-        held: rows that groups in the making hold.
-        num_waiting: groups that are not begun yet.
-        num_written: groups that are scored and published.
+        rows: number of rows of the engine.
+        completions: number of completions of a group.
+        held: rows held by groups in progress.
+        num_waiting: groups that have not begun.
+        num_written: groups that are being scored or published.
     """
     if num_written > max(1, rows // completions):
         return 0
@@ -84,7 +85,7 @@ class GroupMaker:
     """Makes the groups of one job on one engine.
 
     Args:
-        on_free: called when a completion has ended: another one may begin.
+        on_free: called when a completion has ended, so that another one may begin.
     """
 
     def __init__(
@@ -104,8 +105,9 @@ class GroupMaker:
         self._player = self._open_player()
 
     async def make(self, ticket: Ticket, prompt: Prompt, key: str, ask: Ask) -> Group:
-        """An unscored group; ``ask`` has the requests of episodes carried out. One without trajectories was skipped:
-        its environment began with a prompt that is too long.
+        """Return an unscored group; ``ask`` sends the requests of episodes.
+
+        A group without trajectories was skipped, because its environment began with a prompt that is too long.
 
         Raises:
             ConfigError: the engine cannot serve such a request.
@@ -117,7 +119,7 @@ class GroupMaker:
         with self.held.group(sum(n for _, n in asked)) as free:
             if self._player is None:
                 samples = await self._complete(name, prompt, asked, free)
-            else:  # between two turns of an episode nothing is decoded, yet its row is kept for it
+            else:  # an episode keeps its row between two turns, though nothing is decoded for it
                 episodes = await self._player.play(name, prompt, self._state_seed(ticket), asked, ask)
         if self._player is None:
             stop = asked[0][0].stop_strings
@@ -141,8 +143,10 @@ class GroupMaker:
     async def _complete(
         self, name: str, prompt: Prompt, asked: Sequence[tuple[Sampling, int]], free: Callable[[], None]
     ) -> list[Sample]:
-        """A request for each completion, for each gives its row back as it ends. Sample i of one request for all would
-        have the same seed, and so the same tokens."""
+        """Send one request per completion, so that each frees its row when it ends.
+
+        Seeds differ per request: equal seeds would give equal tokens.
+        """
 
         async def complete(place: int, sampling: Sampling) -> Sample:
             request = GenRequest(request_id=f"{name}.{place}", prompt_ids=prompt.token_ids, sampling=sampling)
@@ -153,7 +157,7 @@ class GroupMaker:
         return await together(complete(place, sampling) for place, sampling in enumerate(rows_of(asked)))
 
     def _state_seed(self, ticket: Ticket) -> int:
-        """The same for all episodes of a draw: they begin alike."""
+        """Return the state seed, equal for all episodes of a draw so that they begin alike."""
         purpose = "environment" if ticket.purpose == "train" else "eval_environment"
         return derive_seed(self._config.seed, purpose, ticket.draw.ordinal, ticket.draw.n)
 

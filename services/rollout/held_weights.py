@@ -1,4 +1,4 @@
-"""Copies of the weights of the last policy versions, for texts that one of them wrote."""
+"""Copies of the weights of recent policy versions, used to score texts that those versions wrote."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ __all__ = ["HeldWeights", "WeightRing"]
 
 @dataclass(frozen=True, slots=True)
 class HeldWeights:
-    """The tensors published as a policy ``version``, by name; with adapters alone published, those."""
+    """Tensors of a published policy ``version`` by name; if only adapters are published, the adapter."""
 
     version: int
     tensors: Mapping[str, Tensor]
 
 
 class WeightRing:
-    """At most ``limit`` versions; the oldest makes room for a new one."""
+    """Ring of at most ``limit`` versions; a new version replaces the oldest."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._held: OrderedDict[int, HeldWeights] = OrderedDict()
 
     def find(self, version: int) -> HeldWeights | None:
-        """The weights of a version, if they are here."""
+        """Return the weights of a version, or None."""
         return self._held.get(version)
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Drop all versions."""
         self._held.clear()
 
     def keep(self, staged: Staged) -> bool:
-        """Copy a version; blocks for as long as that takes.
+        """Copy a version. Blocks during the copy.
 
         Returns:
-            Whether it is held: not where its memory was written to meanwhile, or nothing is to be held.
+            True if the version is held; False if its memory was overwritten meanwhile or ``limit`` is 0.
         """
         version = staged.manifest.version
         if not self._limit or version in self._held:

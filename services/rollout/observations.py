@@ -1,4 +1,4 @@
-"""From the results of tools to the tokens that a policy reads. Each text is tokenized once, when it is appended."""
+"""Conversion of tool results to the tokens that a policy reads. Each text is tokenized once, when it is appended."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class ObservationWriter:
         self._before, self._head, self._tail, self._after = map(self._encode, (form.before, head, tail, form.after))
 
     def write(self, results: Sequence[str]) -> list[int]:
-        """Tokens of the results of one turn, in order; long ones are cut, each to the same length.
+        """Return the tokens of the results of one turn, in order; long results are cut, each to the same length.
 
-        A special token in a result would look like the end of a turn, or like the beginning of the user's: none stays.
-        Where the results do not fit, that is what the policy is told.
+        Special tokens are removed from results, because one would look like the end of a turn or the start of the
+        user's. If the results do not fit, the policy reads an error instead.
 
         Raises:
             ConfigError: not even one result fits.
@@ -47,7 +47,7 @@ class ObservationWriter:
         return tokens + self._after
 
     def check(self, num_results: int) -> None:
-        """Raise ConfigError where the text around so many results leaves no room for them."""
+        """Raise ConfigError if the text around ``num_results`` results leaves no room for them."""
         if self._room(num_results) < 1:
             raise ConfigError(
                 f"environment.max_observation_tokens {self._max_tokens} leaves no room for {num_results} results: the "
@@ -56,7 +56,7 @@ class ObservationWriter:
             )
 
     def _room(self, num_results: int) -> int:
-        """Tokens for each result."""
+        """Return the number of tokens for each result."""
         return (self._max_tokens - self._around(num_results)) // num_results
 
     def _around(self, num_results: int) -> int:
@@ -70,9 +70,9 @@ class ObservationWriter:
 
 
 def without(text: str, special_tokens: Sequence[str]) -> str:
-    """Text of an environment, without texts that would end the policy's turn or speak for another role."""
+    """Return text of an environment without special tokens, which could end the turn or imitate another role."""
     before = ""
-    while before != text:  # what is left around a token that was taken out may be one
+    while before != text:  # removing a token may form another one
         before = text
         for token in special_tokens:
             text = text.replace(token, "")

@@ -1,4 +1,4 @@
-"""Keeps one engine on the newest published policy: stage while it serves, commit at a token boundary."""
+"""Updates of one engine to the newest published policy: staged while it serves, committed at a token boundary."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 0.5
 ASK_AFTER = 4
-"""Tries to open a version before its trainer is asked for it, and between two times."""
+"""Number of attempts to open a version between two requests to its trainer to publish it again."""
 ASK_DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Referred:
-    """A version that processes of the engine opened and hold; a ``Staged`` without memory here."""
+    """A version that the engine's processes opened and hold: a ``Staged`` without memory in this process."""
 
     manifest: WeightManifest
     way: Way
 
     def tensors(self) -> dict[str, Tensor]:
-        """None are needed here."""
+        """Return nothing: the engine reads the tensors itself."""
         return {}
 
     def intact(self) -> bool:
-        """Its holder looks after that."""
+        """Return True: the holder of the memory checks it."""
         return True
 
     def release(self) -> None:
-        """The engine lets go of it with the end of the update."""
+        """Do nothing: the engine releases the memory at the end of the update."""
 
 
 class PolicyFollower:
-    """Watches the job's manifest, or that under ``key``, and brings each new version into the engine.
+    """Watches the job's manifest, or the one under ``key``, and loads each new version into the engine.
 
     Args:
-        held: keeps each version before the next one is served.
-        leaving: called before the engine takes in another version.
+        held: stores each version before the next one is served.
+        leaving: called before the engine loads another version.
     """
 
     def __init__(
@@ -82,28 +82,28 @@ class PolicyFollower:
         self.pause_s = 0.0
         self.stage_s = 0.0
         self.way: Way | None = None
-        """How the version that is served came here."""
+        """Transport of the served version."""
 
     async def run(self) -> None:
-        """Follow manifests until cancelled. A version that cannot be staged is tried again; the old one serves on."""
+        """Follow manifests until cancelled. A version that cannot be staged is retried while the old one is served."""
         try:
             async with contextlib.aclosing(self._bus.kv(subjects.MANIFESTS).watch(self._key)) as entries:
                 async for entry in entries:
-                    if entry.value is not None and entry.key == self._key:  # others begin with the job's id, too
+                    if entry.value is not None and entry.key == self._key:  # other keys also begin with the job's id
                         await self._follow(unpack(entry.value, WeightManifest)[0])
         finally:
             await self._engine.close()
             await asyncio.to_thread(self._let_go)
 
     def _let_go(self) -> None:
-        """Unmap the slots; in a thread, for that takes long where they are large."""
+        """Unmap the slots. Runs in a thread, because large slots take long."""
         if self._serving is not None:
             self._serving.release()
             self._serving = None
         self._receiver.close()
 
     async def _follow(self, manifest: WeightManifest) -> None:
-        """Adopt it, or what was announced since. What cannot be opened for longer is asked for."""
+        """Adopt a manifest, or a newer one. If opening keeps failing, ask the trainer to publish it again."""
         tries = 0
         while not self._outdated(manifest) and not await self._adopt(manifest):
             tries += 1
@@ -113,8 +113,8 @@ class PolicyFollower:
             manifest = await self._newest(self._key) or manifest
 
     async def _ask_for(self, manifest: WeightManifest) -> None:
-        """Have the trainer publish it anew: its segment may be gone, and no later version may ever come."""
-        with contextlib.suppress(Unavailable):  # a trainer that starts publishes it anyway
+        """Ask the trainer to publish the version again: its segment may be lost, and a later version may never come."""
+        with contextlib.suppress(Unavailable):  # a starting trainer publishes it anyway
             data = pack(manifest, job=self._job, id=str(manifest.version), epoch=manifest.epoch)
             await self._bus.request(subjects.lost_weights(self._job), data, deadline_s=ASK_DEADLINE_S)
 
@@ -129,7 +129,7 @@ class PolicyFollower:
         return unpack(entry.value, WeightManifest)[0] if entry is not None and entry.value is not None else None
 
     async def _adopt(self, manifest: WeightManifest) -> bool:
-        """Bring a version into the engine; False when it could not be staged or committed."""
+        """Load a version into the engine; return False if it could not be staged or committed."""
         clock = asyncio.get_running_loop().time
         try:
             start = clock()
@@ -151,7 +151,7 @@ class PolicyFollower:
             logger.warning("version %d not committed: %s", manifest.version, error)
             return False
         finally:
-            if self._serving is not staged:  # also where this worker is being stopped
+            if self._serving is not staged:  # also when this worker is being stopped
                 staged.release()
         if before is not None:
             before.release()
@@ -161,7 +161,7 @@ class PolicyFollower:
         return True
 
     async def _take_route(self) -> None:
-        """Learn which transport the coordinator chose for this worker; without a word of it all are tried in order."""
+        """Read the transport that the coordinator chose for this worker; without a choice all are tried in order."""
         with contextlib.suppress(Unavailable):
             entry = await self._bus.kv(subjects.MANIFESTS).get(subjects.weight_routes(self._job))
             if entry is not None and entry.value is not None:
@@ -170,7 +170,7 @@ class PolicyFollower:
                     self._receiver.follow(self._settings.worker_id, self._routes)
 
     def status(self) -> dict[str, Any]:
-        """Entries of a heartbeat: what the coordinator chooses from, and how the newest version came."""
+        """Return heartbeat entries: available transports, and the transfer of the newest version."""
         known = self._receiver.transports
         if self._by_reference:
             known = [transport for transport in known if transport in self._engine.caps.transports]
@@ -182,9 +182,9 @@ class PolicyFollower:
         }  # fmt: skip
 
     async def _stage(self, manifest: WeightManifest) -> Staged:
-        """Stage in a thread, or have the engine do it.
+        """Stage in a thread, or let the engine stage.
 
-        What a thread reaches after this worker was told to stop is released: a lock would stay.
+        If this worker is stopped meanwhile, the thread's result is released, because its lock would remain.
         """
         if self._by_reference:
             engine = cast(UpdatableByReference, self._engine)
@@ -202,7 +202,7 @@ class PolicyFollower:
         self._receiver.close()
 
     async def _load(self, manifest: WeightManifest, staged: Staged, *, base: bool) -> float:
-        """Begin, load, commit; what fails is aborted and released, also when this worker is being stopped."""
+        """Begin, load and commit an update; on failure or cancellation, abort it and release the staged weights."""
         committed = False
         try:
             await self._engine.begin_update(
@@ -224,10 +224,10 @@ class PolicyFollower:
         return pause_s
 
     async def _check_echo(self, manifest: WeightManifest, *, base: bool) -> None:
-        """Have the engine say what it serves now.
+        """Check that the engine reports the new version.
 
         Raises:
-            WeightsError: something else.
+            WeightsError: it reports another version.
         """
         info = await self._engine.weight_info()
         served = ("base", info.base) if base else (info.version, info.digest)
@@ -235,10 +235,10 @@ class PolicyFollower:
             raise WeightsError(f"the engine says that it serves {served} after the update to {manifest.version}")
 
     async def _have_base(self, digest: str) -> None:
-        """Make sure that the adapter to come belongs to the weights under it.
+        """Ensure that the engine has the base weights of the next adapter.
 
         Raises:
-            WeightsError: the engine loaded another base, and the trainer's cannot be reached.
+            WeightsError: the engine loaded other base weights, and the trainer's are unavailable.
         """
         own = (await self._engine.weight_info()).base
         if own == digest:
@@ -254,12 +254,12 @@ class PolicyFollower:
         staged.release()
 
     async def first(self) -> None:
-        """Wait for the first version, for as long as it takes: the session ends with its job."""
+        """Wait without limit for the first version; the session ends with its job."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.version >= 0)
 
     async def reach(self, wanted: Callable[[int], bool], *, deadline_s: float, what: str) -> None:
-        """Wait until the engine's version is ``wanted``. Raises DeadlineError naming ``what``."""
+        """Wait until ``wanted(version)`` is true. Raises DeadlineError naming ``what``."""
         if wanted(self.version):
             return
         try:

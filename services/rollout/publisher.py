@@ -1,4 +1,4 @@
-"""Publishes finished groups: whatever is ready at the same moment goes out in one durable write."""
+"""Publisher of finished groups: groups ready at the same time are written in one durable publish."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ logger = logging.getLogger(__name__)
 MAX_AT_ONCE = 64
 BYTES_AT_ONCE = 8 << 20
 SLOWEST_BYTES_PER_S = 4 << 20
-"""A large group gets more time than a small one."""
+"""Assumed slowest upload, which gives large groups a longer deadline."""
 RETRY_S = 0.2
 
 
 class GroupPublisher:
-    """Coalesces groups; a stream that is full or away is waited for, and ``blocked`` says so."""
+    """Batches groups. Retries while the stream is full or the bus is unavailable; ``blocked`` tells since when."""
 
     def __init__(self, bus: Bus, job: str) -> None:
         self._bus, self._job = bus, job
         self._queue: asyncio.Queue[tuple[Outgoing, asyncio.Future[None]]] = asyncio.Queue(maxsize=1024)
         self.blocked: tuple[float, str] | None = None
-        """Since when (Unix seconds) groups are not taken, and why."""
+        """Start (Unix seconds) and reason of the current failure to publish; None if there is none."""
 
     async def publish(self, group: Group | EpisodeGroup, *, raw: bool = False) -> None:
-        """Returns once the group is durable."""
+        """Queue a group and return once it is durable."""
         data, header = encode_group(group) if isinstance(group, Group) else encode_episode_group(group)
         subject = subjects.raw(self._job) if raw else subjects.experience(self._job)
         outgoing = Outgoing(subject, data, group_headers(header), f"{self._job}:{group.draw}:{group.attempt}:{raw}")
@@ -42,7 +42,7 @@ class GroupPublisher:
         await done
 
     async def run(self) -> None:
-        """Send until cancelled."""
+        """Publish queued groups until cancelled."""
         while True:
             batch = [await self._queue.get()]
             nbytes = len(batch[0][0].data)

@@ -1,4 +1,4 @@
-"""The rollout process: a session for every job that runs."""
+"""The rollout process: runs a session for every job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutService:
-    """Opens and closes sessions as jobs come and go."""
+    """Opens and closes sessions as jobs start and end."""
 
     name = "rollout"
 
@@ -70,7 +70,7 @@ class RolloutService:
                 session.amend(config)
 
     async def drain(self) -> None:
-        """Finish the tickets and requests in hand, take no new ones."""
+        """Finish the tickets and requests in progress; take no new ones."""
         self.ready = False
         for session in self.sessions.values():
             session.drain()
@@ -78,5 +78,5 @@ class RolloutService:
             await asyncio.sleep(0.05)
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Per job."""
+        """Return the heartbeat entries by job."""
         return {job: session.status() for job, session in self.sessions.items()}

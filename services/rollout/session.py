@@ -1,4 +1,4 @@
-"""One job on one rollout worker: engine, policy, prompts, and the tickets in hand."""
+"""One job on one rollout worker: engine, policy, prompts, and tickets in progress."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ __all__ = ["FixedPolicy", "RolloutSession", "ServingSession", "joined", "score_r
 
 
 TEXT_BYTES = MAX_INLINE_BYTES // 2
-"""Texts of one request; the rest of the message is for the prompt and its row."""
+"""Maximum text bytes per score request; the rest of a message is for the prompt and its row."""
 
 
 def score_requests(group: Group) -> list[ScoreRequest]:
-    """Requests for all completions of a group, in order."""
+    """Return the score requests for all completions of a group, in order."""
     meta, nbytes = group.meta, 0
     chunks: list[list[str]] = [[]]
     for text in meta["completions"]:
@@ -62,7 +62,7 @@ def score_requests(group: Group) -> list[ScoreRequest]:
 
 
 def joined(replies: Sequence[ScoreReply]) -> ScoreReply:
-    """One reply for all completions; a component that a chunk did not score is 0 there."""
+    """Merge replies for all completions; a component missing in a reply is 0 there."""
     names = dict.fromkeys(name for reply in replies for name in reply.parts)
     return ScoreReply(
         rewards=[reward for reply in replies for reward in reply.rewards],
@@ -75,33 +75,33 @@ def joined(replies: Sequence[ScoreReply]) -> ScoreReply:
 
 
 class FixedPolicy:
-    """Stands where a ``PolicyFollower`` stands; serves version 0."""
+    """Replaces a ``PolicyFollower`` for jobs without training; serves version 0."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.version = 0
 
     def status(self) -> dict[str, Any]:
-        """Nothing comes to it, and nothing pauses it."""
+        """Return heartbeat entries; without updates the pause is 0."""
         return {"pause_s": 0.0}
 
     async def run(self) -> None:
-        """Keep the engine until cancelled."""
+        """Wait until cancelled, then close the engine."""
         try:
             await asyncio.Event().wait()
         finally:
             await self._engine.close()
 
     async def first(self) -> None:
-        """Version 0 is there from the start."""
+        """Return at once: version 0 is available from the start."""
 
     async def reach(self, wanted: Callable[[int], bool], *, deadline_s: float, what: str) -> None:
-        """Version 0 is there from the start, and no other one comes."""
+        """Return at once: version 0 is the only one."""
         assert wanted(0), f"an evaluation job has no {what}"
 
 
 class ServingSession:
-    """One deployment on one rollout worker: an engine that answers live requests, and nothing else."""
+    """One deployment on one rollout worker: an engine that only answers live requests."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: ServingJob) -> None:
         self._bus, self._settings, self.job, self.config = bus, settings, job, config
@@ -111,7 +111,7 @@ class ServingSession:
         self._drained = False
 
     async def run(self) -> None:
-        """Answer until cancelled, or until ``drain`` and the last request in hand is answered."""
+        """Serve until cancelled, or until the last request is answered after ``drain``."""
         self._asking.wait("model", "the model to be loaded", str(self.config.model.path or "model.config"))
         try:
             self._serving = await asyncio.to_thread(self._load)
@@ -144,18 +144,18 @@ class ServingSession:
         )  # fmt: skip
 
     def drain(self) -> None:
-        """Take no more requests."""
+        """Accept no more requests."""
         self._drained = True
         if self._serving is not None:
             self._serving.drain()
 
     @property
     def busy(self) -> bool:
-        """True if requests are in hand."""
+        """Return True if requests are in progress."""
         return self._serving is not None and bool(self._serving.num_requests)
 
     def status(self) -> dict[str, Any]:
-        """This worker's entry for the job, for its heartbeat."""
+        """Return this worker's entry for the job, for its heartbeat."""
         oldest, loaded = self._asking.oldest, self._serving is not None
         row: dict[str, Any] = {
             "version": 0 if oldest is None and loaded else -1,
@@ -169,11 +169,11 @@ class ServingSession:
 
 
 HEALTH_S = 1.0
-"""Time between two looks at an engine: its processes may die while nobody asks it for anything."""
+"""Interval in seconds of health checks of an engine, whose processes may die while no request runs."""
 
 
 class RolloutSession:
-    """Takes tickets of a job while there is room in the engine."""
+    """Takes tickets of a job while the engine has room."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: TextJob) -> None:
         self._bus, self._settings, self.job, self.config = bus, settings, job, config
@@ -191,15 +191,15 @@ class RolloutSession:
         self._serving: InferenceServer | None = None
         self._drained = asyncio.Event()
         self._num_written = 0
-        """Groups in hand that are scored and published."""
+        """Number of groups that are being scored or published."""
         self.groups = 0
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Work until cancelled, or until ``drain`` and the last ticket in hand is done.
+        """Work until cancelled, or until the last ticket is done after ``drain``.
 
-        A worker without the job's engine takes no ticket, and says so in its heartbeats.
+        A worker without the job's engine takes no tickets and reports this in its heartbeats.
         """
         if lacks_engine(self.config.rollout, self._settings):
             what = f"a rollout worker that has the engine '{self.config.rollout.engine}'; this one has it not"
@@ -215,7 +215,7 @@ class RolloutSession:
         engines = [self._engine] + ([self._candidate.engine] if self._candidate is not None else [])
         try:
             await self._work_with(self._engine)
-        finally:  # also where no version ever came
+        finally:  # also if no version ever came
             for engine in engines:
                 await engine.close()
             self._held.clear()
@@ -242,7 +242,7 @@ class RolloutSession:
                 task.cancel()
 
     async def _report_unusable(self, error: Exception) -> None:
-        """An evaluation job has no trainer that would say that its model cannot be loaded."""
+        """Report a failure to load, because an evaluation job has no trainer that would report it."""
         if not isinstance(self.config, JobConfig):
             report = pack(Report(kind="failed", epoch=0, reason=str(error)), job=self.job)
             await self._asking.ask(subjects.report(self.job), report, "model", "the coordinator to take a failure")
@@ -275,13 +275,13 @@ class RolloutSession:
         await self._serving.run()
 
     def amend(self, config: TextJob) -> None:
-        """The job file changed: live requests follow it; tickets say by themselves what holds for them."""
+        """Use a changed config for live requests; tickets carry their own settings."""
         self.config = config
         if self._serving is not None:
             self._serving.amend(config.sampling)
 
     def drain(self) -> None:
-        """Take no more tickets and no more requests."""
+        """Take no more tickets or requests."""
         self._drained.set()
         self._tickets.drain()
         if self._serving is not None:
@@ -307,7 +307,7 @@ class RolloutSession:
             await self._answer(ticket, key)
 
     def _is_measure(self, ticket: Ticket) -> bool:
-        """True if a training job's policy is measured: only the scores are wanted."""
+        """Return True if the ticket evaluates a training job's policy: only the scores are needed."""
         return ticket.purpose == "eval" and isinstance(self.config, JobConfig)
 
     async def _answer(self, ticket: Ticket, key: str) -> None:
@@ -343,7 +343,7 @@ class RolloutSession:
 
     @contextmanager
     def _written(self) -> Iterator[None]:
-        """Around what is done with a group whose completions have ended."""
+        """Count a group as being scored or published during the block."""
         self._num_written += 1
         try:
             yield
@@ -379,11 +379,11 @@ class RolloutSession:
 
     @property
     def busy(self) -> bool:
-        """True if tickets or requests are in hand."""
+        """Return True if tickets or requests are in progress."""
         return self._tickets.busy or bool(self._serving and self._serving.num_requests)
 
     def status(self) -> dict[str, Any]:
-        """This worker's entry for the job, for its heartbeat."""
+        """Return this worker's entry for the job, for its heartbeat."""
         engine, policy = self._engine, self._policy
         row = {
             "version": policy.version if policy else -1,
@@ -396,7 +396,7 @@ class RolloutSession:
 
 
 async def _watch(engine: Engine) -> None:
-    """Raise Unavailable once an engine cannot serve any more: then the session is opened again, with another one."""
+    """Raise Unavailable once the engine cannot serve any more, so that the session is reopened with a new one."""
     while True:
         await asyncio.sleep(HEALTH_S)
         await engine.health()

@@ -1,4 +1,4 @@
-"""Takes the tickets of one job, whatever its policy is: leases, deadlines, duplicates, answers of evaluations."""
+"""Tickets of one job, for any kind of policy: leases, deadlines, duplicates and evaluation results."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ __all__ = ["LeftBehind", "TicketTaker", "Versions"]
 logger = logging.getLogger(__name__)
 
 ACK_WAIT_S = 5.0
-"""A ticket whose holder gives no sign for this long goes to another worker."""
+"""Lease in seconds: a ticket without a lease extension for this long goes to another worker."""
 MAX_DELIVER = 5
 FETCH_WAIT_S = 1.0
 UNREADABLE_PAUSE_S = 0.5
 LATE_PAUSE_S = 5.0
-"""A ticket that cannot be answered in time comes again after this long, unless the coordinator drops its draw."""
+"""Pause before a ticket that missed its deadline is redelivered, unless the coordinator drops its draw."""
 
 
-class LeftBehind(Exception):  # noqa: N818  no error: the coordinator has its answer, or went on without
-    """The policy passed the version that a ticket asks for, and versions rise."""
+class LeftBehind(Exception):  # noqa: N818  no error: the coordinator has its answer, or continued without it
+    """Raised if the policy is past the version that a ticket requires; versions only rise."""
 
 
 class Versions(Protocol):
-    """The policy versions that a worker serves, one after another."""
+    """Sequence of policy versions that a worker serves."""
 
     @property
     def version(self) -> int:
-        """The one that is served now."""
+        """Version that is served now."""
 
     async def reach(self, wanted: Callable[[int], bool], *, deadline_s: float, what: str) -> None:
-        """Wait until the version is ``wanted``. Raises DeadlineError naming ``what``."""
+        """Wait until ``wanted(version)`` is true. Raises DeadlineError naming ``what``."""
 
 
 class TicketTaker:
-    """Has each ticket answered once, within its deadline, and keeps its lease meanwhile.
+    """Answers each ticket once within its deadline, and extends its lease meanwhile.
 
     Args:
-        answer: answers a ticket; its key names it among the work in hand. ConfigError, DataError and ProtocolError
-            mean that it cannot be answered, DeadlineError that it comes too late, LeftBehind that it is over.
-        give_up: tells the coordinator that a ticket cannot be answered, and why.
-        room: tickets that may be taken now, those aside that were taken and not begun (``num_unbegun``).
-        progress: grows while the work in hand goes on; None while nothing is worked at.
+        answer: answers a ticket; the key identifies it among the work in progress. Raises ConfigError, DataError or
+            ProtocolError if it cannot be answered, DeadlineError if it is too late, LeftBehind if it is obsolete.
+        give_up: reports to the coordinator that a ticket cannot be answered, and why.
+        room: number of tickets that may be taken now, excluding those taken and not begun (``num_unbegun``).
+        progress: counter that grows while work proceeds; None while nothing runs.
     """
 
     def __init__(
@@ -69,32 +69,32 @@ class TicketTaker:
         self._bus, self._job, self._asking = bus, job, asking
         self._answer, self._give_up, self._room, self._progress = answer, give_up, room, progress
         self._holds: dict[str, tuple[int, int | None]] = {}
-        """Work in hand -> sequence of its ticket, version it asks for."""
+        """Work in progress -> sequence number of its ticket, version it requires."""
         self._ends: dict[str, float] = {}
-        """Work in hand -> deadline of its ticket (monotonic)."""
+        """Work in progress -> deadline of its ticket (monotonic clock, seconds)."""
         self._changed = asyncio.Event()
         self._draining = False
         self.num_taken = 0
-        """Tickets taken and not done with."""
+        """Number of tickets taken and not finished."""
         self.num_unbegun = 0
-        """Of those, the ones that nobody has looked at."""
+        """Number of taken tickets not yet begun."""
 
     @property
     def busy(self) -> bool:
-        """True if tickets are in hand."""
+        """Return True if tickets are in progress."""
         return bool(self._holds)
 
     def drain(self) -> None:
-        """Take no more tickets; ``run`` ends once those in hand are done."""
+        """Take no more tickets; ``run`` ends once those in progress are done."""
         self._draining = True
         self._changed.set()
 
     def look_again(self) -> None:
-        """There may be more room."""
+        """Signal that more room may be available."""
         self._changed.set()
 
     def status(self, publisher: GroupPublisher) -> dict[str, Any]:
-        """The work in hand and the oldest wait, for a heartbeat."""
+        """Return the work in progress and the oldest wait, for a heartbeat."""
         row: dict[str, Any] = {"holds": [key.split(":", 1)[1] for key in list(self._holds)]}
         if publisher.blocked is not None:
             since, why = publisher.blocked
@@ -105,7 +105,7 @@ class TicketTaker:
         return row
 
     async def run(self) -> None:
-        """Take tickets until drained, and end with the last one in hand."""
+        """Take tickets until drained; return when the last one is done."""
         puller = await self._bus.pull(
             subjects.TICKETS, subjects.tickets(self._job), f"rollout-{self._job}",
             ack_wait_s=ACK_WAIT_S, max_deliver=MAX_DELIVER, max_ack_pending=4096,
@@ -121,7 +121,7 @@ class TicketTaker:
                 await puller.close()
 
     async def _wait_for_room(self) -> int:
-        """Tickets to fetch; 0 once drained."""
+        """Wait for room; return the number of tickets to fetch, 0 once drained."""
         while not self._draining:
             self._changed.clear()
             if (room := self._room()) > 0:
@@ -134,11 +134,11 @@ class TicketTaker:
         self._changed.set()
 
     async def reach(self, policy: Versions, ticket: Ticket, key: str, *, oldest: int) -> None:
-        """Wait until a policy has version ``oldest``, as long as the ticket may.
+        """Wait until a policy has version ``oldest``, within the ticket's deadline.
 
         Raises:
-            DeadlineError: it does not come in time.
-            LeftBehind: the version that the ticket asks for is not there any more.
+            DeadlineError: the version does not come in time.
+            LeftBehind: the version that the ticket requires has been replaced.
         """
         if policy.version < oldest:
             self._asking.wait(key, f"policy version {oldest} (serving {policy.version})", subjects.MANIFESTS)
@@ -158,7 +158,7 @@ class TicketTaker:
         greedy: list[bool],
         parts: dict[str, list[float]] | None = None,
     ) -> None:
-        """Hand the coordinator what an evaluation ticket asked for."""
+        """Send the result of an evaluation ticket to the coordinator."""
         result = EvalResult(
             version=ticket.version or 0, ordinal=ticket.draw.ordinal, rewards=rewards, failed=failed, greedy=greedy,
             parts=parts or {},
@@ -173,16 +173,16 @@ class TicketTaker:
         self.num_unbegun -= 1
         try:
             ticket, _ = unpack(delivery.data, Ticket)
-        except ProtocolError as error:  # given back: after its last delivery it becomes a dead letter
+        except ProtocolError as error:  # rejected (nak): after its last delivery it becomes a dead letter
             logger.error("ticket %d is unreadable: %s", delivery.seq, error)
             await delivery.nak(UNREADABLE_PAUSE_S)
             return
         key = f"{ticket.purpose}:{ticket.draw}"
         if key in self._holds:
             seq, version = self._holds[key]
-            if delivery.seq != seq and ticket.version == version:  # another leader asked again for what is in hand
+            if delivery.seq != seq and ticket.version == version:  # a new leader repeated a ticket in progress
                 await delivery.ack()
-            return  # redelivered while in hand (a stalled process): the first delivery's ack counts
+            return  # redelivered while in progress (a stalled process): the first delivery's ack counts
         self._holds[key] = delivery.seq, ticket.version
         left_s, is_late = ticket.left_s(delivery.time), False
         self._ends[key] = time.monotonic() + left_s
@@ -201,12 +201,12 @@ class TicketTaker:
             self._holds.pop(key, None)
             self._asking.done(key)
         if is_late:
-            await delivery.nak(LATE_PAUSE_S)  # the coordinator alone drops a draw
+            await delivery.nak(LATE_PAUSE_S)  # only the coordinator drops a draw
         else:
             await delivery.ack()
 
     async def _attempt(self, ticket: Ticket, key: str) -> None:
-        """Answer a ticket. One that cannot be is a failure of its own: its neighbours and the session go on."""
+        """Answer a ticket. A ticket that cannot be answered is reported; other tickets and the session continue."""
         try:
             await self._answer(ticket, key)
         except (ConfigError, DataError, ProtocolError) as error:
@@ -214,7 +214,7 @@ class TicketTaker:
             await self._give_up(ticket, key, str(error))
 
     async def _keep(self, delivery: Delivery, end: float) -> None:
-        """Extend the lease while work goes on or waits for something, never past its deadline."""
+        """Extend the lease while work proceeds or waits, never past its deadline."""
         before: int | None = -1
         while time.monotonic() < end:
             await asyncio.sleep(ACK_WAIT_S / 4)

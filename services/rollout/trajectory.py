@@ -1,6 +1,6 @@
-"""An episode as it grows: what the policy said and, masked, what it was told between. Token ids are only appended.
+"""An episode in progress: the policy's tokens and, masked, the observations between them. Token ids are only appended.
 
-Shapes: P prompt tokens, N tokens after them.
+Shapes: P = prompt tokens, N = tokens after them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class Episode:
     """One trajectory of several turns.
 
     Attributes:
-        token_ids, logprobs, mask: [N]; log-probs of tokens that the policy did not choose are 0 and mean nothing.
-        told: an observation that no turn has answered yet: it is not part of the trajectory.
-        num_turns: how often the policy spoke.
+        token_ids, logprobs, mask: [N]; log-probs of tokens that the policy did not choose are 0 and meaningless.
+        told: observation that no turn has answered yet; not part of the trajectory.
+        num_turns: number of turns of the policy.
         answer: text of the last turn. transcript: text of everything after the prompt.
-        error: why the trajectory has failed; empty where it has not.
-        reward: what its environment says of it, where that is asked.
-        prompt_ids, prompt_text: with which an environment began that brings its own prompt; None: it did not.
+        error: reason why the trajectory failed; empty if it did not.
+        reward: reward from its environment, if requested.
+        prompt_ids, prompt_text: prompt that the environment began with; None: the environment brought none.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -51,11 +51,11 @@ class Episode:
 
     @property
     def num_chosen(self) -> int:
-        """Tokens that the policy chose."""
+        """Number of tokens that the policy chose."""
         return sum(self.mask)
 
     def say(self, sample: Sample, text: str) -> None:
-        """A turn of the policy. What it was told before belongs to the version that read it: its first one."""
+        """Append a turn of the policy. The preceding observation belongs to the turn's first version, which read it."""
         self.finish = sample.finish
         self.num_turns += 1
         if not sample.token_ids:
@@ -71,15 +71,15 @@ class Episode:
             self._experts = rows
 
     def hear(self, token_ids: list[int], text: str) -> None:
-        """An observation for the next turn."""
+        """Set the observation for the next turn."""
         self.told, self._told_text = token_ids, text
 
     def fail(self, error: str) -> None:
-        """The trajectory must not be trained."""
+        """Mark the trajectory as failed, so that it is not trained."""
         self.finish, self.error = "abort", error
 
     def sample(self) -> Sample:
-        """The whole trajectory in the form of one completion."""
+        """Return the whole trajectory in the form of one completion."""
         return Sample(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
@@ -103,8 +103,10 @@ class Episode:
 
 
 def with_episodes(group: Group, episodes: Sequence[Episode], *, judged: bool) -> Group:
-    """The group of their samples with masks, failures and transcripts; ``judged``: and what environments say of them,
-    in the row, where scorers find it."""
+    """Return the group with the episodes' masks, failures and transcripts.
+
+    If ``judged``, the row also carries the environments' rewards for the scorers.
+    """
     meta = {**group.meta, "transcripts": [episode.transcript for episode in episodes]}
     if judged:
         meta["row"] = {**meta["row"], JUDGEMENTS: [episode.reward for episode in episodes]}

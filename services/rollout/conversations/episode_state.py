@@ -1,4 +1,4 @@
-"""An episode's side of the state that an env worker holds for it."""
+"""Client side of the state that an env worker holds for an episode."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["Ask", "StateKeeper", "StateLostError", "with_state"]
 RESTARTED = metrics.counter("rollout_episodes_restarted", "Episodes begun again because their env worker was lost.")
 
 Ask = Callable[[TurnClock, str, ToolRequest], Awaitable[ToolReply]]
-"""Has a request, named by its id, carried out; waits until somebody answers, and stops the clock while nobody does."""
+"""Function that sends a request with an id to env workers. Waits for the reply; stops the clock without workers."""
 
 
 class StateLostError(Exception):
-    """The env worker that held the state of an episode is gone, or has given it up."""
+    """Raised if the env worker that held the state of an episode is lost or has dropped the state."""
 
 
 class StateKeeper:
-    """Counts the requests of one episode and remembers who answers them."""
+    """Numbers the requests of one episode and remembers the env worker that holds its state."""
 
     def __init__(self, episode: str, seed: int, row: dict[str, Any], ask: Ask) -> None:
         self.episode = episode
@@ -35,10 +35,10 @@ class StateKeeper:
         self._turn = asyncio.Lock()
 
     async def ask(self, clock: TurnClock, request: ToolRequest) -> ToolReply:
-        """Have a request carried out. Those that are asked for at once are carried out in that order.
+        """Send a request and return its reply. Concurrent requests are executed in call order.
 
         Raises:
-            StateLostError: the state is gone.
+            StateLostError: the state is lost.
         """
         async with self._turn:
             state = EpisodeState(
@@ -53,7 +53,7 @@ class StateKeeper:
             return reply
 
     async def end(self) -> None:
-        """The state is not needed any more. Safe to repeat."""
+        """Release the state. Safe to repeat."""
         if self._holder:
             state = EpisodeState(episode=self.episode, seed=self._seed, number=self._number, holder=self._holder)
             self._holder = ""
@@ -69,9 +69,9 @@ async def with_state(
     restarts: int,
     play: Callable[[StateKeeper], Awaitable[Episode]],
 ) -> Episode:
-    """Play an episode whose state somebody holds; from its first turn, with a new state, where that was lost.
+    """Play an episode whose state an env worker holds. If the state is lost, restart from the first turn.
 
-    After so many restarts it has failed.
+    After ``restarts`` restarts, the episode has failed.
     """
     attempt = 0
     while True:

@@ -1,4 +1,4 @@
-"""Plays episodes that their environment leads: it speaks, the policy answers, until the environment is done."""
+"""Episodes led by their environment: it sends messages, and the policy responds, until the environment ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Conversation", "ConversationPlayer", "begun_alike"]
 
 
 _MARK = "what-the-policy-wrote"
-"""Stands for a turn of the policy while what follows it is rendered."""
+"""Placeholder for a turn of the policy while the text after it is rendered."""
 
 Message = dict[str, Any]
 
@@ -44,19 +44,19 @@ class Conversation:
         self._tools: list[Message] = []
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Message]) -> tuple[str, list[int]]:
-        """The prompt and its token ids. Raises ConfigError where the template refuses the messages."""
+        """Start the conversation; return prompt text and token ids. Raises ConfigError if the template rejects it."""
         self._messages, self._tools = list(messages), list(tools)
         text = self._renderer.text(self._messages, tools=self._tools)
         return text, self._renderer.encode(text)
 
     def go_on(self, turn: Message, messages: Sequence[Message], ended_with: str) -> list[int]:
-        """Token ids of what follows the policy's ``turn``, up to where it writes again.
+        """Return the token ids after the policy's ``turn``, up to the start of its next turn.
 
-        What the policy itself wrote is not rendered: its ids are known. ``ended_with`` is the text of the token that
-        ended its turn, which the template writes, too; empty where none did. Special tokens in messages are taken out.
+        The policy's own turn is not rendered, because its ids are known. ``ended_with``: text of the token that ended
+        the turn, which the template also writes; empty if none did. Special tokens are removed from messages.
 
         Raises:
-            ConfigError: the template refuses the messages, or hides the policy's turn.
+            ConfigError: the template rejects the messages, or omits the policy's turn.
         """
         new = [{**message, "content": self._plain(message)} for message in messages]
         marked = {"role": "assistant", "content": _MARK}
@@ -91,10 +91,10 @@ class ConversationPlayer:
     async def play(
         self, name: str, prompt: Prompt, seed: int, asked: Sequence[tuple[Sampling, int]], ask: Ask
     ) -> list[Episode]:
-        """One episode of the task of ``prompt`` for each completion that ``asked`` wants, all at once, in order.
+        """Play one episode of the prompt's task for each requested completion, concurrently, and return them in order.
 
         Raises:
-            ConfigError: the engine's model is too short for such an episode.
+            ConfigError: the engine's maximum length is too short for such an episode.
         """
         rows = rows_of(asked)
         self._writer.check_room(self._max_prompt, max(sampling.max_new_tokens for sampling in rows))
@@ -107,7 +107,7 @@ class ConversationPlayer:
         )  # fmt: skip
 
     def scored_text(self, episode: Episode) -> str:
-        """The text that other scorers see: the last turn."""
+        """Return the text for other scorers: the last turn."""
         return episode.answer
 
     async def _episode(self, task: int, sampling: Sampling, keeper: StateKeeper) -> Episode:
@@ -130,7 +130,7 @@ class ConversationPlayer:
         return play.episode
 
     async def _turn(self, play: _Play, step: Step, sampling: Sampling, clock: TurnClock) -> Step:
-        """One turn and what the environment does then."""
+        """Generate one turn and return the environment's next step."""
         assert step.messages is not None
         episode = play.episode
         if not episode.num_turns:
@@ -155,7 +155,7 @@ class ConversationPlayer:
         )  # fmt: skip
 
     def _is_over(self, episode: Episode, told: list[int], sampling: Sampling) -> bool:
-        """True if a budget is used up, so that there is no further turn."""
+        """Return True if a budget is used up, so that no further turn follows."""
         return (
             episode.finish == "length"
             or episode.num_turns == self._config.max_turns
@@ -172,7 +172,7 @@ class ConversationPlayer:
 
 
 class _Play:
-    """One episode under way: ``said`` is the policy's last turn, ``ended_with`` the text of the token that ended it."""
+    """One episode in progress. ``said``: the policy's last turn; ``ended_with``: text of the token that ended it."""
 
     def __init__(self, episode: Episode, conversation: Conversation, keeper: StateKeeper) -> None:
         self.episode, self.conversation, self.keeper = episode, conversation, keeper
@@ -180,7 +180,7 @@ class _Play:
         self.ended_with = ""
 
     async def ask(self, clock: TurnClock, purpose: Purpose, **arguments: Any) -> Step:
-        """The environment's next step. Raises msgspec.DecodeError where it is none."""
+        """Request the environment's next step. Raises msgspec.DecodeError if the reply is not a step."""
         reply = await self.keeper.ask(clock, ToolRequest(purpose=purpose, arguments=arguments))
         if reply.status != "ok":
             return Step(error=reply.text)
@@ -188,7 +188,7 @@ class _Play:
 
 
 def _message(text: str, owner: str, has_tools: bool) -> dict[str, Any]:
-    """A turn of the policy as a message; its calls of tools apart."""
+    """Return a turn of the policy as a message, with tool calls separate from the text."""
     if not has_tools:
         return {"role": "assistant", "content": text}
     tools = ToolCalls(owner)
@@ -204,8 +204,10 @@ def _message(text: str, owner: str, has_tools: bool) -> dict[str, Any]:
 
 
 def begun_alike(prompt: Prompt, episodes: Sequence[Episode], *, max_tokens: int) -> Prompt:
-    """The prompt with which the environment began, where it did; episodes with another one than the first have failed:
-    the trajectories of a group share their prompt."""
+    """Return the prompt with which the environment began, if it did.
+
+    The trajectories of a group share their prompt, so episodes with a prompt other than the first one's have failed.
+    """
     begun = [episode for episode in episodes if episode.prompt_ids is not None]
     if not begun:
         return prompt

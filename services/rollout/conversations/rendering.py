@@ -1,4 +1,4 @@
-"""From a client's messages or prompts to token ids. Tokens that come as ids stay as they are."""
+"""Rendering of messages and prompts to token ids. Prompts given as token ids are not changed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ DEFAULT_TEMPLATE = (
     "<tool_call>\n{{ call['function'] | tojson }}\n</tool_call>{% endfor %}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""For tokenizers without a chat template: a line for each message, and one that the model is to continue."""
+"""Template for tokenizers without a chat template: one line per message, and one for the model to continue."""
 
 
 class Prompt(NamedTuple):
-    """Token ids, and the text that they are of, special tokens included."""
+    """Token ids of a prompt and their text, including special tokens."""
 
     token_ids: list[int]
     text: str
 
 
 class Renderer:
-    """Renders with the tokenizer's chat template, or with ``DEFAULT_TEMPLATE``. Made off the event loop."""
+    """Renders with the tokenizer's chat template, or with ``DEFAULT_TEMPLATE``. Construct it off the event loop."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, template_args: dict[str, Any]) -> None:
         self._tokenizer, self._template_args = tokenizer, template_args
@@ -43,10 +43,10 @@ class Renderer:
         self.digest = digest.hexdigest()
 
     def prompts(self, request: InferenceRequest) -> list[Prompt]:
-        """The prompts of a request; a chat has one.
+        """Return the prompts of a request; a chat has one.
 
         Raises:
-            ConfigError: the template refuses the messages, or a prompt is empty.
+            ConfigError: the template rejects the messages, or a prompt is empty.
         """
         if request.kind == "chat":
             text = self.text(request.messages, tools=request.tools, template_args=request.template_args)
@@ -63,7 +63,7 @@ class Renderer:
         return found
 
     def spell(self, token_ids: list[int]) -> str:
-        """The text of tokens, special ones included; of those that do not exist nothing."""
+        """Return the text of tokens, including special ones; unknown ids are skipped."""
         return str(self._backend.decode(token_ids, skip_special_tokens=False))
 
     def chat(
@@ -73,11 +73,11 @@ class Renderer:
         tools: list[dict[str, Any]] | None = None,
         template_args: dict[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a chat that the model is to continue. Raises as ``text``."""
+        """Return the token ids of a chat for the model to continue. Raises as ``text``."""
         return self.encode(self.text(messages, tools=tools, template_args=template_args))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of what ``text`` gave, or of a part of it."""
+        """Return the token ids of (a part of) the result of ``text``."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def text(
@@ -87,10 +87,10 @@ class Renderer:
         tools: list[dict[str, Any]] | None = None,
         template_args: dict[str, Any] | None = None,
     ) -> str:
-        """A chat that the model is to continue.
+        """Return a rendered chat for the model to continue.
 
         Raises:
-            ConfigError: the template refuses the messages.
+            ConfigError: the template rejects the messages.
         """
         try:
             text = self._tokenizer.apply_chat_template(
@@ -107,7 +107,7 @@ class Renderer:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: text as one string, arguments of tool calls as objects."""
+    """Return a message as templates expect it: text as one string, arguments of tool calls as objects."""
     found = {**message, "content": content_text(message.get("content"))}
     calls = [_call(call) for call in message.get("tool_calls") or []]
     if calls:
@@ -118,7 +118,7 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def content_text(content: Any) -> str:
-    """The content of a message as one string. Raises ConfigError for what is no text."""
+    """Return the content of a message as one string. Raises ConfigError for content other than text."""
     if content is None:
         return ""
     if isinstance(content, str):

@@ -1,4 +1,7 @@
-"""From tokens to text as it becomes certain: whole characters only, nothing of a stop string, tool calls apart."""
+"""Incremental decoding of tokens to text.
+
+Releases only whole characters, nothing of a stop string, and tool calls separately.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ __all__ = ["CLOSE", "OPEN", "TextStream", "ToolCalls", "held_back"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_BLOCK = 1 << 16
-"""Characters between the markers of one call; a longer one is text, so that little is held back."""
+"""Maximum characters between the markers of one call; a longer block is text, which limits buffering."""
 _UNFINISHED = "\ufffd"
-"""Text that a decoder writes for bytes that are no character yet."""
+"""Character that a decoder writes for bytes of an incomplete character."""
 
 
 def held_back(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of ``text`` may be the start of a marker."""
+    """Return how many characters at the end of ``text`` may be the start of a marker."""
     longest = max(map(len, markers), default=0) - 1
     for length in range(min(longest, len(text)), 0, -1):
         tail = text[-length:]
@@ -35,12 +38,12 @@ class TextStream:
         self._decode, self._stop = decode, stop
         self._token_ids: list[int] = []
         self._start = self._read = 0
-        """Tokens [start, read) are written; how the next ones are written depends on them (spaces)."""
+        """Tokens [start, read) are decoded; the decoded form of the next tokens depends on them (spaces)."""
         self._pending = ""
         self.stopped = False
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Text that is certain now."""
+        """Append tokens; return the text that is now certain."""
         self._token_ids += token_ids
         if self.stopped:
             return ""
@@ -52,7 +55,7 @@ class TextStream:
         return self._release(now[len(before) :], final=False)
 
     def close(self) -> str:
-        """The rest once the last token is there."""
+        """Return the remaining text after the last token."""
         if self.stopped:
             return ""
         before = self._decode(self._token_ids[self._start : self._read])
@@ -74,21 +77,21 @@ class TextStream:
 
 @dataclass(slots=True)
 class ToolCalls:
-    """Takes tool calls out of a text: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen).
+    """Extracts tool calls from text: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Hermes, Qwen).
 
-    What cannot be parsed stays text. The ids of calls follow from ``owner`` and their number alone.
+    Blocks that do not parse stay text. The ids of calls depend only on ``owner`` and their number.
     """
 
     owner: str = ""
     valid: bool | None = None
-    """True if all calls could be parsed; None where there was none."""
+    """True if all calls were parsed; None without calls."""
     num_calls: int = 0
     _pending: str = ""
     _scanned: int = 0
-    """No end of a call begins before this place of the pending text."""
+    """No end marker of a call begins before this index of the pending text."""
 
     def push(self, text: str) -> tuple[str, list[ToolCall]]:
-        """Text outside of calls, and calls that are complete."""
+        """Append text; return the text outside of calls, and the completed calls."""
         pending = self._pending + text
         content: list[str] = []
         calls: list[ToolCall] = []
@@ -117,7 +120,7 @@ class ToolCalls:
         return "".join(content), calls
 
     def close(self) -> str:
-        """The rest at the end; a call that was begun and not closed is none."""
+        """Return the remaining text at the end. A call without its end marker is not a call."""
         left, self._pending, self._scanned = self._pending, "", 0
         if OPEN in left:
             self._judge(False)
@@ -131,7 +134,7 @@ class ToolCalls:
 
 
 def _certain(text: str, place: int, start: int) -> int:
-    """Where what may be a call, or space before one, begins after ``place``; ``start``: of a call, -1 for none."""
+    """Return where a possible call, or space before it, begins after ``place``; ``start``: of a call, or -1."""
     if start < 0:
         start = len(text) - held_back(text[max(place, len(text) - len(OPEN)) :], [OPEN])
     return place + len(text[place:start].rstrip())

@@ -1,4 +1,4 @@
-"""The time of one turn, which stands still while the turn waits for others."""
+"""Time limit of one turn, which pauses while the turn waits for other services."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ __all__ = ["TurnClock"]
 
 
 class TurnClock:
-    """Used with ``async with``, once. The block is cancelled, and TimeoutError raised, after ``limit_s`` seconds that
-    were not ``stopped``; None: never."""
+    """Async context manager for single use. Cancels its block and raises TimeoutError after ``limit_s`` seconds.
+
+    Time within ``stopped`` does not count. None: no limit.
+    """
 
     def __init__(self, limit_s: float | None) -> None:
         self._timeout = asyncio.timeout(limit_s)
@@ -31,7 +33,7 @@ class TurnClock:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Time in here does not count. Several may be in here at once."""
+        """Pause the clock during the block. Blocks may overlap."""
         self._holders += 1
         when = self._timeout.when()
         if self._holders == 1 and when is not None and not self._timeout.expired():

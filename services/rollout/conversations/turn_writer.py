@@ -1,4 +1,4 @@
-"""Has the policy write one turn of an episode: from the token ids so far, within what is left of its budgets."""
+"""Generation of one turn of an episode, from the token ids so far and within its remaining budgets."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["TurnWriter", "rows_of"]
 
 
 class TurnWriter:
-    """Writes turns on one engine.
+    """Generates turns on one engine.
 
     Args:
-        stop_tokens: tokens that may end a turn and are no text.
-        also: tokens that end a turn and are text. stop_strings: texts that end one, too.
+        stop_tokens: tokens that may end a turn and are not part of its text.
+        also: tokens that end a turn and are part of its text. stop_strings: texts that also end a turn.
     """
 
     def __init__(
@@ -43,8 +43,10 @@ class TurnWriter:
     async def write(
         self, name: str, prompt_ids: list[int], sampling: Sampling, episode: Episode, clock: TurnClock
     ) -> tuple[Sample, str]:
-        """The next turn of ``episode``, appended to it, and its text. The clock stands still while it waits for a place
-        in the engine's batch."""
+        """Generate the next turn of ``episode``, append it, and return it with its text.
+
+        The clock is paused while the request waits for a row in the engine's batch.
+        """
         request = GenRequest(
             request_id=f"{name}/{episode.num_turns}", prompt_ids=[*prompt_ids, *episode.token_ids, *episode.told],
             sampling=self._sampling(sampling, episode), session=name,
@@ -58,10 +60,13 @@ class TurnWriter:
         return sample, text
 
     def check_room(self, prompt_tokens: int, max_new_tokens: int) -> None:
-        """Before the first turn: an episode that ends for want of room in the model would look like one cut off.
+        """Raise ConfigError if the model's maximum length is too short for the longest episode.
+
+        Checked before the first turn, because an episode that ends for lack of room would look like one cut off by its
+        budget.
 
         Raises:
-            ConfigError: the engine's model is too short for the longest episode.
+            ConfigError: the engine's maximum length is too short.
         """
         observations = (self._config.max_turns - 1) * self._config.max_observation_tokens
         if prompt_tokens + max_new_tokens + observations > self._engine.max_length:
@@ -72,7 +77,7 @@ class TurnWriter:
             )
 
     def _sampling(self, sampling: Sampling, episode: Episode) -> Sampling:
-        """For one turn: what is left of the token budget, a seed of its own, what ends turns."""
+        """Return the sampling of one turn: remaining budget, its own seed, tokens and texts that end turns."""
         room, turn = sampling.max_new_tokens - episode.num_chosen, episode.num_turns
         seed = sampling.seed if not turn or sampling.seed is None else derive_seed(sampling.seed, "turn", turn)
         return replace(
@@ -83,5 +88,5 @@ class TurnWriter:
 
 
 def rows_of(asked: Sequence[tuple[Sampling, int]]) -> list[Sampling]:
-    """One for each completion that is asked for, each with a seed of its own."""
+    """Return one sampling per requested completion, each with its own seed."""
     return [replace(s, seed=None if s.seed is None else s.seed + i) for s, n in asked for i in range(n)]

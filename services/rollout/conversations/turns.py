@@ -1,4 +1,4 @@
-"""Plays episodes with tools: the policy writes a turn, its calls are carried out, it reads the results and goes on."""
+"""Episodes with tools: the policy generates a turn, env workers execute its calls, results precede the next turn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["Call", "EpisodePlayer", "find_calls", "token_of"]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call, or why what stood between the markers is none."""
+    """One tool call, or the reason why the text between the markers is not a call."""
 
     name: str = ""
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Call:
 
 
 def find_calls(text: str, form: CallFormat, tools: Sequence[ToolConfig]) -> list[Call]:
-    """Every call that is complete, in order; one whose end is missing is none."""
+    """Return all complete calls in order. A call without its end marker is ignored."""
     calls, place = list[Call](), 0
     while (start := text.find(form.begin, place)) >= 0:
         body = start + len(form.begin)
@@ -50,7 +50,7 @@ def find_calls(text: str, form: CallFormat, tools: Sequence[ToolConfig]) -> list
 
 
 def _only(body: str, tool: ToolConfig) -> Call:
-    """The body is the tool's first required argument, or its first one."""
+    """Return a call whose body is the tool's first required argument, or its first argument."""
     schema = tool.parameters
     name = next(iter(schema.get("required") or schema["properties"]))
     return Call(tool.name, {name: body})
@@ -68,7 +68,7 @@ def _parsed(body: str) -> Call:
         return Call(problem="'arguments' must be an object")
     try:
         msgspec.msgpack.encode([call["name"], arguments])
-    except (ValueError, OverflowError, RecursionError) as error:  # half of a character, a number of 100 digits
+    except (ValueError, OverflowError, RecursionError) as error:  # half of a surrogate pair, a number of 100 digits
         return Call(problem=f"the call cannot be sent: {error}")
     return Call(call["name"], arguments)
 
@@ -77,9 +77,9 @@ class EpisodePlayer:
     """Plays episodes of one environment on one engine.
 
     Args:
-        end_token: the token that ends a turn because it ends a call; None: its text does, where calls end turns.
+        end_token: token that ends a call and thus the turn; None: the text of the end marker does, if calls end turns.
         stop_tokens: all tokens that may end a turn.
-        judged: the objects behind tools are asked what they say of an episode.
+        judged: whether the tool objects are asked for the reward of an episode.
     """
 
     def __init__(
@@ -104,11 +104,11 @@ class EpisodePlayer:
     async def play(
         self, name: str, prompt: Prompt, seed: int, asked: Sequence[tuple[Sampling, int]], ask: Ask
     ) -> list[Episode]:
-        """One episode for each completion that ``asked`` wants, all at once, in order; ``seed``: of their states.
+        """Play one episode per requested completion, concurrently, in order; ``seed`` seeds their states.
 
         Raises:
-            ConfigError: the engine's model is too short for such an episode, or an observation for the results of a
-                turn. The other episodes are over then, too.
+            ConfigError: the engine's maximum length is too short for such an episode, or the observation limit for the
+                results of a turn. The other episodes are cancelled.
         """
         rows = rows_of(asked)
         self._writer.check_room(len(prompt.token_ids), max(sampling.max_new_tokens for sampling in rows))
@@ -122,7 +122,7 @@ class EpisodePlayer:
         )  # fmt: skip
 
     def scored_text(self, episode: Episode) -> str:
-        """The text that scorers see."""
+        """Return the text for scorers."""
         return episode.transcript if self._config.scored == "transcript" else episode.answer
 
     async def _episode(self, prompt_ids: list[int], sampling: Sampling, ask: Ask, keeper: StateKeeper) -> Episode:
@@ -139,7 +139,7 @@ class EpisodePlayer:
         return episode
 
     async def _turn(self, prompt_ids: list[int], sampling: Sampling, episode: Episode, calling: _Calls) -> bool:
-        """One turn and its calls; whether another turn follows."""
+        """Generate one turn and execute its calls; return whether another turn follows."""
         sample, text = await self._writer.write(calling.episode, prompt_ids, sampling, episode, calling.clock)
         calls = find_calls(text, self._config.calls, self._config.tools)
         if sample.finish != "stop" or not calls:
@@ -156,7 +156,7 @@ class EpisodePlayer:
         return True
 
     async def _results(self, name: str, calls: Sequence[Call], calling: _Calls) -> list[str] | ToolReply:
-        """Text for the policy, in the order of its calls; or the failure that ends its trajectory."""
+        """Return the results of the calls in order, or the failure that ends the trajectory."""
         most = self._config.calls.max_calls
         if len(calls) > most:
             return [_told("error", f"{len(calls)} calls in one turn, at most {most} are carried out")]
@@ -180,18 +180,18 @@ class EpisodePlayer:
 
 
 class _Calls:
-    """Has the calls of one turn carried out."""
+    """Executes the calls of one turn."""
 
     def __init__(self, clock: TurnClock, ask: Ask, keeper: StateKeeper) -> None:
         self.clock, self._ask, self._keeper = clock, ask, keeper
 
     @property
     def episode(self) -> str:
-        """Whose turn it is."""
+        """Name of the episode."""
         return self._keeper.episode
 
     async def carry_out(self, name: str, one: Call, *, stateful: bool) -> ToolReply:
-        """Calls that use the state of the episode are carried out in the order in which they are asked for."""
+        """Execute one call. Calls that use the state of the episode are executed in call order."""
         if one.problem:
             return ToolReply(status="error", text=one.problem)
         request = ToolRequest(name=one.name, arguments=one.arguments)
@@ -199,7 +199,7 @@ class _Calls:
 
 
 def token_of(vocabulary: Mapping[str, int], marker: str) -> int | None:
-    """The token that alone writes ``marker``; None where another one may, too, or none does."""
+    """Return the token whose text is exactly ``marker``; None if no token or several tokens contain it."""
     holders = [token for token in vocabulary if marker in token]
     return vocabulary[marker] if holders == [marker] else None
 

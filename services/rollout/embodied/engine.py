@@ -1,4 +1,4 @@
-"""The policy network of one worker: decides on actions, and takes in another version between two decisions."""
+"""Engine of one worker's policy network: decides on actions, and swaps versions between two decisions."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from penstock.shared.protocol.weights import short_digest
 __all__ = ["Decided", "PolicyEngine"]
 
 INLINE_PRODUCTS = 4 << 20
-"""Products of a weight and a number for which no thread is woken: they take about a millisecond."""
+"""Limit of multiply-adds computed in the event loop instead of a thread; they take about a millisecond."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Decided:
-    """N decisions of one policy version, whose weights have the short digest ``weights``."""
+    """N decisions of one policy version; ``weights`` is the short digest of its weights."""
 
     actions_NCA: NDArray[Any]
-    """As the policy drew them."""
+    """Actions as the policy sampled them."""
     logprobs_NCA: NDArray[np.float32]
     executed: NDArray[Any]
-    """[N, C, ...] for the simulator: clipped, scaled, in its dtype."""
+    """Actions [N, C, ...] for the simulator: clipped, scaled, in its dtype."""
     version: int
     weights: str
 
 
 class PolicyEngine:
-    """Owns the policy. A version is copied when it is taken in, so no decision reads memory that others write."""
+    """Owns the policy. Copies each new version, so that decisions never read shared memory that others write."""
 
     caps = Caps(transports=("shm", "tcp", "disk"), pause_modes=(), native_spans=True, sleep=False)
 
@@ -50,19 +50,19 @@ class PolicyEngine:
         self._policy, self._device = policy.to(device).eval(), device
         self.noise, self.noise_shape = policy.noise, policy.noise_shape
         self.action_dtype = "float32" if policy.noise == "normal" else "int64"
-        """A uniform number chooses one of several values."""
+        """Uniform noise selects one of several discrete values."""
         self._num_products = policy.num_products
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
         self._lock = asyncio.Lock()
-        """Held while the policy decides or takes in a version."""
+        """Held while the policy decides or loads a version."""
         self._served: ServedWeights[WeightUpdate] = ServedWeights()
         self._closed = False
         self.num_decisions = 0
         self.seconds = 0.0
-        """In which the policy decided."""
+        """Total time in which the policy decided."""
 
     async def decide(self, observations: Mapping[str, NDArray[Any]], noise_NCA: NDArray[np.float32] | None) -> Decided:
-        """Decide for N observations, with noise, or without for the mean.
+        """Decide for N observations with the given noise; None: take the mean.
 
         Raises:
             Unavailable: the engine is closed.
@@ -77,7 +77,7 @@ class PolicyEngine:
             return await loop.run_in_executor(self._thread, self._decide, observations, noise_NCA)
 
     async def copy(self) -> PolicyEngine:
-        """The policy as it is now, in an engine of its own that is never updated; who has it closes it."""
+        """Return a copy of the current policy in its own engine, which is never updated. The caller closes it."""
         async with self._lock:
             other = PolicyEngine(copy.deepcopy(self._policy), device=self._device)
             other._served.version, other._served.digest = self._served.version, self._served.digest
@@ -85,11 +85,11 @@ class PolicyEngine:
 
     @property
     def version(self) -> int:
-        """That of the policy; -1 before the first one."""
+        """Version of the policy; -1 before the first one."""
         return self._served.version
 
     async def close(self) -> None:
-        """Stop. Safe to repeat."""
+        """Stop the engine. Safe to repeat."""
         self._closed = True
         self._thread.shutdown(wait=False)
 
@@ -112,7 +112,7 @@ class PolicyEngine:
         self._served.begin(WeightUpdate(parameters, version, digest, mode, guard))
 
     async def load_chunk(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors; see ``Updatable.load_chunk``."""
+        """Stage copies of tensors; see ``Updatable.load_chunk``."""
         update = self._served.current()
         try:
             copied = {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -134,11 +134,11 @@ class PolicyEngine:
             return time.perf_counter() - start
 
     async def abort_update(self) -> None:
-        """Give the open update up. Safe to repeat."""
+        """Discard the open update. Safe to repeat."""
         self._served.give_up(dirty=False)
 
     async def weight_info(self) -> WeightInfo:
-        """The version that is served."""
+        """Return the version that is served."""
         return self._served.info()
 
     def _decide(self, observations: Mapping[str, NDArray[Any]], noise_NCA: NDArray[np.float32] | None) -> Decided:

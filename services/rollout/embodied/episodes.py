@@ -1,7 +1,7 @@
-"""Episodes of a ticket: what is asked for, what was recorded, and the group that they make. Pure.
+"""Episodes of a ticket: requests, records, and the resulting group. Pure functions and data.
 
-Shapes: G episodes of a group, D decisions of an episode, C actions of a decision, A numbers of an action, S version
-spans, ... the shape of one observation.
+Shapes: G = episodes of a group, D = decisions of an episode, C = actions of a decision, A = components of an action,
+S = version spans, ... = the shape of one observation.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["UNEQUAL", "Episode", "Label", "Record", "episode_group", "failed_epi
 
 UNEQUAL = "the simulator does not begin equal ids in equal states"
 Label = tuple[int, str]
-"""A policy version and the short digest of its weights."""
+"""Policy version and short digest of its weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Record:
-    """Columns of one whole episode; ``EpisodeGroup`` says what they mean."""
+    """Columns of one whole episode, defined in ``EpisodeGroup``."""
 
     observations: dict[str, NDArray[Any]]
     final_observations: dict[str, NDArray[Any]]
@@ -42,13 +42,13 @@ class Record:
     succeeded: bool
     solved_at_end: bool
     spans: list[tuple[Label, int]]
-    """Labels and the decision that each begins at."""
+    """Labels, and the first decision of each."""
     state_hash: int
     task: str
 
     @property
     def num_decisions(self) -> int:
-        """D."""
+        """Number of decisions, D."""
         return len(self.valid)
 
     @property
@@ -59,14 +59,14 @@ class Record:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Episode:
-    """One episode of a ticket. It ends once: with a record, lost for a reason, or left behind by the policy.
+    """One episode of a ticket. Ends once: with a record, as lost with a reason, or as overtaken by another version.
 
     Attributes:
-        noise: of its actions; None: it takes the mean of the policy.
-        version: every decision must come from this version; None: from any.
-        on_end: called when it ended.
-        unwanted: nobody waits for it any more.
-        overtaken: the version that took the place of the one it needs.
+        noise: noise of its actions; None: it takes the mean of the policy.
+        version: version that every decision must come from; None: any.
+        on_end: called when the episode ends.
+        unwanted: True if no ticket waits for it any more.
+        overtaken: version that replaced the required one.
     """
 
     reset_id: int
@@ -79,7 +79,7 @@ class Episode:
     overtaken: int | None = None
 
     def end(self, *, record: Record | None = None, lost: str = "", overtaken: int | None = None) -> None:
-        """End it."""
+        """End the episode and call ``on_end``."""
         self.record, self.lost, self.overtaken = record, lost, overtaken
         self.on_end(self)
 
@@ -87,9 +87,11 @@ class Episode:
 def episode_group(
     job: str, config: EmbodiedJob, ticket: Ticket, episodes: Sequence[Episode], *, meta: dict[str, Any]
 ) -> EpisodeGroup:
-    """The group of ended episodes. A lost one stands there as failed and without decisions. The group has no episodes
-    where all of them are lost, and where the simulator did not begin them in one state: to compare them would mean
-    nothing."""
+    """Return the group of ended episodes. A lost episode is failed and has no decisions.
+
+    The group has no episodes if all of them are lost, or if the simulator did not begin them in the same state, because
+    they would not be comparable.
+    """
     records = [episode.record for episode in episodes]
     lost = [episode.lost for episode in episodes if episode.record is None]
     first = next((record for record in records if record is not None), None)
@@ -135,7 +137,7 @@ def episode_group(
 
 
 def failed_episodes(job: str, config: EmbodiedJob, ticket: Ticket, meta: dict[str, Any]) -> EpisodeGroup:
-    """A group without episodes: the draw ends as dropped(failed) and is redrawn."""
+    """Return a group without episodes: the draw ends as dropped(failed) and is redrawn."""
     C = config.environment.action_chunk
     return EpisodeGroup(
         job=job, draw=ticket.draw, attempt=new_attempt(), epoch=ticket.epoch, cu_seqlens=np.zeros(1, np.int32),
@@ -149,7 +151,7 @@ def failed_episodes(job: str, config: EmbodiedJob, ticket: Ticket, meta: dict[st
 
 
 def _unequal_starts(records: Sequence[Record]) -> str:
-    """Why these are no episodes from one state, or ''; {} stands for their reset id."""
+    """Return why the episodes do not start from the same state, or ''; {} is a placeholder for their reset id."""
     starts = {record.state_hash for record in records}
     if len(starts) == 1:
         return ""

@@ -1,8 +1,8 @@
-"""Films of held-out episodes: played once more with a copy of the policy, in a simulator with a camera.
+"""Videos of held-out episodes: replayed with a copy of the policy in a simulator with a camera.
 
-A picture takes much longer than a step, so films are made beside the training, one after another, in processes of low
-priority, and outlive the session of their job. An episode follows from its reset id and the policy's mean, so the film
-shows what was measured.
+A rendered frame takes much longer than a step, so videos are made beside training, one after another, in processes of
+low priority, and continue after the session of their job. The reset id and the policy's mean determine an episode, so
+the video shows what was measured.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = ["FilmMaker", "Shot"]
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 16
-"""Films that wait to be made; who comes later gets none."""
+"""Maximum number of queued videos; further ones are dropped."""
 OPEN_S = 200.0
 MARGIN_S = 30.0
 FILM_LIMIT_S = 300.0
-"""A film that takes longer is given up."""
+"""Time limit of one video."""
 PUBLISH_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Shot:
-    """A held-out episode to film. ``policy`` is a copy that nobody changes any more."""
+    """A held-out episode to film. ``policy`` is a copy that is never updated."""
 
     job: str
     config: EmbodiedJob
@@ -50,17 +50,17 @@ class Shot:
 
 
 class FilmMaker:
-    """Makes the films of a rollout worker."""
+    """Makes the videos of a rollout worker."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings) -> None:
         self._bus, self._settings = bus, settings
         self._waiting: asyncio.LifoQueue[Shot] = asyncio.LifoQueue(MOST_WAITING)
-        """The newest one is made first: it shows what the policy can do."""
+        """Last in, first out: the newest video is the most informative."""
         self._without: set[str] = set()
-        """Jobs with `auto` whose episodes nobody can film."""
+        """Jobs with `videos: auto` whose simulator cannot film."""
 
     def want(self, shot: Shot) -> None:
-        """Have this film made, if there is time for it."""
+        """Queue a video. Dropped with a warning if the queue is full."""
         if shot.job in self._without:
             return
         try:
@@ -69,7 +69,7 @@ class FilmMaker:
             logger.warning("job %s: no time to film version %d, reset id %d", shot.job, shot.version, shot.reset_id)
 
     async def run(self) -> None:
-        """Make films until cancelled."""
+        """Make videos until cancelled."""
         while True:
             shot = await self._waiting.get()
             if shot.job in self._without:
@@ -92,7 +92,7 @@ class FilmMaker:
             logger.warning("job %s: that cannot be told: %s", shot.job, second)
 
     async def _make(self, shot: Shot) -> None:
-        """Raises PenstockError: it cannot be made now."""
+        """Make one video. Raises PenstockError if it cannot be made now."""
         mail = await asyncio.to_thread(FrameMail, self._settings)
         try:
             request = shot.config.environment.opening(1, camera=True)
@@ -121,7 +121,7 @@ def _video(shot: Shot, **facts: Any) -> Video:
 
 
 async def _play(client: EnvClient, shot: Shot) -> Video:
-    """Play the episode with the policy's mean. Raises PenstockError: the simulator lost it."""
+    """Play the episode with the policy's mean. Raises PenstockError if the simulator loses it."""
     sim = shot.config.environment
     limit_s = sim.step_limit_s + MARGIN_S
     env_ids, total, steps = np.zeros(1, np.int32), 0.0, 0

@@ -1,7 +1,7 @@
-"""The lanes of one session of simulators: which episode runs in which environment, and what each has recorded. Pure.
+"""Lanes of one simulator session: the episode in each environment and its records. Pure.
 
-Shapes: B lanes, n of them at once, T most decisions of an episode, C actions of a decision, A numbers of an action,
-k episodes that ended, ... the shape of one observation.
+Shapes: B = lanes, n = lanes of one call, T = most decisions of an episode, C = actions of a decision, A = components of
+an action, k = ended episodes, ... = the shape of one observation.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from penstock.shared.protocol.embodied.environment import EnvSpec, ResetReply, S
 __all__ = ["Lanes"]
 
 Rows = NDArray[np.int32]
-"""Numbers of lanes, which are those of the session's environments."""
+"""Lane numbers, equal to the session's environment numbers."""
 NOISE_BLOCK = 64
-"""Decisions for which noise is drawn at once."""
+"""Number of decisions for which noise is generated at once."""
 ANY_VERSION = -1
 FIRST_LENGTH = 128
-"""Decisions of an episode for which there is room at first."""
+"""Number of decisions for which a lane initially allocates memory."""
 
 
 class Lanes:
     """One lane for each environment of a session. An episode is recorded in the columns of its lane.
 
     Args:
-        horizon: steps after which an episode is cut off.
+        horizon: number of steps after which an episode is truncated.
         noise_shape: (C, A).
     """
 
@@ -49,7 +49,7 @@ class Lanes:
         self._label: Label | None = None
         self._num_labels = 0
         self._versions_B = np.full(B, ANY_VERSION, np.int64)
-        """The version that an episode needs."""
+        """Version that the episode requires."""
         self._label_numbers_B = np.zeros(B, np.int64)
         T = min(FIRST_LENGTH, -(-horizon // C))
         self._observations = {
@@ -69,16 +69,16 @@ class Lanes:
 
     @property
     def num_free(self) -> int:
-        """Lanes without an episode."""
+        """Number of lanes without an episode."""
         return self._episodes.count(None)
 
     @property
     def num_running(self) -> int:
-        """Lanes with an episode, one that has not begun included."""
+        """Number of lanes with an episode, including those not yet begun."""
         return len(self._episodes) - self.num_free
 
     def place(self, episodes: Sequence[Episode]) -> tuple[Rows, NDArray[np.int64]]:
-        """Give each episode a free lane; returns the lanes and the reset ids that begin them."""
+        """Assign a free lane to each episode; return the lanes and reset ids for the reset request."""
         free = [lane for lane, episode in enumerate(self._episodes) if episode is None][: len(episodes)]
         assert len(free) == len(episodes), "more episodes than free lanes"
         for lane, episode in zip(free, episodes, strict=True):
@@ -86,7 +86,7 @@ class Lanes:
         return np.asarray(free, np.int32), np.asarray([episode.reset_id for episode in episodes], np.int64)
 
     def began(self, rows: Rows, reply: ResetReply) -> None:
-        """The simulator has begun the episodes of these lanes, or lost them."""
+        """Record that the simulator has begun, or lost, the episodes of these lanes."""
         self._take_losses(rows, reply.lost, reply.reasons)
         kept = np.flatnonzero(~reply.lost)
         lanes = rows[kept]
@@ -104,12 +104,12 @@ class Lanes:
             column[lanes, 0] = reply.observations[name][kept]
 
     def lose(self, reason: str) -> None:
-        """The session is gone with all of its episodes."""
+        """End all episodes as lost, because the session is lost."""
         for lane in range(len(self._episodes)):
             self._end(lane, lost=reason)
 
     def leave_unwanted(self) -> None:
-        """Free the lanes of episodes that nobody waits for."""
+        """Free the lanes of episodes that no ticket waits for."""
         for lane, episode in enumerate(self._episodes):
             if episode is not None and episode.unwanted:
                 self._end(lane, lost="nobody waits for it")
@@ -117,13 +117,13 @@ class Lanes:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     def to_decide(self) -> list[Rows]:
-        """Running lanes: those that act with noise, and those that take the mean; none of either is left out."""
+        """Return the running lanes in at most two groups: those that act with noise, and those that take the mean."""
         running = np.flatnonzero(self._running_B).astype(np.int32)
         noisy = np.asarray([self._noise_of(lane) for lane in running.tolist()], np.bool_)
         return [rows for rows in (running[noisy], running[~noisy]) if len(rows)]
 
     def inputs(self, rows: Rows) -> tuple[dict[str, NDArray[Any]], NDArray[np.float32] | None]:
-        """Observations [n, ...] by name and noise [n, C, A], or None for the mean, of lanes that act alike."""
+        """Return observations [n, ...] by name and noise [n, C, A] (None: mean) of one group of ``to_decide``."""
         times = self._times_B[rows]
         observations = {name: column[rows, times] for name, column in self._observations.items()}
         first = self._episodes[int(rows[0])]
@@ -137,9 +137,9 @@ class Lanes:
         return observations, self._noise_BNCA[rows, times % NOISE_BLOCK]
 
     def decided(self, rows: Rows, decided: Decided) -> NDArray[np.bool_]:
-        """Record decisions; returns which of them are to be executed, bool [n].
+        """Record decisions; return which of them to execute, bool [n].
 
-        An episode that must come from another version is overtaken; one whose action is no number is lost.
+        An episode that requires another version ends as overtaken; one with a non-finite action ends as lost.
         """
         wanted_n = self._versions_B[rows]
         executed: NDArray[np.bool_] = (wanted_n == decided.version) | (wanted_n == ANY_VERSION)
@@ -158,11 +158,11 @@ class Lanes:
         return executed
 
     def limits(self, rows: Rows) -> NDArray[np.int64]:
-        """Actions that each lane may still execute of its decision, [n]: the last one may pass the horizon."""
+        """Return how many actions of its decision each lane may execute, [n]; the horizon cuts the last decision."""
         return np.minimum(self._chunk, self._horizon - self._times_B[rows] * self._chunk)
 
     def stepped(self, rows: Rows, reply: StepReply) -> None:
-        """Record what the simulator made of the decisions of these lanes."""
+        """Record the results of the decisions of these lanes, and end finished episodes."""
         bad = ~np.isfinite(reply.rewards).all(axis=1)
         self._take_losses(rows, reply.lost, reply.reasons)
         self._take_losses(rows, bad & ~reply.lost, ["a reward is not finite"] * len(rows))
@@ -182,7 +182,7 @@ class Lanes:
         self._columns["truncated"][lanes[cut], times[cut], reply.valid[kept[cut]] - 1] = True
         over = reply.ended[kept] | cut
         self._write_next(lanes[~over], kept[~over], reply)
-        finals = np.cumsum(reply.ended) - 1  # place of an ended row among the final observations
+        finals = np.cumsum(reply.ended) - 1  # index of an ended row among the final observations
         for i, lane in zip(kept[over].tolist(), lanes[over].tolist(), strict=True):
             last = (
                 {name: array[finals[i]] for name, array in reply.final_observations.items()}
@@ -199,7 +199,7 @@ class Lanes:
         return episode is not None and episode.noise is not None
 
     def _mark(self, lanes: Rows, times: NDArray[np.int64], label: Label) -> None:
-        """Begin a span where these decisions come from other weights than the ones before."""
+        """Begin a span where decisions come from other weights than the previous ones."""
         if self._label != label:
             self._label, self._num_labels = label, self._num_labels + 1
         fresh = np.flatnonzero(self._label_numbers_B[lanes] != self._num_labels)
@@ -208,7 +208,7 @@ class Lanes:
         self._label_numbers_B[lanes] = self._num_labels
 
     def _write_next(self, lanes: Rows, places: NDArray[np.int64], reply: StepReply) -> None:
-        """The observations of the next decision; the columns grow with the longest episode."""
+        """Store the observations of the next decision; double the columns if an episode exceeds them."""
         times = self._times_B[lanes]
         for columns in (self._observations, self._columns):
             for name, column in columns.items():

@@ -1,6 +1,6 @@
-"""The noise of an episode's actions: a pure function of its draw, whatever else is decided beside it.
+"""Noise of an episode's actions: a pure function of its draw, independent of other episodes in the batch.
 
-Shapes: C actions of a decision, A numbers of an action.
+Shapes: C = actions of a decision, A = components of an action.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["NoiseSource"]
 
 
 class NoiseSource:
-    """One generator for each episode, counter-based: one block [C, A] for each of its decisions, in order."""
+    """Counter-based generator of one episode: one block [C, A] for each decision, in order."""
 
     def __init__(
         self, seed: int, draw: Draw, member: int, *, kind: Literal["normal", "uniform"], shape: tuple[int, int]
@@ -26,7 +26,7 @@ class NoiseSource:
         self._kind, self._shape = kind, shape
 
     def next(self, count: int) -> NDArray[np.float32]:
-        """The blocks of the next ``count`` decisions, [count, C, A]; the same however many are taken at once."""
+        """Return the blocks of the next ``count`` decisions, [count, C, A]. Call sizes do not affect the values."""
         if self._kind == "normal":
             return self._generator.standard_normal((count, *self._shape), np.float32)
         return self._generator.random((count, *self._shape), np.float32)

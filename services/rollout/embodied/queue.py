@@ -1,4 +1,4 @@
-"""Episodes that wait for a lane, and which session takes them. Pure but for the event that wakes a session."""
+"""Queue of episodes for lanes, shared by the sessions of a job. Pure except for the events that wake sessions."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ __all__ = ["EpisodeQueue"]
 
 
 class EpisodeQueue:
-    """First come, first served; sessions that are open share what there is evenly."""
+    """First-come, first-served queue that divides episodes evenly over the open sessions."""
 
     def __init__(self, num_sessions: int) -> None:
         self._waiting: deque[Episode] = deque()
         self._running: list[int | None] = [None] * num_sessions
-        """Episodes of each session; None: it is not open."""
+        """Number of episodes in each session; None: not open."""
         self._changed = [asyncio.Event() for _ in range(num_sessions)]
 
     def add(self, episodes: Iterable[Episode]) -> None:
-        """Have these played."""
+        """Queue episodes."""
         self._waiting.extend(episodes)
         self._wake()
 
     def tell(self, session: int, running: int | None) -> None:
-        """A session has so many episodes; None: it is not open."""
+        """Record the number of episodes in a session; None: not open."""
         if (before := self._running[session]) != running:
             self._running[session] = running
             if before is None or running is None:
                 self._wake()
 
     def take(self, session: int, free: int) -> list[Episode]:
-        """Episodes for the free lanes of a session: not those that another open one is to take."""
+        """Take episodes for the free lanes of a session, except those reserved for another open session."""
         self._changed[session].clear()
         while self._waiting and self._waiting[0].unwanted:
             self._waiting.popleft()
@@ -49,7 +49,7 @@ class EpisodeQueue:
         return taken
 
     async def wait(self, session: int, limit_s: float) -> bool:
-        """Wait until there may be something for a session, at most so long; False where there is not."""
+        """Wait until episodes may be available for a session. Return False after ``limit_s``."""
         try:
             async with asyncio.timeout(limit_s):
                 return await self._changed[session].wait()

@@ -1,4 +1,4 @@
-"""One embodied job on one rollout worker: policy, sessions of simulators, and the tickets in hand."""
+"""One embodied job on one rollout worker: policy, simulator sessions, and tickets in progress."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 class EmbodiedSession:
-    """Plays the episodes of tickets while there are lanes for them."""
+    """Plays the episodes of tickets while lanes are free."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: EmbodiedJob, films: FilmMaker) -> None:
         self._bus, self._settings, self.job, self.config, self._films = bus, settings, job, config, films
         self._filmed: PolicyEngine | None = None
-        """A copy of the policy that the newest films are of."""
+        """Policy copy used for the newest videos."""
         self._publisher, self._asking = GroupPublisher(bus, job), Asking(bus)
         self._tickets = TicketTaker(
             bus, job, self._asking, answer=self._attempt, give_up=self._give_up, room=self._room,
@@ -48,13 +48,13 @@ class EmbodiedSession:
         self._engine: PolicyEngine | None = None
         self._policy: PolicyFollower | None = None
         self._unfinished = 0
-        """Episodes of the tickets in hand that have not ended."""
+        """Episodes of current tickets that have not ended."""
         self.groups = self.episodes = self.lost = self.unequal = 0
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Work until cancelled, or until ``drain`` and the last ticket in hand is done.
+        """Work until cancelled, or until the last ticket is done after ``drain``.
 
         Raises:
             ConfigError: the policy does not fit the simulator.
@@ -93,7 +93,7 @@ class EmbodiedSession:
                 task.cancel()
 
     def amend(self, config: EmbodiedJob) -> None:
-        """The job file changed: what the next tickets are answered by."""
+        """Use a changed config for the next tickets."""
         self.config = config
 
     def drain(self) -> None:
@@ -101,7 +101,7 @@ class EmbodiedSession:
         self._tickets.drain()
 
     def _room(self) -> int:
-        """Tickets whose first episode finds a free lane."""
+        """Return the number of tickets to take: those whose first episode finds a free lane."""
         simulator, group = self.config.environment, self.config.algorithm.group_size
         free = simulator.sessions * simulator.num_envs - self._unfinished
         return -(-free // group) - self._tickets.num_unbegun
@@ -156,11 +156,11 @@ class EmbodiedSession:
         await self._tell(ticket, key, measured, failed=False)
 
     async def _film(self, version: int, reset_id: int) -> None:
-        """Have the episode filmed: with a copy of the policy, for the next version does not wait for films."""
+        """Queue the episode for filming. Uses a copy of the policy, because updates do not wait for videos."""
         assert self._engine is not None
         if self._filmed is None or self._filmed.version != version:
             self._filmed = await self._engine.copy()
-        if self._filmed.version == version:  # a leader that began anew may have gone back meanwhile
+        if self._filmed.version == version:  # a restarted leader may have gone back meanwhile
             self._films.want(
                 Shot(job=self.job, config=self.config, policy=self._filmed, version=version, reset_id=reset_id)
             )
@@ -177,7 +177,7 @@ class EmbodiedSession:
         await self._publisher.publish(failed_episodes(self.job, self.config, ticket, meta))
 
     async def _play(self, ticket: Ticket, key: str, episodes: list[Episode], *, oldest: int) -> None:
-        """Return once all episodes have ended. Nobody plays on what the ticket has no more time for."""
+        """Play all episodes and return once they have ended. On cancellation, they are marked unwanted."""
         assert self._policy is not None
         ended, left = asyncio.Event(), len(episodes)
         self._unfinished += left
@@ -208,11 +208,11 @@ class EmbodiedSession:
 
     @property
     def busy(self) -> bool:
-        """True if tickets are in hand."""
+        """Return True if tickets are in progress."""
         return self._tickets.busy
 
     def status(self) -> dict[str, Any]:
-        """This worker's entry for the job, for its heartbeat."""
+        """Return this worker's entry for the job, for its heartbeat."""
         policy = self._policy
         row = {
             "version": policy.version if policy else -1,

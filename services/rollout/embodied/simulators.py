@@ -1,4 +1,4 @@
-"""One session of simulators of a worker: opened on any env worker, stepped, and opened again where that one is gone."""
+"""One simulator session of a worker: opened on any env worker, and reopened elsewhere if that worker is lost."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 OPEN_S = 200.0
-"""Longer than an env worker may take to make simulators."""
+"""Timeout to open a session; longer than an env worker may take to create simulators."""
 OPEN_RETRY_S = 2.0
 MARGIN_S = 15.0
-"""An answer may come this much later than a simulator's limit for one request."""
+"""Allowance for a reply beyond the simulator's limit for one request."""
 RESET_S = 180.0
-"""A reset may have to start a process anew, which imports the simulator's libraries."""
+"""Allowance for a reset, which may start a new process that imports the simulator's libraries."""
 IDLE_S = 60.0
-"""An env worker closes the session of a client that says nothing for so long: the client is dead."""
+"""Time without requests after which the env worker closes the session, assuming that its client is dead."""
 KEEP_S = 15.0
 CLOSE_S = 2.0
 TELL_AFTER_S = 1.0
-"""A simulator that takes longer than this for a request is named as what is waited for."""
+"""Duration after which a simulator request is reported in the heartbeat as what the job waits for."""
 
 
 class SimulatorSession:
@@ -54,16 +54,16 @@ class SimulatorSession:
         self._client: EnvClient | None = None
         self._lanes: Lanes | None = None
         self.num_steps = 0
-        """Actions that simulators executed."""
+        """Number of actions that simulators executed."""
         self.num_opened = 0
 
     @property
     def num_running(self) -> int:
-        """Episodes in its lanes."""
+        """Number of episodes in its lanes."""
         return self._lanes.num_running if self._lanes is not None else 0
 
     async def open(self) -> EnvSpec:
-        """Have an env worker make the environments; waits for one that can."""
+        """Open the environments on an env worker; wait for one that can."""
         config = self._config
         request = config.opening(config.num_envs, idle_s=IDLE_S)
         what = f"an env worker to open '{config.task}'"
@@ -73,7 +73,7 @@ class SimulatorSession:
                 client = await EnvClient.open(self._bus, self._mail, request, job=self._job, deadline_s=OPEN_S)
             except Unavailable:
                 continue
-            except ConfigError as error:  # another env worker may have what this one lacks
+            except ConfigError as error:  # another env worker may support it
                 logger.error("an env worker cannot open '%s': %s", config.task, error)
                 self._asking.done(self._key)
                 self._asking.wait(self._key, f"{what}: {error}", subjects.ENV_OPEN)
@@ -86,7 +86,7 @@ class SimulatorSession:
             return client.spec
 
     async def close(self) -> None:
-        """Give the environments back; where nobody answers, the env worker closes them by itself."""
+        """Close the environments. If the env worker does not respond, it closes them by itself."""
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(PenstockError, TimeoutError):
@@ -94,7 +94,7 @@ class SimulatorSession:
                     await client.close()
 
     async def run(self, engine: PolicyEngine, queue: EpisodeQueue) -> None:
-        """Play episodes of the queue until cancelled. Those of a session that is gone are lost."""
+        """Play episodes of the queue until cancelled. If the session is lost, so are its episodes."""
         assert self._client is not None
         spec = self._client.spec
         self._lanes = Lanes(
@@ -113,7 +113,7 @@ class SimulatorSession:
                 raise ConfigError(f"'{spec.env_id}' is {found} on one env worker and {spec} on another")
 
     async def _play(self, lanes: Lanes, engine: PolicyEngine, queue: EpisodeQueue) -> None:
-        """Raises PenstockError where the session cannot go on."""
+        """Play episodes. Raises PenstockError if the session is lost."""
         while True:
             lanes.leave_unwanted()
             queue.tell(self._number, lanes.num_running)
@@ -133,12 +133,12 @@ class SimulatorSession:
         lanes.began(rows, await self._told(asked, "a simulator to begin episodes"))
 
     async def _advance(self, lanes: Lanes, engine: PolicyEngine, rows: Rows) -> None:
-        """Decide for lanes that act alike, and have the decisions executed up to the horizon."""
+        """Decide for lanes of one kind (noise or mean), and execute the decisions up to the horizon."""
         assert self._client is not None
         decided = await engine.decide(*lanes.inputs(rows))
         executed = lanes.decided(rows, decided)
         limits = lanes.limits(rows)
-        for limit in np.unique(limits[executed]).tolist():  # more than one only where the horizon cuts a chunk
+        for limit in np.unique(limits[executed]).tolist():  # more than one only if the horizon cuts a chunk
             chosen = executed & (limits == limit)
             request = StepRequest(
                 seq=self._client.seq, auto_reset=False, env_ids=rows[chosen],
@@ -154,7 +154,7 @@ class SimulatorSession:
         await self._client.keep()
 
     async def _told(self, asked: Awaitable[T], what: str) -> T:
-        """The answer of a simulator; one that takes long is told of."""
+        """Return the reply of a simulator; report the wait while it takes long."""
         assert self._client is not None
         with self._telling(what, self._client.subject):
             return await asked

@@ -1,4 +1,4 @@
-"""One choice of a request on its way: tokens so far, what its client may see of them, its record. Pure."""
+"""One choice of a live request in progress: its tokens, the text sent to the client, and its record. Pure."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(eq=False)
 class Choice:
-    """Choice ``index`` of ``request``. ``sampling`` is complete; ``stop_tokens`` end it and are no text.
+    """Choice ``index`` of ``request``. ``sampling`` is complete; ``stop_tokens`` end it and are not part of its text.
 
-    Output tokens come from one engine request, or from several that follow each other when an engine was interrupted.
+    Output tokens come from one engine request, or from several in sequence if an engine was interrupted.
     """
 
     request: InferenceRequest
@@ -33,7 +33,7 @@ class Choice:
     stop_tokens: frozenset[int]
     decode: Decode
     spell: Decode
-    """As ``decode``, special tokens included."""
+    """Decoder that includes special tokens."""
     prompt: str = ""
     """Text of the prompt."""
     token_ids: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Choice:
     first_token: float = 0.0
     pauses: int = 0
     _told: int = 0
-    """Output tokens that were put into chunks."""
+    """Number of output tokens already put into chunks."""
     _top: list[Likely] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -53,21 +53,21 @@ class Choice:
 
     @property
     def id(self) -> str:
-        """Of the interaction."""
+        """Id of the interaction."""
         return self.request.ids[self.index]
 
     @property
     def engine_id(self) -> str:
-        """Of the engine request under way."""
+        """Id of the current engine request."""
         return f"{self.id}/{self.pauses}"
 
     @property
     def ended(self) -> bool:
-        """True if a stop string is complete that began before an interruption: an engine sees only its own tokens."""
+        """True if a stop string that began before an interruption is complete: engines see only their own tokens."""
         return self.pauses > 0 and self._text.stopped and len(self.token_ids) >= self.sampling.min_new_tokens
 
     def resume(self, begun: Begun) -> None:
-        """Take over what another worker produced; its client has the text of it."""
+        """Continue from the tokens of another worker, whose text the client already has."""
         for span in begun.spans:
             self._add(begun.token_ids[span.start : span.end], begun.logprobs[span.start : span.end], span)
         self._read_one_by_one(self.token_ids)
@@ -76,7 +76,7 @@ class Choice:
         self.pauses = 1
 
     def rest(self) -> tuple[list[int], Sampling]:
-        """Prompt and sampling of the next engine request. After an interruption the noise must be another one."""
+        """Return prompt and sampling of the next engine request. After an interruption its seed must differ."""
         if not self.token_ids:
             return self.prompt_ids, self.sampling
         done, s = len(self.token_ids), self.sampling
@@ -87,13 +87,13 @@ class Choice:
         return [*self.prompt_ids, *self.token_ids], sampling
 
     def push(self, token: Token) -> Chunk:
-        """A token that is not the last one."""
+        """Add a token that is not the last one; return its chunk."""
         self._add([token.token_id], [token.logprob], token)
         self._top.append(token.top)
         return self._chunk(*self._read_one_by_one(self.token_ids[self._told :]))
 
     def take(self, sample: Sample, before: int) -> None:
-        """The end of an engine request that began after ``before`` output tokens: tokens that were not pushed."""
+        """Add the unpushed tokens of a finished engine request that began after ``before`` output tokens."""
         for span in sample.spans:
             start = max(span.start, len(self.token_ids) - before)
             if start < span.end:
@@ -101,11 +101,11 @@ class Choice:
                 self._top += sample.top[start : span.end]
 
     def last(self, finish: str, *, recorded: bool) -> Chunk:
-        """The chunk that ends the choice, once ``finished`` was asked."""
+        """Return the chunk that ends the choice. Call ``finished`` first."""
         return self._chunk(*self._ending, finish=finish, recorded=recorded)
 
     def finished(self, reason: str) -> FinishReason:
-        """Read the last tokens; why the choice ended, as its client sees it."""
+        """Read the last tokens; return the finish reason for the client."""
         self.first_token = self.first_token or bus_time()
         unread = self.token_ids[self._told :]
         if reason == "stop" and unread and unread[-1] in self.stop_tokens:
@@ -125,7 +125,7 @@ class Choice:
         return "length" if reason == "length" and not self._text.stopped else "stop"
 
     def echo(self, scores: Scores | None) -> Chunk:
-        """The prompt as a chunk; the first token has no log-prob."""
+        """Return the prompt as a chunk; its first token has no log-prob."""
         ids = self.prompt_ids
         logprobs: list[float | None] = [None, *scores.logprobs] if scores is not None else []
         top = [[], *(self._named(likely) for likely in scores.top)] if scores is not None and scores.top else []
@@ -136,7 +136,7 @@ class Choice:
         )  # fmt: skip
 
     def interaction(self, *, job: str, finish: FinishReason, untrainable: str, template: str) -> Interaction:
-        """The record of the choice."""
+        """Return the record of the choice."""
         request = self.request
         return Interaction(
             id=self.id, request=request.ids[self.index - self.index % request.n], index=self.index % request.n, job=job,
@@ -160,8 +160,10 @@ class Choice:
         self.spans.append(Span(by.version, start, end, by.weights))
 
     def _read_one_by_one(self, token_ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
-        """As ``_read``. What is certain depends on how much is read at once: this way on the tokens alone, so that
-        another worker that has the same tokens knows what the client has of them.
+        """Read tokens one at a time.
+
+        The released text depends on how many tokens are read at once. Reading singly makes it depend on the tokens
+        alone, so that another worker with the same tokens knows what text the client has.
         """
         text, calls = "", list[ToolCall]()
         for token_id in token_ids:
@@ -170,7 +172,7 @@ class Choice:
         return text, calls
 
     def _read(self, token_ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
-        """Text and calls that became certain with these tokens."""
+        """Return text and calls that these tokens complete."""
         text = self._text.push(token_ids)
         calls: list[ToolCall] = []
         if self._tools is not None:

@@ -1,4 +1,4 @@
-"""Messages to the gateways: one per gateway and decode step, and a sign of life while nothing is new."""
+"""Messages to gateways: one per gateway and decode step, and periodic heartbeats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Collects chunks; all that is there when the event loop comes round to ``run`` leaves together."""
+    """Collects chunks and sends all that are pending in one message per gateway."""
 
     def __init__(self, bus: Bus, worker: str) -> None:
         self._bus, self._worker = bus, worker
@@ -30,23 +30,23 @@ class Outbox:
         self._new = asyncio.Event()
 
     def open(self, gateway: str, request: str) -> None:
-        """A request of ``gateway`` is in hand."""
+        """Register a request of ``gateway`` as in progress."""
         self._in_hand[gateway].add(request)
 
     def put(self, gateway: str, chunk: Chunk) -> None:
-        """Send a chunk."""
+        """Queue a chunk."""
         self._chunks[gateway].append(chunk)
         self._new.set()
 
     def close(self, gateway: str, request: str, failure: Failure | None = None) -> None:
-        """A request is not in hand any more, because it is answered or because of a failure."""
+        """Unregister a request that was answered or failed."""
         self._in_hand[gateway].discard(request)
         if failure is not None:
             self._failures[gateway].append(failure)
             self._new.set()
 
     async def run(self) -> None:
-        """Send until cancelled."""
+        """Send chunks and heartbeats until cancelled."""
         clock = asyncio.get_running_loop().time
         due = clock() + SIGN_EVERY_S
         while True:
@@ -62,7 +62,7 @@ class Outbox:
                 due = clock() + SIGN_EVERY_S
 
     async def flush(self) -> None:
-        """Send what is there now."""
+        """Send pending chunks now."""
         await self._send(sign=False)
 
     async def _send(self, *, sign: bool) -> None:
@@ -72,20 +72,20 @@ class Outbox:
             try:
                 for message in messages_of(Chunks(self._worker, chunks, failures, in_hand)):
                     await self._bus.notify(subjects.inference_chunks(gateway), message)
-            except PenstockError as error:  # the gateway sees the gap and asks elsewhere
+            except PenstockError as error:  # the gateway detects the gap and asks elsewhere
                 logger.warning("%d chunks for gateway %s are lost: %s", len(chunks), gateway, error)
             if not self._in_hand[gateway]:
                 del self._in_hand[gateway]
 
 
 def messages_of(chunks: Chunks) -> list[bytes]:
-    """One message, or several where one would be too large: likeliest tokens make a whole answer long."""
+    """Encode chunks as one message, or as several if it would be too large (top log-probs make answers long)."""
     data = pack(chunks)
     if len(data) <= MAX_INLINE_BYTES:
         return [data]
     if len(chunks.chunks) == 1:
         (only,) = chunks.chunks
-        if only.start < 0 or len(only.token_ids) < 2:  # an echoed prompt is one piece
+        if only.start < 0 or len(only.token_ids) < 2:  # an echoed prompt is not split
             return [data]
         chunks = Chunks(chunks.worker, _halves(only), chunks.failures, chunks.in_hand)
     middle = len(chunks.chunks) // 2
@@ -96,7 +96,7 @@ def messages_of(chunks: Chunks) -> list[bytes]:
 
 
 def _halves(chunk: Chunk) -> list[Chunk]:
-    """The same in two: what it says, and how it ends, is in the second."""
+    """Split a chunk in two; text and finish reason go with the second half."""
     middle = len(chunk.token_ids) // 2
     first = Chunk(
         chunk.request, chunk.choice, chunk.start, chunk.token_ids[:middle], chunk.logprobs[:middle], chunk.version,

@@ -1,4 +1,4 @@
-"""Answers what coordinators ask about text and tokens that were not sampled here."""
+"""Tokenization and scoring, for the coordinator, of text and tokens that were not sampled by this worker."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Reader", "answer_text"]
 logger = logging.getLogger(__name__)
 
 MAX_SHOWN = 1 << 16
-"""Characters of a prompt or an answer that are said beside its tokens."""
+"""Maximum characters of prompt and answer text returned beside the tokens."""
 
 
 class Reader:
-    """Reads for one job with the tokenizer and the engine that serve it, and with weights that are ``held``."""
+    """Reads for one job with its tokenizer and engine, and with the weights in ``held``."""
 
     def __init__(
         self, job: str, renderer: Renderer, tokenizer: PreTrainedTokenizerFast, engine: Engine, held: WeightRing
@@ -35,7 +35,7 @@ class Reader:
         self._job, self._renderer, self._tokenizer, self._engine, self._held = job, renderer, tokenizer, engine, held
 
     async def read(self, data: bytes) -> bytes:
-        """A handler of ``subjects.reading``."""
+        """Handle a request on ``subjects.reading``."""
         request, _ = unpack(data, ReadRequest)
         found = await asyncio.to_thread(self._tokens, request)
         if request.score and not found.flaw:
@@ -66,7 +66,7 @@ class Reader:
         return ReadReply(prompt_ids=prompt_ids, token_ids=token_ids, prompt=prompt, text=text)
 
     def _answer(self, message: dict[str, Any]) -> list[int] | None:
-        """Tokens that the policy should have sampled for a message; None where they do not say the same text."""
+        """Return the tokens that the policy would sample for a message; None if they do not decode to the same text."""
         text = answer_text(message)
         token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
         said = self._tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -77,10 +77,10 @@ class Reader:
 
 
 def answer_text(message: dict[str, Any]) -> str:
-    """A message as a completion: its text, then its tool calls as the policy writes them (Hermes, Qwen).
+    """Return a message as a completion: its text, then its tool calls in the policy's format (Hermes, Qwen).
 
     Raises:
-        ConfigError: it holds something else than text and calls.
+        ConfigError: the message contains something other than text and calls.
     """
     content = message.get("content")
     if content is not None and not isinstance(content, str):

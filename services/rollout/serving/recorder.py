@@ -1,4 +1,4 @@
-"""Records interactions durably: those that end at the same moment go out in one write."""
+"""Durable records of interactions: those that end at the same time are written in one publish."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ logger = logging.getLogger(__name__)
 MAX_AT_ONCE = 64
 BYTES_AT_ONCE = 4 << 20
 MAX_RECORD_BYTES = 8 << 20
-"""Longest record, in parts where it is longer than a message; what agents post has the same bound."""
+"""Size limit of a record, which is split if it exceeds one message; posted records have the same limit."""
 DEADLINE_S = 5.0
-"""Longest that the last token of a completion is held back for its record."""
+"""Longest time that the last token of a completion is delayed for its record."""
 
 RECORDED = metrics.counter("interactions", "Interactions of live requests, durable or not.", ("recorded",))
 
 
 class Recorder:
-    """Coalesces interactions of one job. ``run`` sends until cancelled. ``redactor``: what must not be stored."""
+    """Batches the interactions of one job. ``redactor`` removes data that must not be stored."""
 
     def __init__(self, bus: Bus, job: str, redactor: RecordRedactor | None = None) -> None:
         self._bus, self._job, self._redactor = bus, job, redactor
         self._queue: asyncio.Queue[tuple[Outgoing, asyncio.Future[bool]]] = asyncio.Queue(maxsize=4096)
 
     async def record(self, interaction: Interaction) -> bool:
-        """True if the interaction is durable now. Serving goes on without a record; it is counted and logged."""
+        """Record an interaction; return True once it is durable. Failures are counted and logged; serving continues."""
         outgoing = await self._outgoing(interaction, interaction.id)
         if outgoing is None:
             return _counted(False)
@@ -48,13 +48,13 @@ class Recorder:
         return _counted(await done)
 
     async def record_cut(self, interaction: Interaction) -> bool:
-        """As ``record``, for an answer that is broken off here because its gateway seems to be gone.
+        """Record an answer that is cut off because its gateway seems lost.
 
-        Where it is not, another worker completes the answer: that record is no repetition of this one, and this one
-        never follows it.
+        If the gateway is alive, another worker completes the answer: that record does not count as a duplicate of this
+        one, and this one is not written after it.
         """
         outgoing = await self._outgoing(interaction, f"{interaction.id}/cut")
-        if outgoing is not None and len(outgoing.data) > MAX_INLINE_BYTES:  # parts cannot give way to what is there
+        if outgoing is not None and len(outgoing.data) > MAX_INLINE_BYTES:  # parts cannot yield to an existing record
             logger.error("interaction %s was broken off with %d bytes", interaction.id, len(outgoing.data))
             outgoing = None
         if outgoing is None:
@@ -72,7 +72,7 @@ class Recorder:
         return _counted(True)
 
     async def _outgoing(self, interaction: Interaction, msg_id: str) -> Outgoing | None:
-        """The message of a record; None where it is too long for one, or nobody can tell what must not be in it."""
+        """Return the message of a record; None if it is too long or its redaction fails."""
         if self._redactor is not None:
             try:
                 interaction = await asyncio.to_thread(self._redactor.redact, interaction)
@@ -80,7 +80,7 @@ class Recorder:
                 logger.error("interaction %s is not recorded: %s", interaction.id, error)
                 return None
         data = pack(interaction, job=self._job, id=interaction.id)
-        if len(data) > MAX_INLINE_BYTES and interaction.prompt:  # people can do without, learning cannot without tokens
+        if len(data) > MAX_INLINE_BYTES and interaction.prompt:  # tokens suffice for learning
             data = pack(replace(interaction, prompt=""), job=self._job, id=interaction.id)
         if len(data) > MAX_RECORD_BYTES:
             logger.error("interaction %s has %d bytes, too many for a record", interaction.id, len(data))
@@ -89,7 +89,7 @@ class Recorder:
         return Outgoing(subject, data, {EPISODE_HEADER: interaction.episode}, msg_id)
 
     async def run(self) -> None:
-        """Send until cancelled."""
+        """Write queued records until cancelled."""
         while True:
             batch = [await self._queue.get()]
             nbytes = len(batch[0][0].data)

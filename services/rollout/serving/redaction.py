@@ -1,4 +1,4 @@
-"""Blanks in records of live requests what must not be stored. The client has got its answer as it was sampled."""
+"""Redaction of records of live requests. The client still receives the answer as sampled."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from penstock.shared.protocol.live.interaction import USER_TAG, Interaction, Red
 __all__ = ["UNTRAINABLE", "RecordRedactor"]
 
 UNTRAINABLE = "redacted"
-"""Why an interaction is not trained on: its tokens are not those that were read and sampled."""
+"""Reason why a redacted interaction is not trained: its tokens are not the ones that were read and sampled."""
 PART = "\ufffd"
-"""Text that a decoder writes for bytes that are no character yet."""
+"""Character that a decoder writes for bytes of an incomplete character."""
 
 Spell = Callable[[list[int]], str]
 Place = tuple[int, int, str]
-"""Tokens [start, end), and what they are."""
+"""Tokens [start, end) and the name of the match."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Across:
-    """Tokens of what lies across the border, and the text of the completion: what is ``shown`` for it, and the rest."""
+    """A match across the end of the prompt: tokens, replacement ``shown``, and the rest of the completion's text."""
 
     in_prompt: list[Place]
     in_completion: list[Place]
@@ -38,10 +38,10 @@ class _Across:
 
 
 class RecordRedactor:
-    """Redacts interactions; call it in a thread.
+    """Redacts interactions. Call it in a thread.
 
     Raises:
-        ConfigError: the function cannot be imported, or every token that could stand for others is found itself.
+        ConfigError: the function cannot be imported, or the patterns match every possible blank token.
     """
 
     def __init__(self, config: RedactionConfig, tokenizer: PreTrainedTokenizerFast, spell: Spell) -> None:
@@ -59,7 +59,7 @@ class RecordRedactor:
         self._blank: int = blank
 
     def redact(self, interaction: Interaction) -> Interaction:
-        """The record as it may be stored: itself where nothing is found. Raises DataError: nothing may be stored."""
+        """Return the record to store; unchanged without matches. Raises DataError if it must not be stored."""
         across = self._across(interaction)
         prompt_ids, in_prompt = self._blanked(interaction.prompt_ids, across.in_prompt)
         token_ids, in_completion = self._blanked(interaction.token_ids, across.in_completion)
@@ -80,7 +80,7 @@ class RecordRedactor:
         )  # fmt: skip
 
     def _shown(self, prompt_ids: list[int], places: Sequence[Place]) -> str:
-        """Text of the prompt, with a name where it has blanks."""
+        """Return the text of the prompt with match names in place of blanks."""
         text, end = "", 0
         for start, stop, name in places:
             text += self._spell(prompt_ids[end:start]) + f"[{name}]"
@@ -88,7 +88,7 @@ class RecordRedactor:
         return self._redactor.replace(text + self._spell(prompt_ids[end:]))
 
     def _across(self, interaction: Interaction) -> _Across:
-        """Matches that begin in the prompt and end in the completion: neither shows them alone."""
+        """Find a match that begins in the prompt and ends in the completion, which neither part shows alone."""
         prompt_ids, text = interaction.prompt_ids, interaction.text
         whole = [*prompt_ids, *interaction.token_ids]
         spelt, border = self._spell(whole), len(self._spell(prompt_ids))
@@ -101,7 +101,7 @@ class RecordRedactor:
         return _Across(there, here, f"[{place.name}]", text.removeprefix(begins) if text.startswith(begins) else "")
 
     def _blanked(self, ids: list[int], known: list[Place]) -> tuple[list[int], list[Place]]:
-        """The tokens with blanks, and the places of the blanks; some are ``known``."""
+        """Return the tokens with blanks, and the places of the blanks, including the ``known`` ones."""
         ids = self._with_blanks(ids, known)
         found = self._redactor.find(self._spell(ids))
         if not found:
@@ -109,7 +109,7 @@ class RecordRedactor:
         places = known + [(*self._tokens_of(ids, place.start, place.end), place.name) for place in found]
         places.sort()
         blanked = self._with_blanks(ids, places)
-        if self._redactor.find(self._spell(blanked)):  # tokens whose text depends on others: no place is safe
+        if self._redactor.find(self._spell(blanked)):  # the text of some tokens depends on others: blank everything
             places = [(0, len(ids), found[0].name)]
             blanked = self._with_blanks(ids, places)
             if self._redactor.find(self._spell(blanked)):
@@ -117,7 +117,7 @@ class RecordRedactor:
         return blanked, places
 
     def _tokens_of(self, ids: list[int], start: int, end: int) -> tuple[int, int]:
-        """The tokens of which the characters [start, end) are made."""
+        """Return the range of tokens that cover the characters [start, end)."""
 
         def length(count: int) -> int:
             return len(self._spell(ids[:count]))

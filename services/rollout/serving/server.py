@@ -1,4 +1,4 @@
-"""Takes live requests of a job from the bus, has the engine answer them, and records what it sampled."""
+"""Server of a job's live requests: takes them from the bus, runs them on the engine, and records the samples."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ NOT_REPLAYABLE = "sampling_not_replayable"
 def sampling_for(
     config: SamplingConfig, client: ClientSampling, *, num_prompt: int, max_length: int, constrained: bool = False
 ) -> Sampling:
-    """The client's wishes over the job's defaults; a default length is cut to what is left beside the prompt.
+    """Merge the client's sampling with the job's defaults; a default length is limited to the room beside the prompt.
 
-    A ``constrained`` answer ends where its form does, however short it is.
+    A ``constrained`` answer ends where its grammar ends, however short it is.
 
     Raises:
-        ConfigError: prompt and completion are longer than the model takes.
+        ConfigError: prompt and completion exceed the model's maximum length.
     """
     room = max_length - num_prompt
     most = client.max_new_tokens if client.max_new_tokens is not None else max(1, min(config.max_new_tokens, room))
@@ -88,9 +88,10 @@ def sampling_for(
 
 
 def as_trained(client: ClientSampling) -> ClientSampling:
-    """The client's wishes without those that would keep the trainer from repeating what was sampled.
+    """Return the client's sampling without options that would prevent the trainer from reproducing the distribution.
 
-    Its temperature is the job's already: the gateway says it, for workers that go on with an answer need the same one.
+    The temperature already is the job's: the gateway sets it, because workers that continue an answer need the same
+    one.
     """
     return replace(
         client, top_p=None, top_k=None, min_new_tokens=None, frequency_penalty=0.0,
@@ -99,28 +100,28 @@ def as_trained(client: ClientSampling) -> ClientSampling:
 
 
 def replayable(sampling: Sampling, config: SamplingConfig) -> bool:
-    """True if the trainer's log-probs are of the distribution that was sampled: no truncation, no other temperature."""
+    """Return True if the trainer can reproduce the sampled distribution: no truncation, no other temperature."""
     nudged = sampling.frequency_penalty or sampling.presence_penalty or sampling.logit_bias
     plain = sampling.top_p == 1 and sampling.top_k == 0 and not sampling.min_new_tokens and not nudged
     return plain and sampling.temperature == config.temperature
 
 
 MAX_SILENT = 6
-"""A gateway that was not heard of at so many looks in a row is gone, and the clients behind it with it."""
+"""Number of consecutive checks without a heartbeat after which a gateway, with its clients, counts as lost."""
 
 
 class Presence:
-    """Counts looks without a sign. Looks, not seconds: who was stalled itself has not listened either."""
+    """Counts checks without a heartbeat. Checks, not seconds: a process that was itself stalled received nothing."""
 
     def __init__(self) -> None:
         self._silent: Counter[str] = Counter()
 
     def seen(self, gateway: str) -> None:
-        """A sign of life."""
+        """Record a heartbeat."""
         del self._silent[gateway]
 
     def look(self, busy: Iterable[str]) -> set[str]:
-        """Count one more look for each gateway that has requests here; those that are gone."""
+        """Count one more check for each gateway with requests here; return the lost gateways."""
         busy = set(busy)
         self._silent = Counter({gateway: self._silent[gateway] + 1 for gateway in busy})
         return {gateway for gateway, looks in self._silent.items() if looks > MAX_SILENT}
@@ -128,7 +129,7 @@ class Presence:
 
 QUEUE = "rollout"
 WAITING_PER_SLOT = 4
-"""Choices in hand for each sequence that the engine decodes at once; beyond, requests are refused."""
+"""Maximum choices in progress per sequence that the engine decodes at once; further requests are refused."""
 RETRY_S = 0.1
 
 TRIALS = metrics.counter(
@@ -141,30 +142,30 @@ class _Live:
     request: InferenceRequest
     choices: list[Choice]
     sampling: SamplingConfig
-    """How the job sampled when it was taken."""
+    """The job's sampling when the request was accepted."""
     engine: Engine
-    """Writer of the answer: that of the version on trial, or that of the one served."""
+    """Engine that generates the answer: the candidate's or the served one."""
     task: asyncio.Task[None] | None = None
     gone: bool = False
-    """The client went away."""
+    """The client disconnected."""
     cut: bool = False
-    """Its gateway is not heard of any more."""
+    """Its gateway counts as lost."""
     dropped: bool = False
-    """The gateway does not want it from here any more."""
+    """The gateway no longer wants the answer from this worker."""
 
 
 @dataclass(eq=False)
 class InferenceServer:
-    """Serves one job on one worker. ``run`` until cancelled; ``drain`` takes no more and lets the rest end.
+    """Serves one job on one worker. ``run`` serves until cancelled; ``drain`` accepts no more and lets the rest finish.
 
     Args:
-        max_running: sequences that the engine decodes at once.
-        version: the policy version that the engine serves.
-        hold_s: how long a request waits for an engine that was interrupted.
-        forced_sampling: sample as the job says, whatever clients ask for.
-        redaction: what must not be stored of requests and answers.
-        candidate: the engine that has the version on trial, when there is one.
-        held: weights of earlier versions, for answers that were not sampled here.
+        max_running: number of sequences that the engine decodes at once.
+        version: returns the policy version that the engine serves.
+        hold_s: how long a request waits for an interrupted engine, in seconds.
+        forced_sampling: whether to use the job's sampling, whatever clients request.
+        redaction: rules for data that must not be stored; None: store all.
+        candidate: engine with the version on trial; None without one.
+        held: weights of earlier versions, to score answers that were not sampled here.
     """
 
     bus: Bus
@@ -189,7 +190,7 @@ class InferenceServer:
         redactor = None if wanted is None else RecordRedactor(wanted, self.tokenizer, self._spell)
         self._recorder, self._outbox = Recorder(self.bus, self.job, redactor), Outbox(self.bus, self.id)
         self._texts: dict[int, str] = {}
-        """Of single tokens."""
+        """Decoded text of single tokens."""
         self._live: dict[str, _Live] = {}
         self._gateways = Presence()
         self._aborts: set[asyncio.Task[int]] = set()
@@ -199,11 +200,11 @@ class InferenceServer:
 
     @property
     def num_requests(self) -> int:
-        """Requests in hand."""
+        """Number of requests in progress."""
         return len(self._live)
 
     async def run(self) -> None:
-        """Serve until cancelled, or drained."""
+        """Serve until cancelled or drained."""
         self._renderer = await asyncio.to_thread(Renderer, self.tokenizer, self.template_args)
         running = (self._recorder.run(), self._outbox.run(), self._watch_gateways())
         background = [asyncio.create_task(one) for one in running]
@@ -232,11 +233,11 @@ class InferenceServer:
             await self._outbox.flush()
 
     def amend(self, sampling: SamplingConfig) -> None:
-        """How the job samples from now on; requests in hand keep what they were taken with."""
+        """Set the job's sampling for new requests; requests in progress keep theirs."""
         self.sampling = sampling
 
     def drain(self) -> None:
-        """Take no more requests; ``run`` returns when those in hand are answered."""
+        """Accept no more requests; ``run`` returns when those in progress are answered."""
         self._leaving.set()
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ class InferenceServer:
             await self.engine.prepare(request.constraint)
         live = self._live.get(request.id)
         if live is not None and live.task is not None and (live.dropped or live.request != request):
-            live.task.cancel()  # what was sent of it got lost on the way
+            live.task.cancel()  # sent chunks were lost on the way
             await asyncio.wait([live.task])
             live = None
         if live is None:
@@ -287,7 +288,7 @@ class InferenceServer:
         return live
 
     def _engine_for(self, request: InferenceRequest) -> Engine:
-        """Writer of the version that is to answer; where no worker here has it, that of the served one."""
+        """Return the engine of the requested version; if this worker does not have it, the one that serves."""
         if request.canary < 0:
             return self.engine
         candidate = self.candidate
@@ -296,7 +297,7 @@ class InferenceServer:
         return candidate.engine if candidate is not None and is_here else self.engine
 
     async def leave_candidate(self) -> None:
-        """The candidate's engine takes in another version: its answers are gone on with by the version served."""
+        """Move answers in progress from the candidate's engine to the serving one, before it loads another version."""
         moved = [live for live in self._live.values() if live.engine is not self.engine]
         for live in moved:
             live.engine = self.engine
@@ -304,7 +305,7 @@ class InferenceServer:
             await self.candidate.engine.abort([choice.engine_id for live in moved for choice in live.choices])
 
     def _decode(self, token_ids: list[int]) -> str:
-        """Called for each token of each stream: the wrapper around the tokenizer would cost more than its work."""
+        """Decode tokens. Called for each token of each stream, so it bypasses the slow wrapper around the tokenizer."""
         if len(token_ids) != 1:
             return str(self._backend.decode(token_ids, skip_special_tokens=True))
         text = self._texts.get(token_ids[0])
@@ -360,10 +361,10 @@ class InferenceServer:
         self._outbox.put(request.gateway, choice.last(finish, recorded=recorded))
 
     async def _complete(self, live: _Live, choice: Choice) -> str:
-        """Let the engine write to the end, again where it was interrupted (weights failed, the engine slept).
+        """Generate to the end; continue after interruptions of the engine (failed update, sleep).
 
         Raises:
-            Unavailable: the engine was away for longer than ``hold_s``.
+            Unavailable: the engine was interrupted for longer than ``hold_s``.
         """
         clock = asyncio.get_running_loop().time
         waiting_since: float | None = None
@@ -388,7 +389,7 @@ class InferenceServer:
         return "client_disconnected"
 
     async def _generate(self, live: _Live, choice: Choice) -> str:
-        """One engine request for what is left of a choice; why the choice ended, '' where it was interrupted."""
+        """Run one engine request for the rest of a choice; return the finish reason, '' after an interruption."""
         request, engine = live.request, live.engine
         prompt_ids, sampling = choice.rest()
         before = len(choice.token_ids)
@@ -429,7 +430,7 @@ class InferenceServer:
         self._break_off(live)
 
     def _break_off(self, live: _Live) -> None:
-        """Record the part of the answer that there is: its client is gone."""
+        """Stop generation for a lost client; the partial answer is recorded."""
         self._abort(live.engine, [choice.engine_id for choice in live.choices])
 
     def _abort(self, engine: Engine, engine_ids: list[str]) -> None:
@@ -446,10 +447,10 @@ class InferenceServer:
             logger.warning("ignored on %s: %s", subject, error)
 
     async def _watch_gateways(self) -> None:
-        """A gateway that died has no clients any more, and none of them got the answer."""
+        """Cut off the requests of lost gateways: their clients are disconnected and have not received the answer."""
         while True:
             await asyncio.sleep(SIGN_EVERY_S)
-            if not self.bus.connected:  # nobody can be heard
+            if not self.bus.connected:  # no heartbeat can arrive
                 continue
             gone = self._gateways.look({live.request.gateway for live in self._live.values()})
             for live in list(self._live.values()):
@@ -460,7 +461,7 @@ class InferenceServer:
 
 
 def _untrainable(asked: str, *, broken_off: bool, drawn: str) -> str:
-    """Why an answer may not be trained on: what its request says (``asked``), and how it was ``drawn``."""
+    """Return why an answer must not be trained, or '': from its request (``asked``) and sampling (``drawn``)."""
     if asked == CANARY:
         return NOT_COMPARED if broken_off or drawn else CANARY
     if broken_off:
