@@ -1,1 +1,1 @@
-"""The env service: owns simulators and answers reset and step requests."""
+"""The env service: runs simulators, tools and environments for rollout workers."""

@@ -1,4 +1,4 @@
-"""``python -m penstock.services.env``."""
+"""Entry point of the env service: ``python -m penstock.services.env``."""
 
 from penstock.services.env.service import EnvService
 from penstock.shared.runtime.service import run_service

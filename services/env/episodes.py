@@ -1,4 +1,4 @@
-"""The states of episodes that this process holds: each made by its first request, used in order, given up when idle."""
+"""Episode states held by this process: created by the first request, used in order, dropped when idle."""
 
 from __future__ import annotations
 
@@ -22,47 +22,48 @@ logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 0.5
 UNHEARD_S = 20.0
-"""A state whose first answer nobody has heard is kept this much longer than twice the time for a request: who did not
-hear it asks others then, and never comes back."""
+"""Margin beyond twice the request limit for a state whose first reply is unconfirmed. A requester that missed that
+reply asks another env worker and never returns.
+"""
 
 
 class Handle(Protocol):
-    """The state of one episode."""
+    """State of one episode."""
 
     async def ask(self, request: ToolRequest, limit_s: float) -> ToolReply:
-        """Go on with it. Raises ToolError where the state is gone."""
+        """Execute a request on the state. Raises ToolError if the state is lost."""
         ...
 
     async def close(self) -> None:
-        """Give it up."""
+        """Release the state."""
         ...
 
 
 class World(Protocol):
-    """Where episodes take place."""
+    """Factory of episode states."""
 
     refused: tuple[float, str] | None
-    """Since when (Unix seconds) and why none can begin."""
+    """Start (Unix seconds) and reason of the current failure to create states; None if there is none."""
 
     async def start(self) -> None:
-        """Get ready; ``refused`` says why it could not."""
+        """Prepare; a failure is stored in ``refused``."""
         ...
 
     async def begin(self, state: EpisodeState) -> Handle:
-        """A new state, from seed and row alone. Raises ToolError where there can be none."""
+        """Create a state from seed and row alone. Raises ToolError if that fails."""
         ...
 
     async def close(self) -> None:
-        """Give everything up."""
+        """Release all resources."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """One episode. ``number`` requests were answered, the last of them ``last_id`` with ``last``.
+    """One held episode. ``number``: answered requests; ``last_id``, ``last``: id of and reply to the last of them.
 
-    ``gone``: why its state is no more. Nothing takes its place: whatever follows has failed. ``unheard_s``: how long it
-    is kept while nobody has said that the first answer arrived; None: somebody has.
+    ``gone``: reason why its state was lost; all later requests fail. ``unheard_s``: how long it is kept until the
+    client confirms the first reply; None: confirmed.
     """
 
     handle: Handle | None = None
@@ -82,16 +83,16 @@ class EpisodeBook:
         self._world, self._most, self._idle_s = world, most, idle_s
         self._held: dict[str, _Held] = {}
         self.holder = secrets.token_hex(8)
-        """Names this process for as long as it lives: another one, even in its place, has other states."""
+        """Random id of this process: a restarted process has another id, because it has other states."""
 
     def __len__(self) -> int:
         return len(self._held)
 
     async def ask(self, id: str, request: ToolRequest, limit_s: float) -> ToolReply:
-        """The answer to one request; the last one is answered from memory.
+        """Return the reply to one request; a repetition of the last request gets the stored reply.
 
         Raises:
-            Unavailable: there is no room for another episode, or ``request.start_by`` is over; nothing was begun.
+            Unavailable: the limit of episodes is reached, or ``request.start_by`` has passed; nothing was begun.
         """
         state = request.state
         assert state is not None
@@ -107,7 +108,7 @@ class EpisodeBook:
                 raise Unavailable(f"this env worker has {self._most} episodes already")
             held = self._held[state.episode] = _Held(unheard_s=2 * limit_s + UNHEARD_S)
         async with held.lock:
-            if self._held.get(state.episode) is not held:  # it was given up while this request waited
+            if self._held.get(state.episode) is not held:  # it was dropped while this request waited
                 if state.number == 0 and request.purpose != "end":
                     raise _late(state)
                 return _lost(state)
@@ -142,7 +143,7 @@ class EpisodeBook:
             try:
                 if held.handle is None:
                     held.handle = await self._world.begin(request.state)
-                    if bus_time() > request.start_by:  # a machine may take long to have one, and nobody waits now
+                    if bus_time() > request.start_by:  # creating it took too long, and the requester has given up
                         await self._forget(request.state.episode)
                         raise _late(request.state)
                 return await held.handle.ask(request, limit_s)
@@ -152,7 +153,7 @@ class EpisodeBook:
         return ToolReply(status="failed", text=held.gone, gone=True)
 
     async def give_up_idle(self) -> None:
-        """Close what nobody has used for long, until cancelled: at once, for none may be asked once it was chosen."""
+        """Drop idle episodes until cancelled. Chosen episodes are removed at once, so that no request reaches them."""
         while True:
             await asyncio.sleep(min(IDLE_CHECK_S, self._idle_s))
             now = time.monotonic()
@@ -170,7 +171,7 @@ class EpisodeBook:
         return now - held.used > limit_s and not held.lock.locked()
 
     async def close(self) -> None:
-        """Give up all states at once: closing one may take a while, and an end that is cancelled reaches every one."""
+        """Close all states concurrently, because each may take a while and a cancellation then reaches all of them."""
         async with asyncio.TaskGroup() as tasks:
             for episode in list(self._held):
                 tasks.create_task(self._forget(episode))

@@ -1,4 +1,4 @@
-"""The episodes of one session: their numbers, returns, lengths and successes. No bus, no clock, no threads."""
+"""Episode statistics of one session: ids, returns, lengths and successes. Pure: no bus, clock or threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["EnvPool"]
 
 
 class EnvPool:
-    """Counts the episode of each of the B environments of a simulator."""
+    """Tracks the current episode of each of a simulator's B environments."""
 
     def __init__(self, simulator: Simulator) -> None:
         self._simulator = simulator
@@ -35,16 +35,16 @@ class EnvPool:
         self._succeeded_B = np.zeros(B, np.bool_)
         self.num_steps = 0
         self.num_episodes = 0
-        """Episodes started."""
+        """Number of episodes started."""
         self.num_ended = 0
         self.num_lost = 0
-        """Episodes that the simulator could not begin or carry to their end."""
+        """Number of episodes that the simulator failed to begin or complete."""
 
     def reset(self, request: ResetRequest) -> ResetReply:
-        """Start new episodes; running ones are given up.
+        """Start new episodes; running ones are abandoned.
 
         Raises:
-            ProtocolError: ids that do not fit.
+            ProtocolError: the ids do not fit.
         """
         env_ids = self._checked_ids(request.env_ids)
         if request.state_ids.shape != env_ids.shape or (request.state_ids < 0).any():
@@ -64,11 +64,11 @@ class EnvPool:
         )
 
     def step(self, request: StepRequest) -> StepReply:
-        """Execute a chunk of actions; an environment stops at its first end.
+        """Execute a chunk of actions. An environment stops at the first end of its episode.
 
         Raises:
-            ProtocolError: ids or actions that do not fit.
-            Conflict: an episode is over and was not reset. In either case nothing was stepped.
+            ProtocolError: the ids or actions do not fit; nothing was stepped.
+            Conflict: an episode has ended and was not reset; nothing was stepped.
         """
         env_ids = self._checked_ids(request.env_ids)
         actions = self._checked_actions(request.actions, len(env_ids))
@@ -83,13 +83,13 @@ class EnvPool:
         return reply
 
     def film(self, request: FilmRequest) -> FilmReply:
-        """The film of the newest episode of an environment. Raises ProtocolError: there is no such environment."""
+        """Return the video of an environment's newest episode. Raises ProtocolError if there is no such environment."""
         self._checked_ids(np.array([request.env_id], np.int32))
         data, reason = self._simulator.film(request.env_id)
         return FilmReply(seq=request.seq, film=np.frombuffer(data, np.uint8), reasons=[reason] if reason else [])
 
     def _book(self, seq: int, env_ids: NDArray[np.int32], chunk: Chunk) -> StepReply:
-        """Take the results of a chunk into the books; next episodes are not begun yet."""
+        """Record the results of a chunk. The next episodes are not begun yet."""
         n = len(env_ids)
         broken, unstarted = _mask(chunk.lost, n), _mask(chunk.not_started, n)
         ended = (chunk.terminated | chunk.truncated).any(axis=1) & ~broken
@@ -138,7 +138,7 @@ class EnvPool:
         self.num_lost += len(env_ids)
 
     def _next_states(self, request: StepRequest, env_ids: NDArray[np.int32]) -> NDArray[np.int64]:
-        """State ids after an automatic reset; by default each environment goes on in strides of B: never two alike."""
+        """Return the state ids after an automatic reset; by default each advances by B, so that no two are equal."""
         if not len(request.next_state_ids):
             return self._state_ids_B[env_ids] + self._simulator.spec.num_envs
         if request.next_state_ids.shape != env_ids.shape or (request.next_state_ids < 0).any():

@@ -1,4 +1,4 @@
-"""The env process: opens simulators on request, answers them, closes the idle ones; carries out calls of tools."""
+"""The env process: opens simulator sessions on request, closes idle ones, and executes tool calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IDLE_CHECK_S = 0.25
 
 
 class EnvService:
-    """Holds the sessions of this process."""
+    """Owns the sessions of this process."""
 
     name = "env"
 
@@ -39,7 +39,7 @@ class EnvService:
         self.bus, self.settings = bus, settings
         self.sessions: dict[str, EnvSession] = {}
         self.tools: dict[str, ToolSession] = {}
-        """By job."""
+        """Tool sessions by job."""
         self.ready = False
         self._draining = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -70,7 +70,7 @@ class EnvService:
             await asyncio.to_thread(self._mail.close)
 
     async def drain(self) -> None:
-        """Open no more sessions; answer what is in hand and close them. Their clients open others elsewhere."""
+        """Open no more sessions; finish requests in progress and close all sessions. Clients reopen elsewhere."""
         self.ready = False
         self._draining.set()
         sessions, tools = list(self.sessions.values()), list(self.tools.values())
@@ -82,7 +82,7 @@ class EnvService:
             await ended.wait()
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Counters per job, summed over its sessions."""
+        """Return the counters per job, summed over its sessions."""
         rows: dict[str, Counter[str]] = {}
         for session in self.sessions.values():
             rows.setdefault(session.job, Counter()).update({**session.status(), "sessions": 1})
@@ -112,13 +112,13 @@ class EnvService:
         return pack(EnvOpened(session=name, spec=spec), job=envelope.job, id=envelope.id, trace=envelope.trace)
 
     async def _on_describe(self, data: bytes) -> bytes:
-        """In a thread of its own: the simulator's process ends with the thread that started it."""
+        """Describe a simulator. Runs in a new thread, because the simulator's process ends with its parent thread."""
         request, envelope = unpack(data, OpenEnv)
         spec = await asyncio.to_thread(describe_simulator, request, self.settings.sims_dir)
         return pack(spec, job=envelope.job, id=envelope.id, trace=envelope.trace)
 
     async def _serve(self, name: str, session: EnvSession, serving: asyncio.Event) -> None:
-        """Answer one session until it is closed or idle."""
+        """Serve one session until it is closed or idle."""
         server = await self.bus.serve(subjects.env(name), session.answer, max_concurrent=4)
         serving.set()
         try:
@@ -130,7 +130,7 @@ class EnvService:
                     continue
         finally:
             ending = asyncio.create_task(self._end(name, session, server))
-            while not ending.done():  # also where this is cancelled meanwhile: the session has processes
+            while not ending.done():  # also if cancelled meanwhile, because the session owns processes
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.shield(ending)
 

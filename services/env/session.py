@@ -1,4 +1,4 @@
-"""A session: one pool of environments, one thread, requests in order."""
+"""Simulator session: one pool of environments, one thread, requests in order."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from penstock.shared.transport.bulk_message import FrameMail, Sent, is_large
 __all__ = ["EnvSession"]
 
 REST_BYTES = 1 << 16
-"""Bytes of an answer beside its observations, in all but extreme cases."""
+"""Bytes allowed for a reply beside its observations; enough except in extreme cases."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,31 +46,31 @@ STEPS = metrics.counter("env_steps", "Actions executed, over all environments.")
 
 
 class EnvSession:
-    """Answers the requests of one client. A repeated request gets the same answer and is not executed again."""
+    """Serves the requests of one client. A repeated request gets the same reply and is not executed again."""
 
     def __init__(self, job: str, request: OpenEnv, mail: FrameMail, sims_dir: Path) -> None:
         self.job = job
         self._mail, self._sims_dir = mail, sims_dir
         self.closed = asyncio.Event()
-        """Set when nothing more will be answered."""
+        """Set when no more requests will be answered."""
         self.ended = asyncio.Event()
-        """Set by the owner when everything is given back."""
+        """Set by the owner when all resources are released."""
         self._request = request
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"env {request.env_id}")
         self._lock = asyncio.Lock()
         self._seq = -1
         self._frame: list[Buffer] = []
         self._reply: Sent | None = None
-        """The answer to request ``_seq``: first its frame, then its message, until the next request."""
+        """Reply to request ``_seq``, kept until the next request: first as a frame, then as a message."""
         self._used = time.monotonic()
         self._simulator: Simulator | None = None
         self._pool: EnvPool | None = None
 
     async def open(self) -> EnvSpec:
-        """Make the environments.
+        """Create the environments.
 
         Raises:
-            ConfigError: they cannot be made, or their observations could not reach the client.
+            ConfigError: they cannot be created, or their observations are too large for the client.
         """
         opened = False
         try:
@@ -87,15 +87,15 @@ class EnvSession:
 
     @property
     def idle(self) -> bool:
-        """No request for longer than the client said, and none in progress."""
+        """True if the session had no request for longer than the client's ``idle_s`` and none is in progress."""
         return not self._lock.locked() and time.monotonic() - self._used > self._request.idle_s
 
     async def answer(self, data: bytes) -> bytes:
         """Handle one request.
 
         Raises:
-            ProtocolError: it cannot be read or does not fit the environments.
-            Conflict: it is out of order, or steps an episode that is over.
+            ProtocolError: the request cannot be read or does not fit the environments.
+            Conflict: the request is out of order, or steps an episode that has ended.
         """
         started = time.perf_counter()
         async with self._lock:
@@ -117,12 +117,12 @@ class EnvSession:
         return reply
 
     def _fetch(self, data: bytes) -> bytes:
-        """The frame that a claim check leads to, copied: a simulator may keep its actions for longer."""
+        """Return a copy of the frame behind a claim check, because a simulator may keep its actions longer."""
         with self._mail.open(data) as blob:
             return bytes(blob.data)
 
     async def _take(self, body: ResetRequest | StepRequest | FilmRequest) -> None:
-        """Execute the next request. Who sends it has the answer to the one before."""
+        """Execute the next request, whose arrival means that the client has the previous reply."""
         if body.seq != self._seq + 1:
             raise Conflict(f"request {body.seq} after request {self._seq}: a session answers them in order")
         frame = await self._execute(body)
@@ -130,7 +130,7 @@ class EnvSession:
         self._seq, self._frame = body.seq, frame
 
     async def _message(self) -> bytes:
-        """The answer to the last request. Without room for it now, whoever asks again gets it."""
+        """Return the reply to the last request. If there is no room for it now, a repeated request gets it."""
         if self._reply is None:
             pack = partial(self._mail.pack, self._frame, job=self.job)
             self._reply = await self._in_thread(pack) if is_large(self._frame) else pack()
@@ -143,7 +143,7 @@ class EnvSession:
             self._reply = None
 
     async def _execute(self, body: ResetRequest | StepRequest | FilmRequest) -> list[Buffer]:
-        """Run one request; a simulator that breaks ends the session, for its state is unknown."""
+        """Execute one request. An unexpected simulator error ends the session, because its state is then unknown."""
         assert self._pool is not None
         broken = True
         try:
@@ -164,7 +164,7 @@ class EnvSession:
                 self.closed.set()
 
     async def close(self) -> None:
-        """Close the simulator in its own thread, and give back what the client has not fetched."""
+        """Close the simulator in its own thread, and release replies that the client has not fetched."""
         async with self._lock:
             self.closed.set()
             self._release()
@@ -172,7 +172,7 @@ class EnvSession:
             self._thread.shutdown(wait=False)
 
     def _open_simulator(self) -> Simulator:
-        """Make the environments; the thread keeps them even where nobody waits for them any more."""
+        """Create the environments and store them, so that ``close`` finds them even if the caller was cancelled."""
         self._simulator = open_simulator(self._request, self._sims_dir)
         return self._simulator
 
@@ -185,7 +185,7 @@ class EnvSession:
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(function, *args, **kwargs))
 
     def status(self) -> dict[str, int]:
-        """Counters of this session."""
+        """Return the counters of this session."""
         pool = self._pool
         return {
             "envs": self._request.num_envs,
@@ -196,6 +196,6 @@ class EnvSession:
 
 
 def _reply_bytes(spec: EnvSpec) -> int:
-    """Largest answer: current and final observations of all environments, and room for the rest."""
+    """Return the size of the largest reply: current and final observations of all environments, and ``REST_BYTES``."""
     sizes = [prod(one.shape) * np.dtype(one.dtype).itemsize for one in spec.observations.values()]
     return 2 * spec.num_envs * sum(sizes) + REST_BYTES

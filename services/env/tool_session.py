@@ -1,4 +1,4 @@
-"""One job on one env worker: carries out the calls of its tools, and holds the states of its episodes."""
+"""One job on one env worker: executes its tool calls, and holds the states of its episodes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = ["ToolSession"]
 QUEUE = "env"
 MAX_PROCESSES = 4
 MAX_EPISODES = 256
-"""Episodes with state, each a process, of one job on one env worker."""
+"""Maximum number of episodes with state, each a process, per job and env worker."""
 MAX_CONCURRENT = 256
-"""Calls that wait for a process here; more wait on the bus."""
+"""Maximum number of calls that wait for a process here; further ones wait on the bus."""
 MAX_HELD = 4096
-"""Requests of episodes that are held here: each is asked for again and again while it is under way."""
+"""Maximum concurrent requests for held episodes; each is repeated while it is in progress."""
 CLOSE_S = 0.5
 REMEMBER_S = 15.0
-"""An answer is kept this long for a requester that did not get it."""
+"""Seconds for which a reply is kept for a requester that did not receive it."""
 DRAIN_CHECK_S = 0.05
 
 CALL_SECONDS = metrics.histogram("env_tool_seconds", "Carrying out one call of a tool, waiting for a process included.")
@@ -44,7 +44,7 @@ FAILED = metrics.counter("env_tool_calls_failed", "Calls whose tool broke, hung 
 
 
 class ToolSession:
-    """Answers calls until drained or cancelled. A call that is asked for twice here is carried out once."""
+    """Answers calls until drained or cancelled. A repeated call is executed once."""
 
     def __init__(self, bus: Bus, job: str, config: EnvironmentConfig | VerifiersConfig, *, drain_s: float) -> None:
         self._bus, self.job, self._drain_s = bus, job, drain_s
@@ -65,12 +65,12 @@ class ToolSession:
         self._asked: dict[str, asyncio.Task[ToolReply]] = {}
         self._draining = asyncio.Event()
         self.ended = asyncio.Event()
-        """Set by the owner when ``run`` is over."""
+        """Set by the owner when ``run`` has ended."""
         self._busy = 0
         self._counts = {"calls": 0, "errors": 0, "failed": 0}
 
     async def run(self) -> None:
-        """Serve until drained or cancelled. Tools that cannot be opened are reported in every answer."""
+        """Serve until drained or cancelled. While tools cannot be opened, every reply says so."""
         async with AsyncExitStack() as closing:
             if self._pool is not None:
                 closing.push_async_callback(self._pool.close)
@@ -86,7 +86,7 @@ class ToolSession:
 
     async def _serve(self) -> None:
         held: Server | None = None
-        if self._book is not None:  # first, so that who is told of a holder can ask it
+        if self._book is not None:  # first, so that a client that learns of a holder can reach it
             held = await self._bus.serve(subjects.env(self._book.holder), self._on_request, max_concurrent=MAX_HELD)
         server = await self._bus.serve(
             subjects.tools(self.job), self._on_request, queue=QUEUE, max_concurrent=MAX_CONCURRENT
@@ -100,7 +100,7 @@ class ToolSession:
                 await held.close(CLOSE_S)
 
     async def _let_episodes_end(self) -> None:
-        """While draining: those that are held cannot go on anywhere else."""
+        """While draining, wait at most ``drain_s`` for held episodes, because they cannot move to another worker."""
         end = time.monotonic() + self._drain_s
         while self._draining.is_set() and self._book and time.monotonic() < end:
             await asyncio.sleep(DRAIN_CHECK_S)
@@ -109,11 +109,11 @@ class ToolSession:
         await end_tasks(list(self._asked.values()))
 
     def drain(self) -> None:
-        """Take no more calls and episodes; ``run`` ends once those in hand are done."""
+        """Accept no more calls and episodes; ``run`` ends once those in progress are done."""
         self._draining.set()
 
     async def _on_request(self, data: bytes) -> bytes:
-        """Carry a call out once: who asks again joins the first. One that was not begun in time may be asked again."""
+        """Execute a call once: a repeated request joins the first. A call not begun in time may be repeated."""
         request, envelope = unpack(data, ToolRequest)
         task = self._asked.get(envelope.id)
         if task is None:
@@ -122,14 +122,14 @@ class ToolSession:
         return pack(await asyncio.shield(task), job=self.job, id=envelope.id, trace=envelope.trace)
 
     def _remember(self, call: str, done: asyncio.Task[ToolReply], request: ToolRequest) -> None:
-        """Keep an answer for a while; there is none where the call was not begun. Episodes remember their own."""
+        """Keep a reply for a while, unless the call was not begun. Episodes store their own replies."""
         if request.state is not None or done.cancelled() or done.exception() is not None:
             self._asked.pop(call, None)
         else:
             asyncio.get_running_loop().call_later(REMEMBER_S, self._asked.pop, call, None)
 
     async def _call(self, id: str, request: ToolRequest) -> ToolReply:
-        """Raises Unavailable where no process was free in time."""
+        """Execute a call. Raises Unavailable if no process was free in time."""
         started = time.perf_counter()
         self._busy += 1
         try:
@@ -155,7 +155,7 @@ class ToolSession:
         raise ProtocolError(f"job {self.job}: its environment has no such request")
 
     def status(self) -> dict[str, Any]:
-        """This process's entry for the job, for its heartbeat."""
+        """Return this process's entry for the job, for its heartbeat."""
         row: dict[str, Any] = {**{f"tool_{name}": n for name, n in self._counts.items()}, "running": self._busy}
         if self._book is not None:
             row["tool_episodes"] = len(self._book)

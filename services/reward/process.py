@@ -56,7 +56,7 @@ class _Channel(asyncio.Protocol):
                 async with asyncio.timeout(limit_s):
                     await self._waiter
             except TimeoutError:
-                await asyncio.sleep(_CATCH_UP_S)  # a lagging event loop reads the socket
+                await asyncio.sleep(_CATCH_UP_S)  # lets a lagging loop read the socket
                 if not self.messages and not self.closed:
                     raise
         return self.messages.popleft()

@@ -1,4 +1,7 @@
-"""Tools. Adding one: a config class in ``shared/config/tools.py``, one file here, one line in ``open_tool``."""
+"""Tools of the env service.
+
+To add one: a config class in ``shared/config/tools.py``, a module here, and a line in ``open_tool``.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ __all__ = ["CallError", "Tool", "open_tool"]
 
 
 def open_tool(config: ToolConfig) -> Tool:
-    """The tool of a configuration. May run code of the user: call it in a process that can be killed.
+    """Open the tool of a config. May run user code: call it in a process that can be killed.
 
     Raises:
-        ToolError: it cannot be opened, with what to do.
+        ToolError: the tool cannot be opened; the text says what to do.
     """
     if isinstance(config, CalculatorTool):
         return Calculator(config)

@@ -1,4 +1,4 @@
-"""How a tool process answers a call; whatever code of the user raises becomes an answer, too."""
+"""Replies of a tool process to calls; exceptions of user code become replies too."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _MAX_ERROR_CHARS = 600
 
 
 class Toolbox:
-    """The tools that a process has open, and what their arguments are."""
+    """Open tools of a process, with their argument schemas."""
 
     def __init__(self, configs: list[Any], open_: Callable[[Any], Tool]) -> None:
-        """Whatever ``open_`` raises is raised."""
+        """Open all tools. Exceptions of ``open_`` propagate."""
         self._tools: Mapping[str, Tool] = {config.name: open_(config) for config in configs}
         self._configs: Mapping[str, ToolConfig] = {config.name: config for config in configs}
 
     def answer(self, request: dict[str, Any]) -> dict[str, str]:
-        """A ``ToolReply`` to a call, as a message."""
+        """Execute a call and return its ``ToolReply`` as a message."""
         name, arguments = request["name"], request["arguments"]
         return attempt(f"tool '{name}'", lambda: self._call(name, arguments))
 
@@ -46,24 +46,24 @@ class Toolbox:
 
 
 def attempt(what: str, action: Callable[[], str]) -> dict[str, str]:
-    """A ``ToolReply`` with what ``action`` returns or raises, as a message."""
+    """Run ``action`` and return a ``ToolReply`` with its result or error, as a message."""
     try:
         return _reply("ok", action())
     except CallError as error:
         return _reply("error", str(error))
     except ToolError as error:
         return _reply("failed", str(error))
-    except (Exception, SystemExit) as error:  # code of the user may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         return _reply("failed", describe(what, error))
 
 
 def _reply(status: str, text: str) -> dict[str, str]:
-    """Half of a character (a surrogate), which no message can carry, becomes a question mark."""
+    """Build a reply; lone surrogates, which no message can carry, become question marks."""
     return {"status": status, "text": text[:MAX_RESULT_CHARS].encode(errors="replace").decode()}
 
 
 def _check(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
-    """Raises CallError where arguments are missing or unknown."""
+    """Raise CallError if arguments are missing or unknown."""
     known, required = schema.get("properties", {}), schema.get("required", [])
     if missing := [name for name in required if name not in arguments]:
         raise CallError(f"argument '{missing[0]}' is missing")
@@ -72,12 +72,12 @@ def _check(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
 
 
 def describe(what: str, error: BaseException) -> str:
-    """Error that code of the user raised."""
+    """Return the text of an exception of user code."""
     return f"{what} raised {type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
 
 
 def die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL when ``parent`` dies: user code that hangs would not notice a closed channel."""
+    """Make the kernel send SIGKILL when ``parent`` dies, because hanging user code ignores a closed channel."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""Protocol of every tool: take the arguments of one call, answer with text."""
+"""Protocol of tools: take the arguments of one call, return text."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ __all__ = ["CallError", "Tool"]
 
 
 class CallError(Exception):
-    """The call was wrong: its text is what the policy is told."""
+    """Raised for a wrong call; the policy reads its text."""
 
 
 class Tool(Protocol):
-    """Blocking; lives in a process that may be killed at any moment. Only those of type ``method`` keep anything."""
+    """Blocking tool in a process that may be killed at any moment. Only tools of type ``method`` keep state."""
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """The result.
+        """Execute one call and return its result.
 
         Raises:
-            CallError: the policy made a mistake.
-            ToolError: the tool broke.
+            CallError: the policy's call was wrong.
+            ToolError: the tool failed.
         """
         ...
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release the tool's resources."""
         ...

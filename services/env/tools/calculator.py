@@ -1,4 +1,4 @@
-"""Arithmetic with a parser of its own: exact fractions, bounded sizes, nothing is ever executed.
+"""Arithmetic with its own parser: exact fractions and bounded sizes; no input is executed as code.
 
 ::
 
@@ -22,33 +22,33 @@ __all__ = ["Calculator", "decimal_text", "evaluate"]
 
 MAX_CHARS = 256
 MAX_DEPTH = 32
-"""Parentheses and signs inside each other."""
+"""Maximum nesting of parentheses and signs."""
 MAX_BITS = 4096
-"""Of numerator and denominator of every value on the way."""
+"""Maximum bits of numerator and denominator of every intermediate value."""
 _NOISE = re.compile(r"[\s,$_]")
 _SYMBOL = re.compile(r"\d+\.?\d*|\.\d+|\*\*|[-+*/^%()]")
 _SPELLINGS = str.maketrans({"\u00d7": "*", "\u00b7": "*", "\u00f7": "/", "\u2212": "-"})
 
 
 class Calculator:
-    """``{"expression": "48/2"}`` is 24."""
+    """Evaluates expressions: ``{"expression": "48/2"}`` returns 24."""
 
     def __init__(self, config: CalculatorTool) -> None:
         self._decimals = config.decimals
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """The value as a decimal number. Raises CallError."""
+        """Return the value as a decimal number. Raises CallError."""
         return decimal_text(evaluate(str(arguments["expression"])), self._decimals)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value; blanks, commas and dollar signs are passed over.
+    """Return the exact value; blanks, commas and dollar signs are ignored.
 
     Raises:
-        CallError: it is no expression, divides by zero, or is too large.
+        CallError: the text is not an expression, divides by zero, or is too large.
     """
     if len(expression) > MAX_CHARS:
         raise CallError(f"an expression has at most {MAX_CHARS} characters")
@@ -56,7 +56,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def decimal_text(value: Fraction, decimals: int) -> str:
-    """``value`` with at most ``decimals`` digits after the point, rounded half to even, without zeros at the end."""
+    """Return ``value`` with at most ``decimals`` decimals, rounded half to even, without trailing zeros."""
     scaled = round(abs(value) * 10**decimals)
     sign = "-" if value < 0 and scaled else ""
     digits = str(scaled).rjust(decimals + 1, "0")
@@ -159,7 +159,7 @@ def _raised(base: Fraction, exponent: Fraction) -> Fraction:
 
 
 def _small_power(base: Fraction, exponent: int) -> Fraction:
-    """Of -1, 0 and 1, whatever the exponent."""
+    """Return a power of -1, 0 or 1 in constant time."""
     if not exponent:
         return Fraction(1)
     return base if exponent % 2 else base * base

@@ -1,8 +1,8 @@
-"""A process that has imported the classes of a job's stateful tools, and forks a child for each episode.
+"""Process that imports the classes of a job's stateful tools once and forks a child for each episode.
 
-So an episode's state has a process of its own, which can be killed, and costs no start of an interpreter. Started by
-``template.py`` as ``python -m penstock.services.env.tools.forks FD PARENT TOOLS``. Over FD come ``fork``, with the
-child's end of a channel beside it, answered by its process id or by why there is none, and ``end PID``.
+Thus each episode's state has its own process, which can be killed, without the start of an interpreter. Started by
+``template.py`` as ``python -m penstock.services.env.tools.forks FD PARENT TOOLS``. Requests over FD: ``fork``, sent
+with the child's end of a channel and answered by its process id or an error, and ``end PID``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_WORDS = 64
 
 
 def main() -> None:
-    """Fork until the channel closes. The first message is ``{"error": ...}``: empty, or why tools do not open."""
+    """Fork until the channel closes. The first message is ``{"error": ...}``: '' if the tools open."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)
     die_with(parent)
@@ -41,7 +41,7 @@ def main() -> None:
             classes = load_classes(configs)
         except ToolError as problem:
             error = str(problem)
-        except (Exception, SystemExit) as problem:  # code of the user may raise anything while it is imported
+        except (Exception, SystemExit) as problem:  # user code may raise anything on import
             error = describe("opening the tools", problem)
         control.send(json.dumps({"error": error}).encode())
         _fork_on_request(control, configs, classes)
@@ -49,7 +49,7 @@ def main() -> None:
 
 def _fork_on_request(control: socket.socket, configs: list[MethodTool], classes: dict[str, Any]) -> None:
     children: set[int] = set()
-    """Not waited for, so that no other process can have the id of one of them."""
+    """Unreaped children, so that no other process can reuse their ids."""
     own = os.getpid()
     while True:
         data, descriptors, _, _ = socket.recv_fds(control, _MAX_WORDS, 1)
@@ -61,7 +61,7 @@ def _fork_on_request(control: socket.socket, configs: list[MethodTool], classes:
             continue
         try:
             pid = os.fork()
-        except OSError as error:  # no process or memory to give: those that live go on
+        except OSError as error:  # out of processes or memory: running children continue
             os.close(descriptors[0])
             control.send(f"no process can be forked: {error}".encode())
             continue
@@ -74,7 +74,7 @@ def _fork_on_request(control: socket.socket, configs: list[MethodTool], classes:
 
 
 def _end(pid: int, children: set[int]) -> None:
-    """Kill a child and what it started."""
+    """Kill a child and the processes that it started."""
     if pid not in children:
         return
     with contextlib.suppress(ProcessLookupError):
@@ -85,7 +85,7 @@ def _end(pid: int, children: set[int]) -> None:
 
 
 def _live(descriptor: int, parent: int, configs: list[MethodTool], classes: dict[str, Any]) -> None:
-    """One episode, in a child. Does not return."""
+    """Run one episode in a child. Does not return."""
     try:
         os.setsid()
         die_with(parent)

@@ -1,4 +1,4 @@
-"""A function of the user as a tool."""
+"""Tool that calls a user function."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Function:
     """Calls ``function(**arguments)``."""
 
     def __init__(self, config: FunctionTool) -> None:
-        """Raises ToolError where the path cannot be imported. The import itself runs code of the user."""
+        """Import the function, which runs user code. Raises ToolError if it cannot be imported."""
         self._function = import_named(config.path, what="tool function", beside="env", error=ToolError)
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """The result as it is if it is text, else as JSON. Whatever else the function raises breaks the tool.
+        """Return the result, as JSON unless it is text. Exceptions other than ValueError break the tool.
 
         Raises:
             CallError: the function raised ValueError.
@@ -33,4 +33,4 @@ class Function:
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""

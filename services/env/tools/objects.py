@@ -1,4 +1,4 @@
-"""The objects behind tools of type ``method``: one of each class for an episode."""
+"""Objects behind tools of type ``method``: one per class and episode."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["Method", "Objects", "load_classes"]
 
 
 def load_classes(configs: Iterable[MethodTool]) -> dict[str, Any]:
-    """The classes by path. Runs code of the user.
+    """Return the classes by path. Runs user code.
 
     Raises:
-        ToolError: one cannot be imported, is no class, or lacks a method.
+        ToolError: a class cannot be imported, is not a class, or lacks a method.
     """
     classes: dict[str, Any] = {}
     for config in configs:
@@ -32,23 +32,23 @@ def load_classes(configs: Iterable[MethodTool]) -> dict[str, Any]:
 
 
 class Objects:
-    """Made when they are first needed, each from seed and row alone."""
+    """Creates the objects of one episode when they are first needed, from seed and row alone."""
 
     def __init__(self, classes: Mapping[str, Any], seed: int, row: dict[str, Any]) -> None:
         self._classes, self._seed, self._row = classes, seed, row
         self._made: dict[str, Any] = {}
 
     def of(self, path: str) -> Any:
-        """The object of a class. Whatever its constructor raises is raised."""
+        """Return the object of a class. Exceptions of its constructor propagate."""
         if path not in self._made:
             self._made[path] = self._classes[path](seed=self._seed, row=dict(self._row))
         return self._made[path]
 
     def reward(self, answer: str) -> float:
-        """The sum of what they say of an episode that ended with ``answer``.
+        """Return the sum of the objects' rewards for an episode that ended with ``answer``.
 
         Raises:
-            ToolError: none of them judges.
+            ToolError: no class has a method ``reward``.
         """
         judges = [path for path, found in self._classes.items() if callable(getattr(found, "reward", None))]
         if not judges:
@@ -56,7 +56,7 @@ class Objects:
         return float(sum(self.of(path).reward(answer) for path in judges))
 
     def close(self) -> None:
-        """Close those that can be closed."""
+        """Close the objects that have a method ``close``."""
         for made in self._made.values():
             if callable(getattr(made, "close", None)):
                 made.close()
@@ -69,7 +69,7 @@ class Method:
         self._config, self._objects = config, objects
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """The result as it is if it is text, else as JSON. Whatever else the method raises breaks the tool.
+        """Return the result, as JSON unless it is text. Exceptions other than ValueError break the tool.
 
         Raises:
             CallError: the method raised ValueError.
@@ -82,4 +82,4 @@ class Method:
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
     def close(self) -> None:
-        """The objects are closed by who made them."""
+        """Do nothing: ``Objects`` closes the objects."""

@@ -1,4 +1,4 @@
-"""Tool processes of one job: as many as calls run at once, each started when it is first needed."""
+"""Tool processes of one job: as many as calls run at once, each started on demand."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from penstock.shared.protocol.tools import ToolReply, ToolRequest
 __all__ = ["ToolPool"]
 
 REOPEN_S = 5.0
-"""Tools that did not open are not tried again for this long."""
+"""Pause before another attempt to open tools that failed to open."""
 
 
 class ToolPool:
-    """Carries out calls, each in a process of its own while it runs; one that breaks or hangs is killed."""
+    """Executes calls, each in a process that is exclusive to it meanwhile; kills a process that breaks or hangs."""
 
     def __init__(self, tools: Sequence[ToolConfig], size: int) -> None:
         self._tools = tools
         self._idle: list[ToolProcess] = []
-        """The last one used is the next one: as few run as calls need."""
+        """Last in, first out, so that as few processes run as calls need."""
         self._slots = asyncio.Semaphore(size)
         self._tried = 0.0
         self.refused: tuple[float, str] | None = None
-        """Since when (Unix seconds) and why tools do not open."""
+        """Start (Unix seconds) and reason of the current failure to open tools; None if there is none."""
 
     async def start(self) -> None:
-        """Open the first process, so that a tool that cannot be opened is known early; ``refused`` says so."""
+        """Open the first process, so that a failure to open tools shows early, in ``refused``."""
         if not self._tools:
             return
         try:
@@ -40,10 +40,10 @@ class ToolPool:
             return
 
     async def call(self, request: ToolRequest, limit_s: float) -> ToolReply:
-        """The answer; `failed` where the tools do not open, and where this one breaks or takes too long.
+        """Execute a call; the reply is `failed` if the tools cannot be opened, or this one breaks or exceeds its limit.
 
         Raises:
-            Unavailable: ``request.start_by`` was over before a process was free; the call was not begun.
+            Unavailable: ``request.start_by`` passed before a process was free; the call was not begun.
         """
         async with self._slots:
             process: ToolProcess | None = None
@@ -71,13 +71,13 @@ class ToolPool:
             raise Unavailable(f"no process was free in time for a call of tool '{request.name}'")
 
     async def close(self) -> None:
-        """Kill every process that is idle; those with a call in hand are killed where that call is cancelled."""
+        """Kill all idle processes. A process with a running call is killed when that call is cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while self._idle:
                 tasks.create_task(self._idle.pop().kill())
 
     async def _open(self) -> ToolProcess:
-        """A new process. Raises ToolError, for a while without trying again."""
+        """Start a process. Raises ToolError; for a while after a failure without a new attempt."""
         if self.refused is not None and time.monotonic() - self._tried < REOPEN_S:
             raise ToolError(self.refused[1])
         self._tried = time.monotonic()

@@ -1,4 +1,4 @@
-"""The service's handle of one tool process: start, call, wait with a limit, kill."""
+"""Handle of the env service for one tool process: start, call, wait with a limit, kill."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["OPEN_LIMIT_S", "ToolProcess", "kill_group", "start_module"]
 OPEN_LIMIT_S = 60.0
 _EXIT_LIMIT_S = 5.0
 _BROKEN = (OSError, ValueError, RecursionError, msgspec.MsgspecError)
-"""A machine without processes or memory to give, a pipe that is gone, an answer that is none."""
+"""Errors that mean: out of processes or memory, a broken pipe, an invalid reply."""
 
 
 class ToolProcess:
-    """One running tool process. Not shared: one call at a time."""
+    """One running tool process. Used for one call at a time."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, end: Callable[[], Awaitable[None]]
     ) -> None:
-        """``end`` kills the process and all that it started. Use ``start``."""
+        """Wrap a running process; ``end`` kills it with all its children. Use ``start`` to create one."""
         self._reader, self._writer, self._end = reader, writer, end
 
     @classmethod
@@ -42,7 +42,7 @@ class ToolProcess:
         """Start a ``worker.py`` and open the tools in it.
 
         Raises:
-            ToolError: a tool cannot be opened, or no process started; says why.
+            ToolError: a tool cannot be opened, or no process started; the text gives the reason.
         """
         try:
             return await cls._start(tools)
@@ -70,25 +70,25 @@ class ToolProcess:
 
     @classmethod
     async def over(cls, channel: socket.socket, end: Callable[[], Awaitable[None]]) -> ToolProcess:
-        """A process that listens at the other end of ``channel``."""
+        """Wrap a process that listens at the other end of ``channel``."""
         channel.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=channel)
         return cls(reader, writer, end)
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send what has no answer."""
+        """Send a message that has no reply."""
         self._writer.write(encode(message))
 
     async def call(self, request: ToolRequest, limit_s: float) -> ToolReply:
-        """Carry out one call. Raises as ``ask``."""
+        """Execute one call. Raises as ``ask``."""
         message = {"name": request.name, "arguments": request.arguments}
         return await self.ask(message, f"tool '{request.name}'", limit_s)
 
     async def ask(self, message: dict[str, Any], what: str, limit_s: float) -> ToolReply:
-        """The answer to one message.
+        """Send one message and return its reply.
 
         Raises:
-            ToolError: it took longer than ``limit_s``, the process died or answered nonsense. Only ``kill`` may follow.
+            ToolError: ``limit_s`` was exceeded, the process died or its reply is invalid. Only ``kill`` may follow.
         """
         try:
             self.tell(message)
@@ -97,7 +97,7 @@ class ToolProcess:
             raise ToolError(f"{what} broke: {error!r}") from None
 
     async def kill(self) -> None:
-        """SIGKILL the process and everything it started; returns when it is gone, and its channel closed."""
+        """Send SIGKILL to the process and all its children; wait for its end and close its channel."""
         self._writer.transport.abort()
         await self._end()
         with contextlib.suppress(OSError):
@@ -116,21 +116,21 @@ class ToolProcess:
 
 
 async def start_module(module: str, channel: socket.socket, tools: Sequence[ToolConfig]) -> asyncio.subprocess.Process:
-    """Run ``python -m MODULE FD PARENT TOOLS`` in a group of its own. Raises OSError where no process starts."""
+    """Start ``python -m MODULE FD PARENT TOOLS`` in its own process group. Raises OSError if that fails."""
     configs = json.dumps([tool.model_dump(mode="json") for tool in tools])
     return await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", module, str(channel.fileno()), str(os.getpid()), configs),
         stdin=asyncio.subprocess.DEVNULL,
-        stdout=2,  # prints of user code belong to the log
+        stdout=2,  # output of user code goes to the log
         pass_fds=(channel.fileno(),),
-        start_new_session=True,  # so that killing it also kills what user code started
+        start_new_session=True,  # killing the group then also kills processes of user code
     )
 
 
 async def kill_group(process: asyncio.subprocess.Process) -> None:
-    """SIGKILL a process and everything it started; returns when it is gone."""
-    with contextlib.suppress(ProcessLookupError):  # it died a moment ago and left nobody behind
+    """Send SIGKILL to a process and all its children, and wait for its end."""
+    with contextlib.suppress(ProcessLookupError):  # the whole group has just ended
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_EXIT_LIMIT_S):

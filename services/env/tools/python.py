@@ -1,4 +1,4 @@
-"""Programs of the policy, in the sandbox that also judges programs."""
+"""Tool that runs programs of the policy, in the sandbox that the code scorer also uses."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ except Exception as error:
     print(f"line {{lines[-1]}}: " * bool(lines) + "".join(traceback.format_exception_only(error)).strip())
     sys.exit(1)
 """
-"""A sandbox shows nothing of an exception, but a policy learns from it: from whatever its program raises."""
+"""Wrapper that prints exceptions of the program, because the sandbox hides them and the policy learns from them."""
 
 
 class Python:
-    """``{"code": "print(6 * 7)"}`` is 42."""
+    """Runs programs: ``{"code": "print(6 * 7)"}`` returns 42."""
 
     def __init__(self, config: PythonTool) -> None:
-        """Raises ToolError where nothing on this machine contains programs."""
+        """Start the sandbox. Raises ToolError if this machine supports no sandbox."""
         self._config = config
         try:
             self._sandbox = Sandbox(config)
@@ -37,10 +37,10 @@ class Python:
             raise ToolError(str(error)) from None
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """Output of the program.
+        """Run the program and return its output.
 
         Raises:
-            CallError: it raised, exited with an error, wrote or took too much; says what it printed, too.
+            CallError: the program failed, or exceeded its time or output limit; the text includes its output.
             ToolError: the sandbox failed.
         """
         job = Job(_DRIVER.format(source=str(arguments["code"])), [], "")
@@ -63,5 +63,5 @@ class Python:
         raise CallError("\n".join(filter(None, [text, problem])))
 
     def close(self) -> None:
-        """End the sandbox."""
+        """Close the sandbox."""
         self._sandbox.close()

@@ -1,4 +1,4 @@
-"""The service's handle of ``forks.py``: a child with the state of each episode, made in a moment."""
+"""Handle of the env service for ``forks.py``, which forks a child with the state of each episode."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from penstock.shared.protocol.tools import EpisodeState, ToolReply, ToolRequest
 __all__ = ["ObjectTemplate"]
 
 REOPEN_S = 5.0
-"""Tools that did not open are not tried again for this long."""
+"""Pause before another attempt to open tools that failed to open."""
 FORK_LIMIT_S = 10.0
 CLOSE_LIMIT_S = 2.0
 _MAX_WORDS = 4096
 
 
 class ObjectTemplate:
-    """Begins episodes of one job. A process that died is started again by the next episode; those it had are lost."""
+    """Creates episodes of one job. A dead process is restarted by the next episode; its own episodes are lost."""
 
     def __init__(self, tools: Sequence[MethodTool]) -> None:
         self._tools = tools
@@ -36,16 +36,16 @@ class ObjectTemplate:
         self._lock = asyncio.Lock()
         self._tried = 0.0
         self.refused: tuple[float, str] | None = None
-        """Since when (Unix seconds) and why tools do not open."""
+        """Start (Unix seconds) and reason of the current failure to open tools; None if there is none."""
 
     async def start(self) -> None:
-        """Open the tools, so that one that cannot be opened is known early; ``refused`` says so."""
+        """Open the tools, so that a failure shows early, in ``refused``."""
         async with self._lock:
             with contextlib.suppress(ToolError):
                 await self._open()
 
     async def begin(self, state: EpisodeState) -> EpisodeObjects:
-        """The objects of an episode, in a process of their own. Raises ToolError where they cannot be had."""
+        """Create the objects of an episode in their own process. Raises ToolError if that fails."""
         async with self._lock:
             forker = await self._open()
             try:
@@ -59,7 +59,7 @@ class ObjectTemplate:
         return EpisodeObjects(process, forker)
 
     async def close(self) -> None:
-        """Kill everything."""
+        """Kill all processes."""
         async with self._lock:
             if self._running is not None:
                 forker, self._running = self._running, None
@@ -84,16 +84,16 @@ class ObjectTemplate:
 
 
 class EpisodeObjects:
-    """The objects of one episode."""
+    """Handle of the objects of one episode."""
 
     def __init__(self, process: ToolProcess, forker: _Forker) -> None:
         self._process, self._forker, self._broken = process, forker, False
 
     async def ask(self, request: ToolRequest, limit_s: float) -> ToolReply:
-        """Carry out a call, or have the episode judged. ``lost`` where it died with the process that forks.
+        """Execute a call, or compute the reward. The reply is ``lost`` if the forking process died too.
 
         Raises:
-            ToolError: it took too long, or the process died: the state is gone.
+            ToolError: the limit was exceeded or the process died; the state is lost.
         """
         try:
             if request.purpose == "reward":
@@ -106,7 +106,7 @@ class EpisodeObjects:
             raise
 
     async def close(self) -> None:
-        """Let the objects close, where they still can, and kill the process; that, too, where this is cancelled."""
+        """Let the objects close if they still can, then kill the process, also on cancellation."""
         try:
             if not self._broken:
                 with contextlib.suppress(ToolError):
@@ -116,7 +116,7 @@ class EpisodeObjects:
 
 
 class _Forker:
-    """One running ``forks.py``; one request at a time."""
+    """One running ``forks.py``. Used for one request at a time."""
 
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self._process, self._control = process, control
@@ -125,7 +125,7 @@ class _Forker:
 
     @property
     def alive(self) -> bool:
-        """True if it can go on. Its end of the channel is closed before its death kills its children."""
+        """True if the process can serve requests. Its channel closes before its death kills its children."""
         return not self._broken and self._is_there()
 
     def _is_there(self) -> bool:
@@ -138,7 +138,7 @@ class _Forker:
 
     @classmethod
     async def start(cls, tools: Sequence[MethodTool]) -> _Forker:
-        """Raises ToolError where the tools do not open."""
+        """Start the process. Raises ToolError if the tools cannot be opened."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs, contextlib.ExitStack() as undo:
@@ -161,7 +161,7 @@ class _Forker:
         return self
 
     async def fork(self) -> ToolProcess:
-        """Raises ToolError where there is no process to give, or this one is gone: then it is not ``alive``."""
+        """Fork a child. Raises ToolError if no process is available or this one has died, and is then not ``alive``."""
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(ours.close)
@@ -172,7 +172,7 @@ class _Forker:
             try:
                 answer = (await self._hear(FORK_LIMIT_S, "a process for an episode")).decode()
             except (ToolError, asyncio.CancelledError):
-                self._broken = True  # an answer that comes later would be taken for that of another episode
+                self._broken = True  # a late reply would be taken for that of another episode
                 raise
             if not answer.isdecimal():
                 raise ToolError(f"a process for an episode: {answer}")
@@ -182,18 +182,18 @@ class _Forker:
         return await ToolProcess.over(ours, partial(self._end, pid))
 
     async def _end(self, pid: int) -> None:
-        with contextlib.suppress(OSError):  # it is gone, and so are its children
+        with contextlib.suppress(OSError):  # it has died, and so have its children
             self._control.send(f"end {pid}".encode())
             self._children.discard(pid)
 
     async def close(self) -> None:
-        """Kill it; its children die with it, and what they started is killed before."""
+        """Kill the process with its children and all processes that they started."""
         self._broken = True
-        if self._is_there():  # it waits for no child that was not ended, so these ids are theirs
+        if self._is_there():  # it has reaped no other child, so these ids are still theirs
             for pid in self._children:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-        with contextlib.suppress(OSError, TimeoutError):  # those that it was told to end, it ends before it leaves
+        with contextlib.suppress(OSError, TimeoutError):  # before it exits, it ends the children as requested
             self._control.shutdown(socket.SHUT_WR)
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 await self._process.wait()

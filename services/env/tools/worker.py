@@ -1,7 +1,7 @@
-"""A tool process: opens the tools of a job, carries out one call after another, may be killed at any moment.
+"""A tool process: opens the tools of a job and executes one call after another. May be killed at any moment.
 
 Started by ``process.py`` as ``python -m penstock.services.env.tools.worker FD PARENT TOOLS``; FD is its end of a socket
-pair, TOOLS their configuration as JSON. Whatever user code prints goes to standard error.
+pair, TOOLS the configs as JSON. Output of user code goes to standard error.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Serve one channel until it closes. The first message says ``{"error": ...}``: empty, or why tools do not open."""
+    """Serve one channel until it closes. The first message is ``{"error": ...}``: '' if the tools open."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    os.set_inheritable(descriptor, False)  # a child of user code must not keep the channel open
+    os.set_inheritable(descriptor, False)  # a child process of user code must not keep the channel open
     die_with(parent)
     with socket.socket(fileno=descriptor) as channel:
         adapter: TypeAdapter[list[ToolConfig]] = TypeAdapter(list[ToolConfig])
@@ -33,7 +33,7 @@ def main() -> None:
             tools = Toolbox(adapter.validate_json(sys.argv[3]), open_tool)
         except ToolError as problem:
             error = str(problem)
-        except (Exception, SystemExit) as problem:  # code of the user may raise anything while it is imported
+        except (Exception, SystemExit) as problem:  # user code may raise anything on import
             error = describe("opening the tools", problem)
         channel.sendall(encode({"error": error}))
         while (request := read(channel)) is not None:

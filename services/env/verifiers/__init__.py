@@ -1,4 +1,4 @@
-"""Environments of the library `verifiers`, which runs in a process of its own, in whatever interpreter has it."""
+"""Environments of the library `verifiers`, run in a separate process by any interpreter that has the library."""
 
 from penstock.services.env.verifiers.host import VerifiersHost
 

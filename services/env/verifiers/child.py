@@ -1,8 +1,10 @@
-"""Where environments of `verifiers` take place. Run by the interpreter that has the library, which need not have ours.
+"""Process that runs environments of `verifiers`.
 
-The library leads each episode and asks a model for turns, as it asks any server of OpenAI's API. That server is here:
-it passes what is asked on to the env service, and answers with what the policy wrote. Started by ``host.py`` as
-``python child.py FD ENV``; over FD come messages as JSON with their length before them.
+Run by the interpreter that has the library, which need not have Penstock.
+
+The library leads each episode and requests turns from a model over OpenAI's API. This process is the server: it
+forwards requests to the env service, and replies with the policy's turns. Started by ``host.py`` as ``python child.py
+FD ENV``; messages over FD are length-prefixed JSON.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ LENGTH = struct.Struct("<I")
 KEY = "PENSTOCK_POLICY_API_KEY"
 MODEL = "policy"
 MAX_STEPS = 8
-"""Steps of an episode that the env service did not fetch; one that takes turns has a single one."""
+"""Maximum number of steps of an episode that the env service has not fetched; an episode in turns has one."""
 END_S = 4.0
-"""Once the env service is gone, what was started here has this long to end."""
+"""Time limit to end all started work once the env service is gone."""
 
 Message = dict[str, Any]
 
 
 class Channel:
-    """Both ends of the talk with the env service; read in a thread of its own, so that its end is noticed at once."""
+    """Connection to the env service. Read in its own thread, so that its end is noticed at once."""
 
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
@@ -49,7 +51,7 @@ class Channel:
             self._socket.sendall(LENGTH.pack(len(body)) + body)
 
     def messages(self) -> Iterator[Message]:
-        """All messages until the channel is closed."""
+        """Yield all messages until the channel is closed."""
         while header := self._exactly(LENGTH.size):
             yield json.loads(self._exactly(LENGTH.unpack(header)[0]))
 
@@ -61,21 +63,21 @@ class Channel:
 
 
 class Episode:
-    """One episode under way: what the env service waits for, and the request that waits for the policy."""
+    """One episode in progress: steps for the env service, and the request that waits for the policy."""
 
     def __init__(self) -> None:
         self.steps: asyncio.Queue[Message] = asyncio.Queue(MAX_STEPS + 2)
-        """With room for the last step, and for that it was given up."""
+        """Has room for the last step and for the abort."""
         self.turn: asyncio.Future[Message | None] | None = None
         self.trace: Any = None
         self.problem = ""
         self.task: asyncio.Task[None] | None = None
         self._known: list[Message] = []
-        """The conversation so far, in the form that is compared."""
+        """The conversation so far, in comparable form."""
         self._tools: list[Message] = []
 
     def take(self, trace: Any, body: Message) -> list[Message]:
-        """The messages of a request that are new. Raises ValueError where it does not continue the conversation."""
+        """Return the new messages of a request. Raises ValueError if it does not continue the conversation."""
         if self.turn is not None and not self.turn.done():
             raise ValueError("it asks for several turns of the policy at once")
         if self.trace is not None and trace is not self.trace:
@@ -93,18 +95,18 @@ class Episode:
         return list(new)
 
     def ask(self, messages: list[Message], tools: list[Message]) -> None:
-        """Have the policy asked for a turn. Raises ValueError where too many were asked for that nobody fetched."""
+        """Request a turn of the policy. Raises ValueError if too many requested turns were not fetched."""
         if self.steps.qsize() >= MAX_STEPS:
             raise ValueError(f"it gave up {MAX_STEPS} turns that it had asked for")
         self.turn = asyncio.get_running_loop().create_future()
         self.steps.put_nowait({"messages": messages, "tools": tools})
 
     def say(self, message: Message) -> None:
-        """Take the policy's turn."""
+        """Append the policy's turn."""
         self._known.append(comparable(message))
 
     def give_up(self) -> None:
-        """End all that waits in the episode: the env service gave it up."""
+        """Cancel everything that waits in the episode, because the env service dropped it."""
         if self.task is not None:
             self.task.cancel()
         if self.turn is not None and not self.turn.done():
@@ -113,7 +115,7 @@ class Episode:
 
 
 def comparable(message: Message) -> Message:
-    """The part of a message that must stay the same when it is sent again."""
+    """Return the part of a message that must not change when it is sent again."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(str(part.get("text", part)) for part in content)
@@ -137,12 +139,12 @@ class Host:
     # -- the env service ---------------------------------------------------------------------------------------------
 
     def serve(self, address: str) -> None:
-        """``address``: of the server of OpenAI's API here."""
+        """Use the OpenAI API server of this process at ``address``."""
         client = self._vf.EvalClientConfig(base_url=f"{address}/v1", api_key_var=KEY)
         self._context = self._vf.ModelContext(model=MODEL, client=client)
 
     async def on_message(self, message: Message) -> None:
-        """Answer one request: with the next step of its episode."""
+        """Answer one request with the next step of its episode."""
         name, purpose = message["episode"], message["purpose"]
         if purpose == "end":
             episode = self._episodes.pop(name, None)
@@ -170,7 +172,7 @@ class Host:
                 del self._by_trace[id]
         if playing.cancelled():
             step: Message = {"error": "the environment cancelled its episode"}
-        elif (error := playing.exception()) is not None:  # whatever an environment raises ends its episode only
+        elif (error := playing.exception()) is not None:  # any exception of an environment ends only its episode
             step = {"error": f"{type(error).__name__}: {error}"}
         else:
             step = playing.result()
@@ -181,7 +183,7 @@ class Host:
             task = await self._task(number)
             on_trace = partial(self._enter, episode)
             return outcome(await self._env.run_episode(task, self._context, on_trace=on_trace), episode)
-        except SystemExit as error:  # out of a task it would end the loop, and all episodes with it
+        except SystemExit as error:  # uncaught, it would end the loop with all episodes
             raise RuntimeError(f"SystemExit: {error}") from None
 
     def _enter(self, episode: Episode, trace: Any) -> None:
@@ -199,7 +201,7 @@ class Host:
     # -- the environment ---------------------------------------------------------------------------------------------
 
     async def on_chat(self, headers: Any, body: Message) -> tuple[Message | None, str]:
-        """A turn of the policy, or why there is none."""
+        """Return a turn of the policy, or None and the reason."""
         if headers.get("Authorization") != f"Bearer {os.environ[KEY]}":
             return None, "unauthorized"
         found = self._by_trace.get(headers.get("X-Session-ID", ""))
@@ -221,7 +223,7 @@ class Host:
 
 
 def outcome(result: Any, episode: Episode) -> Message:
-    """The last step of an episode."""
+    """Return the last step of an episode."""
     own = [trace for trace in result.traces if trace is episode.trace] or list(result.traces)
     errors = [*result.errors, *(error for trace in own for error in trace.errors)]
     problem = episode.problem
@@ -235,7 +237,7 @@ def outcome(result: Any, episode: Episode) -> Message:
 
 
 def completion(answer: Message) -> Message:
-    """A turn of the policy as a chat completion."""
+    """Return a turn of the policy as a chat completion."""
     message = answer["message"]
     finish = "tool_calls" if message.get("tool_calls") and answer["finish"] == "stop" else answer["finish"]
     prompt, written = answer["prompt_tokens"], answer["completion_tokens"]
@@ -250,7 +252,7 @@ def completion(answer: Message) -> Message:
 
 
 def events(whole: Message) -> bytes:
-    """The same as a stream of server-sent events."""
+    """Return a completion as a stream of server-sent events."""
     [choice] = whole["choices"]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
@@ -265,7 +267,7 @@ def events(whole: Message) -> bytes:
 
 
 async def open_server(host: Host) -> tuple[Any, str]:
-    """Serve OpenAI's API to the environment; the runner and its address."""
+    """Serve OpenAI's API to the environment; return the runner and its address."""
     from aiohttp import web
 
     async def chat(request: Any) -> Any:
@@ -292,7 +294,7 @@ async def open_server(host: Host) -> tuple[Any, str]:
 
 
 def open_environment(spec: Message) -> tuple[Any, Any]:
-    """The library and the environment that ``spec`` configures; whatever either raises is raised."""
+    """Return the library and the environment that ``spec`` configures. Their exceptions propagate."""
     import verifiers.v1 as vf
 
     import_harness(Path(__file__).with_name("penstock_chat.py"))
@@ -306,7 +308,7 @@ def open_environment(spec: Message) -> tuple[Any, Any]:
 
 
 def local_role(role: Message, declared: Any, harness: str) -> Message:
-    """A role with our own harness, on this machine, where neither job nor environment names others."""
+    """Default a role to Penstock's harness and this machine, unless the job or the environment names others."""
     if declared.harness is None and harness == "bash":
         role.setdefault("harness", {"id": "penstock-chat"})
     if "runtime" not in declared.model_fields_set:
@@ -339,8 +341,8 @@ async def run(channel: Channel, vf: Any, env: Any) -> None:
         try:
             for message in channel.messages():
                 loop.call_soon_threadsafe(take, message)
-        finally:  # a channel that breaks is one that is closed
-            with contextlib.suppress(RuntimeError):  # the loop is over
+        finally:  # a broken channel counts as closed
+            with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(closed.set)
             time.sleep(END_S)
             os._exit(1)
@@ -357,16 +359,16 @@ async def run(channel: Channel, vf: Any, env: Any) -> None:
 
 
 def main() -> None:
-    """Open the environment and serve. The first message says ``{"error": ...}``: empty, or why it does not open."""
+    """Open the environment and serve. The first message is ``{"error": ...}``: empty, or why it cannot be opened."""
     channel, spec = Channel(int(sys.argv[1])), json.loads(sys.argv[2])
-    os.set_inheritable(int(sys.argv[1]), False)  # what the environment starts must not keep the channel open
+    os.set_inheritable(int(sys.argv[1]), False)  # processes of the environment must not keep the channel open
     try:
         vf, env = open_environment(spec)
     except ModuleNotFoundError as error:
         advice = "; install penstock[verifiers] beside the env service, or set environment.python"
         channel.send({"error": f"the environment cannot be opened: {error}{advice * (error.name == 'verifiers')}"})
         return
-    except (Exception, SystemExit) as error:  # code of the user may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         channel.send({"error": f"the environment cannot be opened: {type(error).__name__}: {error}"[:2000]})
         return
     asyncio.run(run(channel, vf, env))

@@ -1,4 +1,4 @@
-"""The service's handle of the process in which environments of `verifiers` take place: all episodes of a job here."""
+"""Handle of the env service for the process that runs a job's `verifiers` episodes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from penstock.shared.protocol.tools import MAX_STEP_BYTES, EpisodeState, ToolRep
 __all__ = ["VerifiersHost"]
 
 REOPEN_S = 5.0
-"""An environment that did not open is not tried again for this long."""
+"""Pause before another attempt to open an environment that failed to open."""
 OPEN_LIMIT_S = 180.0
-"""The library alone takes many seconds to be imported."""
+"""Time limit to open an environment; importing the library alone takes many seconds."""
 CLOSE_LIMIT_S = 5.0
-"""Then a process that was told to end, and to end what it has started, is killed."""
+"""Time that the process has to end its work before it is killed."""
 CHILD = Path(__file__).with_name("child.py")
 
 
 class VerifiersHost:
-    """Begins episodes of one job. A process that died is started again by the next episode; those it had are lost."""
+    """Creates episodes of one job. A dead process is restarted by the next episode; its own episodes are lost."""
 
     def __init__(self, config: VerifiersConfig) -> None:
         self._config = config
@@ -40,19 +40,19 @@ class VerifiersHost:
         self._lock = asyncio.Lock()
         self._tried = 0.0
         self.refused: tuple[float, str] | None = None
-        """Since when (Unix seconds) and why the environment does not open."""
+        """Start (Unix seconds) and reason of the current failure to open the environment; None if there is none."""
 
     async def start(self) -> None:
-        """Open the environment, so that one that cannot be opened is known early; ``refused`` says so."""
+        """Open the environment, so that a failure shows early, in ``refused``."""
         with contextlib.suppress(ToolError):
             await self._open()
 
     async def begin(self, state: EpisodeState) -> HostedEpisode:
-        """A new episode. Raises ToolError where the environment cannot be opened."""
+        """Create an episode. Raises ToolError if the environment cannot be opened."""
         return HostedEpisode(await self._open(), state.episode)
 
     async def close(self) -> None:
-        """End the process and everything it has started."""
+        """End the process and everything that it started."""
         async with self._lock:
             if self._running is not None:
                 process, self._running = self._running, None
@@ -78,16 +78,16 @@ class VerifiersHost:
 
 
 class HostedEpisode:
-    """One episode in that process."""
+    """One episode in the verifiers process."""
 
     def __init__(self, process: _Process, episode: str) -> None:
         self._process, self._episode = process, episode
 
     async def ask(self, request: ToolRequest, limit_s: float) -> ToolReply:
-        """Begin it, or go on with it. ``lost`` where the process died: it may have been a neighbour's doing.
+        """Begin or continue the episode. The reply is ``lost`` if the process died, perhaps because of another episode.
 
         Raises:
-            ToolError: it took longer than ``limit_s``.
+            ToolError: the step took longer than ``limit_s``, or its text is too long.
         """
         message = {"episode": self._episode, "purpose": request.purpose, **request.arguments}
         try:
@@ -102,12 +102,12 @@ class HostedEpisode:
         return ToolReply(status="ok", text=text)
 
     async def close(self) -> None:
-        """Cancel it where it is not over."""
+        """Cancel the episode if it is running."""
         self._process.tell({"episode": self._episode, "purpose": "end"})
 
 
 class _Process:
-    """One running ``child.py``; many requests at once."""
+    """One running ``child.py`` with concurrent requests."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -120,7 +120,7 @@ class _Process:
 
     @classmethod
     async def start(cls, config: VerifiersConfig) -> _Process:
-        """Raises ToolError where the environment does not open, and says why."""
+        """Start the process. Raises ToolError if the environment cannot be opened; the text gives the reason."""
         python = config.python or sys.executable
         ours, theirs = socket.socketpair()
         with theirs, contextlib.ExitStack() as undo:
@@ -129,7 +129,7 @@ class _Process:
                 process = await asyncio.create_subprocess_exec(
                     *(python, "-P", str(CHILD), str(theirs.fileno()), json.dumps(config.env)),
                     stdin=asyncio.subprocess.DEVNULL,
-                    stdout=2,  # what the environment prints belongs to the log
+                    stdout=2,  # output of the environment goes to the log
                     env={
                         **{name: text for name, text in os.environ.items() if not name.startswith("PENSTOCK_")},
                         "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
@@ -165,7 +165,7 @@ class _Process:
             raise ToolError(error)
 
     async def ask(self, message: dict[str, Any]) -> str | None:
-        """The answer as it is; None where the process died."""
+        """Return the reply text; None if the process died."""
         self._last += 1
         number = self._last
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -177,12 +177,12 @@ class _Process:
             self._waiting.pop(number, None)
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send what has no answer."""
+        """Send a message that has no reply."""
         if self.alive:
             self._writer.write(encode(message))
 
     async def close(self) -> None:
-        """Let it end what it has started; kill it where that takes too long."""
+        """Let the process end its work, then kill it if that takes too long."""
         self._writer.close()
         if self._listening is not None:
             self._listening.cancel()

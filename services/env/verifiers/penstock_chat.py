@@ -1,7 +1,8 @@
-"""A harness of `verifiers` that needs no program of its own: the chat loop runs in the process of the environment.
+"""Harness of `verifiers` without a program of its own: the chat loop runs in the process of the environment.
 
-The library's harness `null` does the same in a new Python process for every segment of every episode, which `uv` has to
-provide first. Found by the library under the id `penstock-chat`, because ``child.py`` imports it under that name.
+The library's harness `null` does the same in a new Python process for every segment of every episode, which `uv` must
+set up first. The library finds this harness under the id `penstock-chat`, because ``child.py`` imports it under that
+name.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["ChatHarness"]
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
-    """Asks for turns and carries out calls of the task's tools, until a turn has no call."""
+    """Requests turns and executes the calls of the task's tools until a turn has no call."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -38,7 +39,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         data: Any,
         tool_interception_url: str | None = None,
     ) -> Any:
-        """One segment of a conversation; see the library's ``Harness.launch``."""
+        """Run one segment of a conversation; see the library's ``Harness.launch``."""
         system, prompt = self.resolve_prompt(data)
         messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
