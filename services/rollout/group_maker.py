@@ -145,7 +145,7 @@ class GroupMaker:
     ) -> list[Sample]:
         """Send one request per completion, so that each frees its row when it ends.
 
-        Seeds differ per request: equal seeds would give equal tokens.
+        The tokens equal those of one request with n samples, in which sample i has the same seed.
         """
 
         async def complete(place: int, sampling: Sampling) -> Sample:

@@ -1,4 +1,4 @@
-"""The ranks of one job: rank 0 calls an operation, and every rank runs it on its replica."""
+"""Ranks of one job: rank 0 calls an operation, and every rank runs it on its replica."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Objects:
 
 
 class Method:
-    """One tool on one episode's objects."""
+    """Tool that calls a method of one episode's objects."""
 
     def __init__(self, config: MethodTool, objects: Objects) -> None:
         self._config, self._objects = config, objects

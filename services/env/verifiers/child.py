@@ -45,7 +45,7 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: Message) -> None:
-        """Send one message."""
+        """Send one message; safe to call from several threads."""
         body = json.dumps(message).encode()
         with self._sending:
             self._socket.sendall(LENGTH.pack(len(body)) + body)
@@ -125,7 +125,7 @@ def comparable(message: Message) -> Message:
 
 
 class Host:
-    """All episodes of one environment."""
+    """Runs all episodes of one environment."""
 
     def __init__(self, vf: Any, env: Any, channel: Channel) -> None:
         self._vf, self._env, self._channel = vf, env, channel

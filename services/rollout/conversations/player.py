@@ -36,7 +36,7 @@ Message = dict[str, Any]
 
 
 class Conversation:
-    """One growing conversation in the tokenizer's chat template."""
+    """Renders one growing conversation with the tokenizer's chat template."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, renderer: Renderer) -> None:
         self._special, self._renderer = list(tokenizer.all_special_tokens), renderer

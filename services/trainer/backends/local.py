@@ -76,7 +76,7 @@ class LocalBackend:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The live module."""
+        """Module in training; not a copy."""
         return self._model
 
     def accumulate(

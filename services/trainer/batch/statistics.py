@@ -75,7 +75,7 @@ class TokenSums:
         self.ratios.append(loss.ratio_M.detach().float().cpu())
 
     def means(self, collective: Collective) -> dict[str, float]:
-        """Return means over the tokens of all ranks, and quantiles of the ratio; only a 0 count without tokens."""
+        """Return means over the tokens of all ranks, and quantiles of the ratio; without tokens only their count."""
         sums = reduced_sums(self.sums, collective)
         own = torch.cat(self.ratios).numpy() if self.ratios else np.zeros(0, np.float32)
         ratios = np.concatenate([part["ratio"] for part in collective.gather({"ratio": own})])

@@ -93,7 +93,7 @@ class SoftActorCriticRule:
         self.buffer = ReplayBuffer(config.buffer, observation_size=observation_size, action_size=action_size, seed=seed)
 
     def update(self, columns: EpisodeColumns, *, update_index: int) -> dict[str, float]:
-        """Insert new groups of a batch, and make one policy update once the buffer holds enough transitions.
+        """Insert new groups of a batch, and make one policy update once enough transitions were inserted.
 
         Args:
             update_index: number of the update in the run, from 0; seeds samples and noise.
