@@ -24,7 +24,7 @@ MAX_CONCURRENT = 2
 """Requests graded at once. Each starts its own process."""
 MAX_WAITING = 16
 """Requests that may wait; further ones are refused."""
-_TAKEN = 4 * (MAX_CONCURRENT + MAX_WAITING)
+_MAX_READ = 4 * (MAX_CONCURRENT + MAX_WAITING)
 """Requests read from the bus at once, so that excess requests are refused without delay."""
 
 
@@ -38,7 +38,7 @@ class GradingService:
 
     async def open(self) -> Server:
         """Start serving."""
-        return await self._bus.serve(subjects.GRADE, self._on_request, queue=QUEUE, max_concurrent=_TAKEN)
+        return await self._bus.serve(subjects.GRADE, self._on_request, queue=QUEUE, max_concurrent=_MAX_READ)
 
     async def _on_request(self, data: bytes) -> bytes:
         came = time.monotonic()
@@ -73,7 +73,7 @@ async def grade(request: GradeRequest) -> GradeReply:
     try:
         process = await ScorerProcess.start(config)
     except ScoringError as error:
-        return GradeReply(error=_told(str(error)), seconds=time.monotonic() - started)
+        return GradeReply(error=_with_kind(str(error)), seconds=time.monotonic() - started)
     try:
         if request.sample is not None:
             process.submit(Score(request.prompt, [request.sample], request.answer, request.item))
@@ -83,9 +83,9 @@ async def grade(request: GradeRequest) -> GradeReply:
         problem = error_text("unresponsive_reward_error", str(error))
     finally:
         await process.kill()
-    return GradeReply(scores=scores, error=_told(problem), seconds=time.monotonic() - started, opened=True)
+    return GradeReply(scores=scores, error=_with_kind(problem), seconds=time.monotonic() - started, opened=True)
 
 
-def _told(problem: str) -> str:
+def _with_kind(problem: str) -> str:
     """Return the error text with a kind, also if the error comes from outside a grader; '' without an error."""
     return error_text(*split_error(problem)) if problem else ""

@@ -93,9 +93,9 @@ class PolicyFollower:
                         await self._follow(unpack(entry.value, WeightManifest)[0])
         finally:
             await self._engine.close()
-            await asyncio.to_thread(self._let_go)
+            await asyncio.to_thread(self._unmap)
 
-    def _let_go(self) -> None:
+    def _unmap(self) -> None:
         """Unmap the slots. Runs in a thread, because large slots take long."""
         if self._serving is not None:
             self._serving.release()
@@ -108,11 +108,11 @@ class PolicyFollower:
         while not self._outdated(manifest) and not await self._adopt(manifest):
             tries += 1
             if tries % ASK_AFTER == 0:
-                await self._ask_for(manifest)
+                await self._request_again(manifest)
             await asyncio.sleep(RETRY_S)
             manifest = await self._newest(self._key) or manifest
 
-    async def _ask_for(self, manifest: WeightManifest) -> None:
+    async def _request_again(self, manifest: WeightManifest) -> None:
         """Ask the trainer to publish the version again: its segment may be lost, and a later version may never come."""
         with contextlib.suppress(Unavailable):  # a starting trainer publishes it anyway
             data = pack(manifest, job=self._job, id=str(manifest.version), epoch=manifest.epoch)
@@ -133,7 +133,7 @@ class PolicyFollower:
         clock = asyncio.get_running_loop().time
         try:
             start = clock()
-            await self._have_base(manifest.base)
+            await self._ensure_base(manifest.base)
             await self._take_route()
             staged = await self._stage(manifest)
             self.stage_s, self.way = clock() - start, staged.way
@@ -234,7 +234,7 @@ class PolicyFollower:
         if served != (("base", manifest.digest) if base else (manifest.version, manifest.digest)):
             raise WeightsError(f"the engine says that it serves {served} after the update to {manifest.version}")
 
-    async def _have_base(self, digest: str) -> None:
+    async def _ensure_base(self, digest: str) -> None:
         """Ensure that the engine has the base weights of the next adapter.
 
         Raises:

@@ -45,7 +45,7 @@ class Episode:
     reward: float = 0.0
     prompt_ids: list[int] | None = None
     prompt_text: str = ""
-    _told_text: str = ""
+    _observation_text: str = ""
     _spans: list[Span] = field(default_factory=list)
     _experts: NDArray[Any] | None = None
 
@@ -63,8 +63,8 @@ class Episode:
         first = sample.spans[0]
         self._append(self.told, [0.0] * len(self.told), 0, [Span(first.version, 0, len(self.told), first.weights)])
         self._append(sample.token_ids, sample.logprobs, 1, sample.spans)
-        self.answer, self.transcript = text, self.transcript + self._told_text + text
-        self.told, self._told_text = [], ""
+        self.answer, self.transcript = text, self.transcript + self._observation_text + text
+        self.told, self._observation_text = [], ""
         if sample.experts is not None:  # a token's experts are those of its first computation
             known = self._experts
             rows = sample.experts if known is None else np.concatenate([known, sample.experts[len(known) :]])
@@ -72,7 +72,7 @@ class Episode:
 
     def hear(self, token_ids: list[int], text: str) -> None:
         """Set the observation for the next turn."""
-        self.told, self._told_text = token_ids, text
+        self.told, self._observation_text = token_ids, text
 
     def fail(self, error: str) -> None:
         """Mark the trajectory as failed, so that it is not trained."""

@@ -80,7 +80,7 @@ class Replay:
             done = await self._run(from_batch, to_batch)
         except PenstockError as error:
             done = ReplayRow(done=True, ok=False, summary=str(error))
-        await self._tell(done)
+        await self._report(done)
         return done.ok
 
     async def _run(self, from_batch: int | None, to_batch: int | None) -> ReplayRow:
@@ -119,7 +119,7 @@ class Replay:
             if recorded is not None and not match:
                 found = await recorded.compare(near, replica, number, metrics)
                 row = msgspec.structs.replace(row, near=near.within, detail="; ".join([digest, *found]))
-            await self._tell(row)
+            await self._report(row)
         summary = f"{same} of {total} updates after checkpoint {base.number} gave the same weight digest"
         if differences:
             summary += f"; another environment ({', '.join(differences)}) gives other bits"
@@ -186,7 +186,7 @@ class Replay:
     def _exists(self, checkpoint: Checkpointed) -> bool:
         return (self._path(checkpoint) / "COMMIT").exists()
 
-    async def _tell(self, row: ReplayRow) -> None:
+    async def _report(self, row: ReplayRow) -> None:
         await self._bus.notify(subjects.replay_progress(self._request), pack(row, job=self._job))
 
 

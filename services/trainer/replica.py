@@ -62,7 +62,7 @@ class Replica:
     ) -> None:
         self._bus, self.job, self.config = bus, job, config
         self._world, self._threads, self._root = world, threads, checkpoints
-        self._everybody: Collective = Alone() if world is None else world.everybody
+        self._all_ranks: Collective = Alone() if world is None else world.everybody
         self._votes: Collective = Alone() if world is None else world.votes
         self._collective: Collective = Alone()
         self._learner: JobLearner | None = None
@@ -107,7 +107,7 @@ class Replica:
 
     async def load(self, path: Path) -> None:
         """Load a checkpoint written by any backend with any number of ranks. Raises CheckpointError."""
-        everybody = self._everybody
+        everybody = self._all_ranks
         verify = partial(verify_share, path, rank=everybody.rank, ranks=everybody.size)
         await self.together(f"checkpoint {path} to be verified", verify, meets=False)
         into = None if self._world is None else await self._threads.compute(self.learner.state)
@@ -256,8 +256,8 @@ class Replica:
             self._world.failure = failure
 
     def _raise_anywhere(self, error: PenstockError | None) -> None:
-        said = np.frombuffer(str(error or "").encode(), np.uint8)
-        errors = [part["error"].tobytes().decode() for part in self._votes.gather({"error": said})]
+        encoded = np.frombuffer(str(error or "").encode(), np.uint8)
+        errors = [part["error"].tobytes().decode() for part in self._votes.gather({"error": encoded})]
         self._announce("")
         if error is not None:
             raise error
@@ -267,7 +267,7 @@ class Replica:
 
     def _vote(self, manifest: BatchManifest, bad: list[Draw], reason: str) -> None:
         with self._during(f"the vote on batch {manifest.number}"):
-            votes = self._everybody.gather(
+            votes = self._all_ranks.gather(
                 {
                     "ordinal": np.array([draw.ordinal for draw in bad], np.int64),
                     "n": np.array([draw.n for draw in bad], np.int64),

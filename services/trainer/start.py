@@ -93,12 +93,12 @@ class Start:
                     await self._reporter.ask(Report(kind="not_rolled_back", epoch=self._epoch, reason=str(error)))
                     raise Fenced(str(error)) from None
             else:
-                await self._say_damaged(first, start["checkpoint"]["number"], checkpoint["number"])
+                await self._report_damaged(first, start["checkpoint"]["number"], checkpoint["number"])
                 return int(checkpoint["number"])
         assert first is not None
         raise first
 
-    async def _say_damaged(self, error: CheckpointError | None, wanted: int, found: int) -> None:
+    async def _report_damaged(self, error: CheckpointError | None, wanted: int, found: int) -> None:
         if error is not None:
             self.damaged = True
             text = f"checkpoint {wanted} cannot be read, so training goes on from checkpoint {found}: {error}"

@@ -126,9 +126,9 @@ class _Forker:
     @property
     def alive(self) -> bool:
         """True if the process can serve requests. Its channel closes before its death kills its children."""
-        return not self._broken and self._is_there()
+        return not self._broken and self._is_running()
 
-    def _is_there(self) -> bool:
+    def _is_running(self) -> bool:
         try:
             return bool(self._control.recv(1, socket.MSG_PEEK))
         except BlockingIOError:
@@ -151,7 +151,7 @@ class _Forker:
         self = cls(process, ours)
         opened = False
         try:
-            problem = json.loads(await self._hear(OPEN_LIMIT_S, "opening the tools"))["error"]
+            problem = json.loads(await self._receive(OPEN_LIMIT_S, "opening the tools"))["error"]
             if problem:
                 raise ToolError(problem)
             opened = True
@@ -170,7 +170,7 @@ class _Forker:
             except OSError as error:
                 raise ToolError(f"the process of the tools is gone: {error!r}") from None
             try:
-                answer = (await self._hear(FORK_LIMIT_S, "a process for an episode")).decode()
+                answer = (await self._receive(FORK_LIMIT_S, "a process for an episode")).decode()
             except (ToolError, asyncio.CancelledError):
                 self._broken = True  # a late reply would be taken for that of another episode
                 raise
@@ -189,7 +189,7 @@ class _Forker:
     async def close(self) -> None:
         """Kill the process with its children and all processes that they started."""
         self._broken = True
-        if self._is_there():  # it has reaped no other child, so these ids are still theirs
+        if self._is_running():  # it has reaped no other child, so these ids are still theirs
             for pid in self._children:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
@@ -200,7 +200,7 @@ class _Forker:
         self._control.close()
         await kill_group(self._process)
 
-    async def _hear(self, limit_s: float, what: str) -> bytes:
+    async def _receive(self, limit_s: float, what: str) -> bytes:
         try:
             async with asyncio.timeout(limit_s):
                 data = await asyncio.get_running_loop().sock_recv(self._control, _MAX_WORDS)

@@ -138,11 +138,11 @@ class ConversationPlayer:
             if len(episode.prompt_ids) > self._max_prompt:
                 return Step(error=f"the prompt is longer than data.prompt.max_tokens ({self._max_prompt})")
         else:
-            told = play.conversation.go_on(play.said, step.messages, play.ended_with)
-            if self._is_over(episode, told, sampling):
+            observation = play.conversation.go_on(play.said, step.messages, play.ended_with)
+            if self._is_over(episode, observation, sampling):
                 episode.finish = "length"
                 return await play.ask(clock, "stop")
-            episode.hear(told, self._decode(told))
+            episode.hear(observation, self._decode(observation))
         name = play.keeper.episode
         sample, text = await self._writer.write(name, episode.prompt_ids or [], sampling, episode, clock)
         if sample.finish == "abort" or not sample.token_ids:
@@ -154,13 +154,13 @@ class ConversationPlayer:
             completion_tokens=len(sample.token_ids),
         )  # fmt: skip
 
-    def _is_over(self, episode: Episode, told: list[int], sampling: Sampling) -> bool:
+    def _is_over(self, episode: Episode, observation: list[int], sampling: Sampling) -> bool:
         """Return True if a budget is used up, so that no further turn follows."""
         return (
             episode.finish == "length"
             or episode.num_turns == self._config.max_turns
             or episode.num_chosen >= sampling.max_new_tokens
-            or len(told) > self._config.max_observation_tokens
+            or len(observation) > self._config.max_observation_tokens
         )
 
     def _end(self, sample: Sample) -> str:

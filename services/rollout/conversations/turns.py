@@ -159,7 +159,7 @@ class EpisodePlayer:
         """Return the results of the calls in order, or the failure that ends the trajectory."""
         most = self._config.calls.max_calls
         if len(calls) > most:
-            return [_told("error", f"{len(calls)} calls in one turn, at most {most} are carried out")]
+            return [_result_text("error", f"{len(calls)} calls in one turn, at most {most} are carried out")]
         stateful = self._config.stateful
         replies = await together(
             calling.carry_out(f"{name}/{i}", one, stateful=one.name in stateful) for i, one in enumerate(calls)
@@ -168,7 +168,7 @@ class EpisodePlayer:
         ends = failed if self._config.on_tool_failure == "fail" else [reply for reply in failed if reply.gone]
         if ends:
             return ends[0]
-        return [_told(reply.status, reply.text) for reply in replies]
+        return [_result_text(reply.status, reply.text) for reply in replies]
 
     @staticmethod
     async def _judge(episode: Episode, clock: TurnClock, keeper: StateKeeper) -> None:
@@ -204,5 +204,5 @@ def token_of(vocabulary: Mapping[str, int], marker: str) -> int | None:
     return vocabulary[marker] if holders == [marker] else None
 
 
-def _told(status: str, text: str) -> str:
+def _result_text(status: str, text: str) -> str:
     return text if status == "ok" else f"error: {text}"

@@ -78,9 +78,9 @@ class FilmMaker:
                 async with asyncio.timeout(FILM_LIMIT_S):
                     await self._make(shot)
             except (PenstockError, TimeoutError) as error:
-                await self._tell_failure(shot, error)
+                await self._report_failure(shot, error)
 
-    async def _tell_failure(self, shot: Shot, error: PenstockError | TimeoutError) -> None:
+    async def _report_failure(self, shot: Shot, error: PenstockError | TimeoutError) -> None:
         reason = str(error) or f"the film took longer than {FILM_LIMIT_S:g} s"
         logger.warning("job %s: version %d, reset id %d: no film: %s", shot.job, shot.version, shot.reset_id, reason)
         if shot.config.evaluation.videos == "auto":

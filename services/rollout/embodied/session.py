@@ -153,7 +153,7 @@ class EmbodiedSession:
         if ticket.draw.ordinal < self.config.evaluation.num_videos:
             await self._film(version, episode.reset_id)
         measured = record.total, float(record.succeeded), float(record.valid.sum())
-        await self._tell(ticket, key, measured, failed=False)
+        await self._send_result(ticket, key, measured, failed=False)
 
     async def _film(self, version: int, reset_id: int) -> None:
         """Queue the episode for filming. Uses a copy of the policy, because updates do not wait for videos."""
@@ -165,13 +165,15 @@ class EmbodiedSession:
                 Shot(job=self.job, config=self.config, policy=self._filmed, version=version, reset_id=reset_id)
             )
 
-    async def _tell(self, ticket: Ticket, key: str, measured: tuple[float, float, float], *, failed: bool) -> None:
+    async def _send_result(
+        self, ticket: Ticket, key: str, measured: tuple[float, float, float], *, failed: bool
+    ) -> None:
         parts = {name: [value] for name, value in zip(("return", "success", "length"), measured, strict=True)}
         await self._tickets.tell(ticket, key, [measured[0]], failed=[failed], greedy=[True], parts=parts)
 
     async def _give_up(self, ticket: Ticket, key: str, reason: str) -> None:
         if ticket.purpose == "eval":
-            await self._tell(ticket, key, (0.0, 0.0, 0.0), failed=True)
+            await self._send_result(ticket, key, (0.0, 0.0, 0.0), failed=True)
             return
         meta = {"worker": self._settings.worker_id, "error": reason}
         await self._publisher.publish(failed_episodes(self.job, self.config, ticket, meta))

@@ -130,7 +130,7 @@ class SimulatorSession:
         assert self._client is not None
         request = ResetRequest(seq=self._client.seq, env_ids=rows, state_ids=reset_ids)
         asked = self._client.reset(request, deadline_s=self._config.step_limit_s + RESET_S + MARGIN_S)
-        lanes.began(rows, await self._told(asked, "a simulator to begin episodes"))
+        lanes.began(rows, await self._reply_of(asked, "a simulator to begin episodes"))
 
     async def _advance(self, lanes: Lanes, engine: PolicyEngine, rows: Rows) -> None:
         """Decide for lanes of one kind (noise or mean), and execute the decisions up to the horizon."""
@@ -145,7 +145,7 @@ class SimulatorSession:
                 actions=decided.executed[chosen, :limit], next_state_ids=np.zeros(0, np.int64),
             )  # fmt: skip
             asked = self._client.step(request, deadline_s=self._config.step_limit_s + MARGIN_S)
-            reply = await self._told(asked, "a simulator to step")
+            reply = await self._reply_of(asked, "a simulator to step")
             self.num_steps += int(reply.valid.sum())
             lanes.stepped(rows[chosen], reply)
 
@@ -153,14 +153,14 @@ class SimulatorSession:
         assert self._client is not None
         await self._client.keep()
 
-    async def _told(self, asked: Awaitable[T], what: str) -> T:
+    async def _reply_of(self, asked: Awaitable[T], what: str) -> T:
         """Return the reply of a simulator; report the wait while it takes long."""
         assert self._client is not None
-        with self._telling(what, self._client.subject):
+        with self._reporting(what, self._client.subject):
             return await asked
 
     @contextlib.contextmanager
-    def _telling(self, what: str, subject: str) -> Iterator[None]:
+    def _reporting(self, what: str, subject: str) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         later = loop.call_later(TELL_AFTER_S, self._asking.wait, self._key, what, subject)
         try:

@@ -43,7 +43,7 @@ class Choice:
     calls: list[ToolCall] = field(default_factory=list)
     first_token: float = 0.0
     pauses: int = 0
-    _told: int = 0
+    _num_sent: int = 0
     """Number of output tokens already put into chunks."""
     _top: list[Likely] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class Choice:
             self._add(begun.token_ids[span.start : span.end], begun.logprobs[span.start : span.end], span)
         self._read_one_by_one(self.token_ids)
         self._top += [[] for _ in self.token_ids]
-        self._told = len(self.token_ids)
+        self._num_sent = len(self.token_ids)
         self.pauses = 1
 
     def rest(self) -> tuple[list[int], Sampling]:
@@ -90,7 +90,7 @@ class Choice:
         """Add a token that is not the last one; return its chunk."""
         self._add([token.token_id], [token.logprob], token)
         self._top.append(token.top)
-        return self._chunk(*self._read_one_by_one(self.token_ids[self._told :]))
+        return self._chunk(*self._read_one_by_one(self.token_ids[self._num_sent :]))
 
     def take(self, sample: Sample, before: int) -> None:
         """Add the unpushed tokens of a finished engine request that began after ``before`` output tokens."""
@@ -107,7 +107,7 @@ class Choice:
     def finished(self, reason: str) -> FinishReason:
         """Read the last tokens; return the finish reason for the client."""
         self.first_token = self.first_token or bus_time()
-        unread = self.token_ids[self._told :]
+        unread = self.token_ids[self._num_sent :]
         if reason == "stop" and unread and unread[-1] in self.stop_tokens:
             unread = unread[:-1]
         text, calls = self._read(unread)
@@ -182,7 +182,7 @@ class Choice:
         return text, calls
 
     def _chunk(self, text: str, calls: list[ToolCall], *, finish: str = "", recorded: bool = False) -> Chunk:
-        start, self._told = self._told, len(self.token_ids)
+        start, self._num_sent = self._num_sent, len(self.token_ids)
         wanted, ids = self.request.logprobs, self.token_ids[start:]
         return Chunk(
             self.request.id, self.index, start, ids, list(self.logprobs[start:]),

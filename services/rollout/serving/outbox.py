@@ -26,12 +26,12 @@ class Outbox:
         self._bus, self._worker = bus, worker
         self._chunks: defaultdict[str, list[Chunk]] = defaultdict(list)
         self._failures: defaultdict[str, list[Failure]] = defaultdict(list)
-        self._in_hand: defaultdict[str, set[str]] = defaultdict(set)
+        self._in_progress: defaultdict[str, set[str]] = defaultdict(set)
         self._new = asyncio.Event()
 
     def open(self, gateway: str, request: str) -> None:
         """Register a request of ``gateway`` as in progress."""
-        self._in_hand[gateway].add(request)
+        self._in_progress[gateway].add(request)
 
     def put(self, gateway: str, chunk: Chunk) -> None:
         """Queue a chunk."""
@@ -40,7 +40,7 @@ class Outbox:
 
     def close(self, gateway: str, request: str, failure: Failure | None = None) -> None:
         """Unregister a request that was answered or failed."""
-        self._in_hand[gateway].discard(request)
+        self._in_progress[gateway].discard(request)
         if failure is not None:
             self._failures[gateway].append(failure)
             self._new.set()
@@ -66,16 +66,16 @@ class Outbox:
         await self._send(sign=False)
 
     async def _send(self, *, sign: bool) -> None:
-        for gateway in {*self._chunks, *self._failures, *(self._in_hand if sign else ())}:
+        for gateway in {*self._chunks, *self._failures, *(self._in_progress if sign else ())}:
             chunks, failures = self._chunks.pop(gateway, []), self._failures.pop(gateway, [])
-            in_hand = sorted(self._in_hand[gateway]) if sign else None
+            in_hand = sorted(self._in_progress[gateway]) if sign else None
             try:
                 for message in messages_of(Chunks(self._worker, chunks, failures, in_hand)):
                     await self._bus.notify(subjects.inference_chunks(gateway), message)
             except PenstockError as error:  # the gateway detects the gap and asks elsewhere
                 logger.warning("%d chunks for gateway %s are lost: %s", len(chunks), gateway, error)
-            if not self._in_hand[gateway]:
-                del self._in_hand[gateway]
+            if not self._in_progress[gateway]:
+                del self._in_progress[gateway]
 
 
 def messages_of(chunks: Chunks) -> list[bytes]:

@@ -69,8 +69,8 @@ class Reader:
         """Return the tokens that the policy would sample for a message; None if they do not decode to the same text."""
         text = answer_text(message)
         token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
-        said = self._tokenizer.decode(token_ids, skip_special_tokens=False)
-        if said != text:
+        decoded = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        if decoded != text:
             return None
         end = self._tokenizer.eos_token_id
         return token_ids if end is None or not token_ids else [*token_ids, int(end)]

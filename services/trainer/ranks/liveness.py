@@ -57,7 +57,7 @@ class Liveness:
         self._silence_s, self._interval_s = silence_s, min(interval_s, silence_s / 4)
         place = world.place
         self._silence = dict.fromkeys(range(1, place.size) if place.rank == 0 else [0], 0.0)
-        self._heard: dict[int, Sign] = {}
+        self._heartbeats: dict[int, Sign] = {}
         self._links: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -79,15 +79,15 @@ class Liveness:
             await compute(partial(world.store.set, KEY, f"{own_port} {found._word}"))
             return found
         try:
-            told: bytes = await compute(partial(world.store.get, KEY))
-            port, word = told.decode().split()
+            stored: bytes = await compute(partial(world.store.get, KEY))
+            port, word = stored.decode().split()
             found = cls(world, word, silence_s=silence_s, interval_s=interval_s)
             reader, writer = await asyncio.open_connection(host, int(port))
         except (RuntimeError, OSError) as error:
             raise RankLost(f"rank {world.place.rank} does not reach rank 0 at {host}: {error}") from error
         found._links.add(writer)
-        found._tell()  # identifies this connection at once
-        found._reading = asyncio.create_task(found._hear(reader), name="signs of rank 0")
+        found._send()  # identifies this connection at once
+        found._reading = asyncio.create_task(found._receive(reader), name="signs of rank 0")
         return found
 
     async def run(self) -> None:
@@ -99,7 +99,7 @@ class Liveness:
         loop = asyncio.get_running_loop()
         try:
             while True:
-                self._tell()
+                self._send()
                 began = loop.time()
                 await asyncio.sleep(self._interval_s)
                 passed_s = min(loop.time() - began, 2 * self._interval_s)
@@ -121,14 +121,14 @@ class Liveness:
     @property
     def failure(self) -> str:
         """Error of one rank in a joint operation on which the ranks have not voted yet; '' if none."""
-        for sign in (self._own(), *self._heard.values()):
+        for sign in (self._own(), *self._heartbeats.values()):
             if sign.failure:
                 return f"rank {sign.rank}: {sign.failure}"
         return ""
 
     def story(self) -> str:
         """Return the last known stage of every rank as text."""
-        known = {sign.rank: sign for sign in (self._own(), *self._heard.values())}
+        known = {sign.rank: sign for sign in (self._own(), *self._heartbeats.values())}
         ranks = sorted({*known, *self._silence})
         return "; ".join(f"rank {rank} {_where(known.get(rank))}{self._since(rank)}" for rank in ranks)
 
@@ -150,7 +150,7 @@ class Liveness:
         world, stages = self._world, self._world.stages
         return Sign(self._word, world.place.rank, str(stages), stages.entered, world.failure[:LONGEST_ERROR])
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         line = msgspec.json.encode(self._own()) + b"\n"
         for writer in self._links:
             if not writer.is_closing():
@@ -170,31 +170,31 @@ class Liveness:
     async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             first = await asyncio.wait_for(reader.readline(), self._silence_s)
-            if self._heed(first):
+            if self._record(first):
                 self._links.add(writer)
-                await self._hear(reader)
+                await self._receive(reader)
         except (OSError, ValueError, msgspec.DecodeError) as error:  # a TimeoutError is an OSError
             logger.info("a connection that does not show itself to be a rank's was closed: %s", error)
         finally:
             self._links.discard(writer)
             writer.close()
 
-    async def _hear(self, reader: asyncio.StreamReader) -> None:
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
         """Read heartbeats until the connection closes; a lost rank then counts as silent."""
         try:
             while line := await reader.readline():
-                if not self._heed(line):
+                if not self._record(line):
                     return
         except (OSError, ValueError, msgspec.DecodeError) as error:
             logger.info("no more signs of a rank: %s", error)
 
-    def _heed(self, line: bytes) -> bool:
+    def _record(self, line: bytes) -> bool:
         """Record a heartbeat; return False for one with a wrong word. Raises DecodeError."""
         sign = msgspec.json.decode(line, type=Sign)
         if sign.word != self._word or sign.rank not in self._silence:
             logger.warning("a connection that is no rank's was closed")
             return False
-        self._heard[sign.rank], self._silence[sign.rank] = sign, 0.0
+        self._heartbeats[sign.rank], self._silence[sign.rank] = sign, 0.0
         return True
 
 

@@ -196,8 +196,8 @@ def _columns(parts: Sequence[Sequence[Group]], collective: Collective) -> list[C
         found = [columns_of(groups) for groups in parts]
     except ProtocolError as raised:
         error = str(raised)
-    said = collective.gather({"error": np.frombuffer(error.encode(), np.uint8)})
-    errors = {part["error"].tobytes().decode(): None for part in said if len(part["error"])}
+    gathered = collective.gather({"error": np.frombuffer(error.encode(), np.uint8)})
+    errors = {part["error"].tobytes().decode(): None for part in gathered if len(part["error"])}
     if errors:
         raise ProtocolError("; ".join(errors))
     return found

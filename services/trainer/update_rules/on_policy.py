@@ -223,10 +223,10 @@ class OnPolicyRule:
         excluded_B: NDArray[np.bool_] | None = None,
     ) -> list[Minibatch]:
         """Return the minibatches of every pass over the batch, in the order of the steps."""
-        nobody_B = np.zeros(len(batch.facts.group_B), np.bool_)
+        none_B = np.zeros(len(batch.facts.group_B), np.bool_)
         of_pass = partial(
             cut, self._config, batch.columns, batch.facts, self._collective,
-            skip_B=nobody_B if skip_B is None else skip_B, excluded_B=nobody_B if excluded_B is None else excluded_B,
+            skip_B=none_B if skip_B is None else skip_B, excluded_B=none_B if excluded_B is None else excluded_B,
         )  # fmt: skip
         train = self._config.train
         if not train.reshuffle:
@@ -337,9 +337,9 @@ class OnPolicyRule:
             norms.append(policy.step(rate))
             skipped += self._is_skipped(norms[-1], "policy", changed=index > 0)
         self._renew_reference(update_index)
-        told = others.report()
+        metrics = others.report()
         return {
-            **told, "loss/total": told["loss/off_policy"], **optimizer_facts("optimizer", rate, norms),
+            **metrics, "loss/total": metrics["loss/off_policy"], **optimizer_facts("optimizer", rate, norms),
             **self._router_facts(), "optimizer/skipped_steps": float(skipped),
         }  # fmt: skip
 
@@ -376,9 +376,9 @@ class OnPolicyRule:
             return {}
         num_sequences = len(batch.facts.group_B)
         per_sequence = per_token * report["tokens/scored"] / num_sequences
-        told = {"kl/coef": self._kl.value, "kl/per_sequence": per_sequence, "policy/kl_ref": per_token}
+        metrics = {"kl/coef": self._kl.value, "kl/per_sequence": per_sequence, "policy/kl_ref": per_token}
         self._kl.adapt(per_sequence, num_sequences)
-        return told
+        return metrics
 
     def _renew_reference(self, update_index: int) -> None:
         kl = self._algorithm.kl

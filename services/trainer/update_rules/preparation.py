@@ -148,8 +148,8 @@ def _columns(config: JobConfig, policy: Backend, collective: Collective, shard: 
         check_table(columns.experts, policy.routers, wanted=replays)
     except ProtocolError as raised:
         error = str(raised)
-    said = collective.gather({"error": np.frombuffer(error.encode(), np.uint8)})
-    errors = {part["error"].tobytes().decode(): None for part in said if len(part["error"])}
+    gathered = collective.gather({"error": np.frombuffer(error.encode(), np.uint8)})
+    errors = {part["error"].tobytes().decode(): None for part in gathered if len(part["error"])}
     if errors or columns is None:
         raise ProtocolError("; ".join(errors))
     return columns
@@ -159,8 +159,8 @@ def _assumed(
     config: JobConfig, policy: Backend, columns: Columns, facts: BatchFacts, collective: Collective
 ) -> Columns:
     """Return the columns with the current policy's log-probs for unknown ones, so that the ratio starts at 1."""
-    nobody_B = np.zeros(len(facts.group_B), np.bool_)
-    parts = cut(config, columns, facts, collective, skip_B=~facts.assumed_B, excluded_B=nobody_B)
+    none_B = np.zeros(len(facts.group_B), np.bool_)
+    parts = cut(config, columns, facts, collective, skip_B=~facts.assumed_B, excluded_B=none_B)
     scored_L = _score_tokens(policy.score, parts, len(columns.logprobs)).numpy()
     rows = np.flatnonzero(columns.assumed_B)
     logprobs, places = columns.logprobs.copy(), concatenated_ranges(columns.start_B[rows], columns.length_B[rows])

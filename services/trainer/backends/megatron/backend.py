@@ -88,7 +88,7 @@ class MegatronBackend:
         self._model = self._part_of(model, whole)
         self._reference = self._part_of(model, whole).requires_grad_(False) if keep_reference else None
         self._passes = Passes(self._groups, self._device, role, self.routers)
-        self._waiting: list[Work] = []
+        self._queued: list[Work] = []
         self.new_optimizer(optimizer)
 
     def accumulate(
@@ -106,9 +106,9 @@ class MegatronBackend:
         batch, given = self._batch(microbatch), loss if microbatch is not None else None
         # A divergence needs the entropy, as in `local`.
         work = Work(batch=batch, loss=given, entropy=entropy or kl, kl=kl)
-        self._waiting.append(work)
+        self._queued.append(work)
         if self._parallel.pipeline_parallel == 1:
-            self._work_off()
+            self._run_queued()
 
     @torch.no_grad()
     def route(self, microbatch: Microbatch | None) -> None:
@@ -119,7 +119,7 @@ class MegatronBackend:
         if table is not None:
             self.routers.count_table(table)
         own = microbatch if table is None else None
-        if self._somebody(own is not None):
+        if self._any_rank(own is not None):
             load = self._passes.route(self._batch(own).tokens, self._model)
             if own is not None:
                 self.routers.count(load.chosen)
@@ -135,7 +135,7 @@ class MegatronBackend:
 
     def step(self, learning_rate: float) -> float:
         """See ``Backend``."""
-        self._work_off()
+        self._run_queued()
         start = time.perf_counter()
         norm = self._optimizer.step(learning_rate)
         self._passes.seconds.optimizer += self._now() - start
@@ -148,7 +148,7 @@ class MegatronBackend:
 
     def new_optimizer(self, config: OptimizerConfig, *, whole: bool = False) -> None:
         """See ``Backend``. Without adapters, ``whole`` has no effect: everything is trained in any case."""
-        self._waiting.clear()
+        self._queued.clear()
         self._optimizer = ShardedOptimizer(
             self._model.parameters_by_name(),
             self._mapping,
@@ -251,9 +251,9 @@ class MegatronBackend:
         load(part.parameters_by_name(), whole, self._mapping, self._groups)
         return part.to(self._device).eval()
 
-    def _work_off(self) -> None:
+    def _run_queued(self) -> None:
         """Run forward and backward for the queued microbatches."""
-        works, self._waiting = self._waiting, []
+        works, self._queued = self._queued, []
         if works:
             self._passes.accumulate(works, self._model, self._reference, self._optimizer.collect)
 
@@ -261,7 +261,7 @@ class MegatronBackend:
         """Return True if this rank must run the pass: it has a microbatch, or its experts serve other ranks' tokens."""
         return microbatch is not None or self._groups.experts.size() > 1
 
-    def _somebody(self, has: bool) -> bool:
+    def _any_rank(self, has: bool) -> bool:
         """Return True if any of the ranks that exchange tokens for experts has a microbatch."""
         if self._groups.experts.size() == 1:
             return has
@@ -270,7 +270,7 @@ class MegatronBackend:
         return bool(flag)
 
     def _batch(self, microbatch: Microbatch | None) -> Microbatch:
-        return (_nothing() if microbatch is None else microbatch).to(self._device)
+        return (_unscored_token() if microbatch is None else microbatch).to(self._device)
 
     def _score_by(self, model: MegatronModel, microbatch: Microbatch | None) -> Tensor:
         if not self._takes_part(microbatch):
@@ -327,7 +327,7 @@ def _by_kind(optimizer: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return parts
 
 
-def _nothing() -> Microbatch:
+def _unscored_token() -> Microbatch:
     """Return one unscored token: input of a rank without a microbatch whose experts other ranks need."""
     none_M, zero_T = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     tokens = PackedTokens(

@@ -87,7 +87,7 @@ class Passes:
         run_stages(model, self._groups, self._device, tokens, forward, after_backward=after_backward)
         for number, work in enumerate(works):
             if work.loss is not None:
-                self._tell_stages(work, found.get(number))
+                self._share_scores(work, found.get(number))
             if self._routers is not None and number in counted:
                 self._routers.watch(self._summed(counted[number]))
         self.seconds.backward += self._now() - began - (self.seconds.forward - forward_before)
@@ -154,17 +154,17 @@ class Passes:
         return found
 
     @torch.no_grad()
-    def _tell_stages(self, work: Work, scores: Scores | None) -> None:
+    def _share_scores(self, work: Work, scores: Scores | None) -> None:
         """Call the loss with its scores on earlier stages too, because all ranks of a copy report the same metrics."""
         stage, stages = self._groups.in_pipeline()
         if stages == 1:
             return
-        told = torch.empty(work.num_scores, len(work.batch.select_M), device=self._device, dtype=torch.float32)
+        stacked = torch.empty(work.num_scores, len(work.batch.select_M), device=self._device, dtype=torch.float32)
         if scores is not None:
-            told = torch.stack([row for row in (scores.values_M, scores.entropy_M, scores.kl_M) if row is not None])
-        self._from_last_stage(told)
+            stacked = torch.stack([row for row in (scores.values_M, scores.entropy_M, scores.kl_M) if row is not None])
+        self._from_last_stage(stacked)
         if stage < stages - 1 and work.loss is not None:
-            rows = iter(told)
+            rows = iter(stacked)
             work.loss(Scores(next(rows), next(rows) if work.entropy else None, next(rows) if work.kl else None))
 
     def _from_last_stage(self, tensor: Tensor) -> None:
