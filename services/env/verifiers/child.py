@@ -67,7 +67,7 @@ class Episode:
 
     def __init__(self) -> None:
         self.steps: asyncio.Queue[Message] = asyncio.Queue(MAX_STEPS + 2)
-        """Has room for the last step and for the abort."""
+        """Steps for the env service, with room for the last step and for the abort."""
         self.turn: asyncio.Future[Message | None] | None = None
         self.trace: Any = None
         self.problem = ""

@@ -50,7 +50,7 @@ class PolicyEngine:
         self._policy, self._device = policy.to(device).eval(), device
         self.noise, self.noise_shape = policy.noise, policy.noise_shape
         self.action_dtype = "float32" if policy.noise == "normal" else "int64"
-        """Uniform noise selects one of several discrete values."""
+        """Dtype of actions: float32 with normal noise; int64 if uniform noise selects a discrete value."""
         self._num_products = policy.num_products
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
         self._lock = asyncio.Lock()

@@ -55,7 +55,7 @@ class FilmMaker:
     def __init__(self, bus: Bus, settings: ServiceSettings) -> None:
         self._bus, self._settings = bus, settings
         self._waiting: asyncio.LifoQueue[Shot] = asyncio.LifoQueue(MOST_WAITING)
-        """Last in, first out: the newest video is the most informative."""
+        """Queued videos; last in, first out, because the newest is the most informative."""
         self._without: set[str] = set()
         """Jobs with `videos: auto` whose simulator cannot film."""
 

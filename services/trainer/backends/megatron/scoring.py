@@ -102,9 +102,9 @@ class Selected:
     groups: Groups
     number: int
     indices_N: Tensor
-    """Their indices among the M."""
+    """Indices of these positions among the M."""
     places_N: Tensor
-    """Their indices among this rank's tokens."""
+    """Indices of these positions among this rank's tokens."""
     targets_N: Tensor
     temperature_N: Tensor | None
     """Temperatures; None if all are 1."""
