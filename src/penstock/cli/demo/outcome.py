@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """Mean reward of the FIRST and of the LAST updates; None before the first update."""
+        """Mean of ``rewards`` over the FIRST and over the LAST updates; None before the first update."""
         if not self.rewards:
             return None
         first, last = self.rewards[:FIRST], self.rewards[-LAST:]
