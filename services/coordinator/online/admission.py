@@ -20,6 +20,7 @@ __all__ = [
     "admit",
     "arrival_order",
     "counted_feedback",
+    "is_far_off",
     "is_invalid",
     "lag_of",
     "level_of",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 LEVELS: tuple[Level, ...] = ("interaction", "episode")
+NUMBER = (float, int)
 MAX_OUT_OF_RANGE = 10.0
 """A float beyond this many times its metric's bounds is an error of its sender, not a judgement."""
 STALE, TRUNCATED, UNFINISHED = "stale", "truncated", "unfinished"
@@ -224,16 +226,18 @@ def level_of(item: Feedback, online: OnlineConfig) -> Level | None:
 def out_of_range(item: Feedback, online: OnlineConfig) -> bool:
     """Return True if a value lies so far outside its metric's bounds that it must be an error."""
     metric = online.metric(item.metric)
-    if metric is None or isinstance(item.value, bool) or not isinstance(item.value, float | int):
+    return metric is not None and is_far_off(item.value, metric)
+
+
+def is_far_off(value: bool | float | str | None, metric: MetricConfig) -> bool:
+    """Return True if a value lies so far outside the bounds of ``metric`` that it must be an error."""
+    if isinstance(value, bool) or not isinstance(value, NUMBER):
         return False
-    value = metric.weight * item.value
-    if metric.clip[0] <= value <= metric.clip[1]:
+    weighted, (low, high) = metric.weight * value, metric.clip
+    if low <= weighted <= high:
         return False
-    low, high = (
-        MAX_OUT_OF_RANGE * min(metric.clip[0], -metric.clip[1]),
-        MAX_OUT_OF_RANGE * max(metric.clip[1], -metric.clip[0]),
-    )
-    return not math.isfinite(item.value) or not low <= value <= high
+    low, high = MAX_OUT_OF_RANGE * min(low, -high), MAX_OUT_OF_RANGE * max(high, -low)
+    return not math.isfinite(value) or not low <= weighted <= high
 
 
 def arrival_order(item: Feedback) -> tuple[int, float, int, str]:

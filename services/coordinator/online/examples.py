@@ -11,7 +11,7 @@ import xxhash
 
 from penstock.services.coordinator.online.fairness import Owners
 from penstock.services.coordinator.online.posted_episode import PolicyState, PostedFacts, PostedTrajectory, PostedUse
-from penstock.services.coordinator.online.turns import FeedbackItem, canonical_id
+from penstock.services.coordinator.online.turns import FeedbackItem
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.live.interaction import Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
@@ -142,8 +142,9 @@ def targets_of(item: Feedback) -> list[str]:
     """Return the served interactions that an item refers to, the preferred one first; none for posted texts."""
     if item.kind == "interaction" or (item.kind == "preference" and not item.inference):
         return []
-    names = [item.body["chosen"], item.body["rejected"]] if item.kind == "preference" else [item.inference]
-    return [canonical_id(str(name)) for name in names]
+    if item.kind == "preference":
+        return [str(item.body["chosen"]), str(item.body["rejected"])]
+    return [item.inference]
 
 
 class KeyQuota:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from penstock.services.coordinator.online.admission import out_of_range
+from penstock.services.coordinator.online.admission import NUMBER, is_far_off
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.live.interaction import Feedback, FeedbackStatus, InteractionStatus
@@ -47,14 +47,18 @@ class Funnel:
         INTERACTIONS.inc()
         self._counts["interactions"] += 1
 
-    def on_feedback(self, item: Feedback) -> None:
-        """Count an item, and add its value to the mean of its metric (the share of `true` for a boolean one)."""
-        self._counts["feedback"] += 1
+    def on_feedback(self, items: Sequence[Feedback]) -> None:
+        """Count items, and add their values to the means of their metrics (the share of `true` for a boolean one)."""
+        self._counts["feedback"] += len(items)
         online = self._job.online
-        counts = online.metric(item.metric) is not None and not out_of_range(item, online)
-        if counts and isinstance(item.value, float | int):
-            total, number = self._metric_sums.get(item.metric, (0.0, 0))
-            self._metric_sums[item.metric] = total + float(item.value), number + 1
+        for name in {item.metric for item in items}:
+            if (metric := online.metric(name)) is None:
+                continue
+            values = [item.value for item in items if item.metric == name and isinstance(item.value, NUMBER)]
+            counted = [float(value) for value in values if not is_far_off(value, metric)]
+            if counted:
+                total, number = self._metric_sums.get(name, (0.0, 0))
+                self._metric_sums[name] = sum(counted, total), number + len(counted)
 
     def on_feedback_statuses(self, statuses: Iterable[FeedbackStatus]) -> None:
         """Count statuses of feedback."""

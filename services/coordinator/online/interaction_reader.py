@@ -54,7 +54,7 @@ class InteractionReader:
         if to_find:
             find_one = partial(self._find_all, to_find, found)
             await self._retry().until_taken(LOOKUP, subjects.interactions(self._job), find_one)
-        self._missing.update({name: "" for name, record in found.items() if record is None})
+        self._missing.add_all({name: "" for name, record in found.items() if record is None})
         return {name: record for name, record in found.items() if record is not None}
 
     def on_interaction(self, name: str) -> None:

@@ -17,10 +17,10 @@ from sys import intern
 
 import msgspec
 
-from penstock.services.coordinator.online.admission import out_of_range
+from penstock.services.coordinator.online.admission import is_far_off
 from penstock.services.coordinator.online.examples import targets_of
 from penstock.services.coordinator.online.lazy_heap import LazyHeap
-from penstock.services.coordinator.online.off_policy import EMPTY_BODY, OffPolicyExamples
+from penstock.services.coordinator.online.off_policy import COMMENT, DEMONSTRATION, EMPTY_BODY, OffPolicyExamples
 from penstock.services.coordinator.online.posted_episode import EPISODE_OVER, TOO_MANY_TURNS
 from penstock.services.coordinator.online.served_episode import ServedEpisode
 from penstock.services.coordinator.online.statuses import (
@@ -34,15 +34,16 @@ from penstock.services.coordinator.online.trials import TrialSamples
 from penstock.services.coordinator.online.turns import (
     DISCONNECTED,
     FeedbackItem,
+    Holder,
     Trajectory,
     Turn,
-    UndecidedFeedback,
     canonical_id,
     episode_key,
 )
-from penstock.services.coordinator.online.unmatched import PendingRetractions, UnmatchedFeedback
+from penstock.services.coordinator.online.unmatched import PendingRetractions, UndecidedFeedback, UnmatchedFeedback
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.config.online.section import REWARD
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.live.interaction import (
     MAX_TURNS,
@@ -84,8 +85,14 @@ class Matching:
         item."""
         self._episode_keys: dict[str, str] = {}
         """Undecided interaction, or another name of its episode -> key of the episode."""
-        self._undecided: dict[str, UndecidedFeedback] = {}
-        """Undecided feedback, by id."""
+        self._undecided = UndecidedFeedback()
+        self._holders: dict[str, Holder] = {}
+        """Where those items are that have found their target."""
+        self._metrics = {
+            name: metric for name in {REWARD, *job.online.metrics} - {COMMENT, DEMONSTRATION}
+            if (metric := job.online.metric(name)) is not None
+        }  # fmt: skip
+        """Metrics whose values are rewards, and nothing else."""
         self.final = FinalStatuses()
         self._changed_names: dict[str, None] = {}
         self._swept_version = -1
@@ -100,11 +107,10 @@ class Matching:
         self._by_version: dict[int, dict[str, None]] = {}
         """Version -> episodes whose outcome changes when it is reached: a token becomes too old, or known to the
         ledger."""
-        self._turn_seqs = LazyHeap(self._is_turn_at, lambda: self.num_waiting)
-        self._feedback_seqs = LazyHeap(self._is_feedback_at, lambda: len(self._undecided))
-        """Sequences of undecided interactions, by episode, and of undecided feedback."""
-        self._due_times = LazyHeap(self._is_due_at, lambda: len(self.episodes))
-        self._received_times = LazyHeap(self._is_expiring, lambda: len(self._undecided))
+        self._turn_seqs = LazyHeap[str](self._is_turn_at, lambda: self.num_waiting)
+        """Sequences of undecided interactions, by episode."""
+        self._due_times = LazyHeap[str](self._is_due_at, lambda: len(self.episodes))
+        self._received_times = LazyHeap[str](self._is_expiring, self._undecided.items.__len__)
         """Times at which episodes change without a new fact, and at which items without a target were received."""
 
     def restore(self, state: LedgerState) -> None:
@@ -118,7 +124,7 @@ class Matching:
         """Return the sequences below which everything is decided once ``without`` (episodes, items) is decided, too."""
         gone = set(without)
         items = {item for name in gone if name in self.episodes for item in self.episodes[name].feedback_ids}
-        interactions, feedback = self._turn_seqs.lowest(gone), self._feedback_seqs.lowest(gone | items)
+        interactions, feedback = self._turn_seqs.lowest(gone), self._undecided.lowest_seq(gone | items)
         found = (self._next[1], feedback, self._pending_retractions.lowest_seq)
         return (
             int(self._next[0] if interactions is None else min(self._next[0], interactions)),
@@ -127,11 +133,11 @@ class Matching:
 
     def undecided_feedback(self, seq: int) -> list[str]:
         """Return the feedback up to this sequence that has no final status."""
-        return [name for name, held in self._undecided.items() if held.item.seq <= seq]
+        return [name for name, item in self._undecided.items.items() if item.seq <= seq]
 
     def has_feedback(self, item: str) -> bool:
         """Return True if an item is undecided here or has a final status."""
-        return item in self._undecided or item in self.final
+        return item in self._undecided.items or item in self.final.feedback
 
     def end_times(self, admissions: Iterable[Admission]) -> list[float]:
         """Return when the last answer of each admission ended; call it before ``on_admitted``."""
@@ -184,35 +190,38 @@ class Matching:
 
     def on_feedback(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
         """Add an item of feedback."""
-        self._next = (self._next[0], max(self._next[1], seq))  # the message may hold more items
-        if item.id in self.final:
+        if seq > self._next[1]:
+            self._next = (self._next[0], seq)  # the message may hold more items
+        if item.id in self.final.feedback:
             return self.final.status_of_late_revision(seq, item, now)
         if item.kind == "retraction":
             return self._retract(seq, item, now)
-        if item.id in self._pending_retractions:
-            retraction = self._pending_retractions.pop(item.id)
-            return self._close_feedback(item.id, "retracted", f"by {retraction}", now, seq)
-        reason = self.examples.refusal(item) or ("out_of_range" if out_of_range(item, self.job.online) else "")
-        if reason or any(self.final.targets.get(one) == ERASED for one in targets_of(item)):
-            reason = reason or ERASED
-            return self._close_feedback(item.id, "rejected", reason, now, seq)
-        known = self._undecided.get(item.id)
+        is_retracted = item.id in self._pending_retractions.waiting
+        if reason := f"by {self._pending_retractions.pop(item.id)}" if is_retracted else self._refusal(item):
+            return self._close_feedback(item.id, "retracted" if is_retracted else "rejected", reason, now, seq)
+        known = self._undecided.items.get(item.id)
         if known is not None:
-            if known.item.is_copied_in(seq, item):
+            if known.is_copied_in(seq, item):
                 self._move(seq, known)
-            if not known.item.is_revised_by(item):
+            if not known.is_revised_by(item):
                 return []
             self._detach(item.id)
-        # No reward depends on the fields removed here, unless the item is an off-policy example.
-        bare = msgspec.structs.replace(
+        if not (item.kind == "metric" and item.metric in self._metrics) and self.examples.accepts(item):
+            return self._add_example(seq, item, now)
+        bare = msgspec.structs.replace(  # no reward depends on the fields removed here
             item, body=EMPTY_BODY, tags=EMPTY_BODY, fingerprint="", seq=item.seq or seq, job=intern(item.job),
             key_id=intern(item.key_id), metric=intern(item.metric), user=intern(item.user),
         )  # fmt: skip
-        return (
-            self._add_example(seq, item, now)
-            if self.examples.accepts(item)
-            else self._attach(FeedbackItem(seq, bare), now)
-        )
+        return self._attach(FeedbackItem(seq, bare), now)
+
+    def _refusal(self, item: Feedback) -> str:
+        """Return why an item counts for nothing, or ''."""
+        if item.kind == "metric" and (metric := self._metrics.get(item.metric)) is not None:
+            is_erased = self.final.targets.get(item.inference) == ERASED
+            return "out_of_range" if is_far_off(item.value, metric) else ERASED if is_erased else ""
+        if reason := self.examples.refusal(item):
+            return reason
+        return ERASED if ERASED in map(self.final.targets.get, targets_of(item)) else ""
 
     def on_erasure(self, erasure: Erasure, now: float) -> list[FeedbackStatus]:
         """Forget the interactions and feedback of a deleted user."""
@@ -290,14 +299,14 @@ class Matching:
             self.final.on_admitted([admission])
             for key in keys:
                 self._discard_episode(key, CONSUMED)
-            self.final.targets.update(admission.refused)
+            self.final.targets.add_all(admission.refused)
 
     def on_job_end(self, now: float) -> list[FeedbackStatus]:
         """Reject everything undecided: a finished job admits nothing."""
         for key, episode in list(self.episodes.items()):
             self.refused_interactions.add(same_reason(episode.turns, JOB_ENDED), now)
             self._discard_episode(key, JOB_ENDED)
-        return self.reject(list(self._undecided), JOB_ENDED, now)
+        return self.reject(list(self._undecided.items), JOB_ENDED, now)
 
     def reject(self, items: Iterable[str], reason: str, now: float) -> list[FeedbackStatus]:
         """Reject undecided feedback."""
@@ -307,8 +316,7 @@ class Matching:
 
     def _add_example(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
         """Add an item that is an off-policy example itself."""
-        self._undecided[item.id] = UndecidedFeedback(self.examples.add(seq, item), "", holder=self.examples.items)
-        self._feedback_seqs.put(seq, item.id)
+        self._undecided.add(self.examples.add(seq, item))
         if self.examples.missing_records(item):
             self._received_times.put(item.received, item.id)
         self._changed_names[item.id] = None
@@ -317,11 +325,10 @@ class Matching:
 
     def _attach(self, item: FeedbackItem, now: float) -> list[FeedbackStatus]:
         feedback = item.feedback
-        target = canonical_id(feedback.inference or feedback.episode)
-        if target in self.final.targets:
-            return self._close_feedback(feedback.id, "rejected", self.final.targets[target], now, item.seq)
-        held = self._undecided[feedback.id] = UndecidedFeedback(item, target)
-        self._feedback_seqs.put(item.seq, feedback.id)
+        target = item.target
+        if (reason := self.final.targets.get(target)) is not None:
+            return self._close_feedback(feedback.id, "rejected", reason, now, item.seq)
+        self._undecided.add(item)
         key = self._episode_keys.get(target)
         if key is None:
             self._received_times.put(feedback.received, feedback.id)
@@ -330,56 +337,57 @@ class Matching:
                 for oldest in self.unmatched.add(target, item)
                 for one in self._expired(oldest, now, TOO_MANY_UNMATCHED)
             ]
-        return self._attach_to_turn(held, key, *self.episodes[key].holder(target), now)
+        return self._attach_to_turn(item, key, *self.episodes[key].holder(target), now)
 
     def _attach_to_turn(
-        self, held: UndecidedFeedback, key: str, holder: dict[str, FeedbackItem], asker: str, now: float
+        self, item: FeedbackItem, key: str, holder: dict[str, FeedbackItem], asker: str, now: float
     ) -> list[FeedbackStatus]:
         """Attach an item to its target, whose answer the key ``asker`` received."""
-        name = held.item.feedback.id
-        if self.job.online.raters == "same_key" and held.item.feedback.key_id != asker:
+        name = item.feedback.id
+        if self.job.online.raters == "same_key" and item.feedback.key_id != asker:
             return self._close_feedback(name, "rejected", "other_key", now)
-        held.key, held.holder, holder[name] = key, holder, held.item
+        self._holders[name], holder[name] = Holder(key, holder), item
         self._mark_changed(key)
-        return [feedback_status(name, "matched", "", now, [held.target])]
+        return [feedback_status(name, "matched", "", now, [item.target])]
 
-    def _move(self, seq: int, held: UndecidedFeedback) -> None:
+    def _move(self, seq: int, item: FeedbackItem) -> None:
         """Note that a user's deletion copied an item further on, and that its earlier message is gone."""
-        held.move(seq)
-        self._feedback_seqs.put(seq, held.item.feedback.id)
-        if held.holder is None:
-            self.unmatched.add(held.target, held.item)
-        elif held.key:
-            self._mark_changed(held.key)
+        name, moved = item.feedback.id, msgspec.structs.replace(item, seq=seq)
+        self._undecided.remove(name)
+        self._undecided.add(moved)
+        if (holder := self._holders.get(name)) is not None:
+            holder.items[name] = moved
+            self._mark_changed(holder.key)
+        elif name in self.examples.items:
+            self.examples.move(moved)
+            self._changed_names[name] = None
         else:
-            self.examples.move(held.item)
-            self._changed_names[held.item.feedback.id] = None
+            self.unmatched.add(item.target, moved)
 
     def _detach(self, name: str) -> None:
         """Remove an undecided item from its holder; by now another turn may have the name of its target."""
-        held = self._undecided.pop(name, None)
-        if held is None:
+        item = self._undecided.remove(name)
+        if item is None:
             return
-        if held.holder is None:
-            self.unmatched.remove(held.target, name)
-            return
-        if held.holder is self.examples.items:  # the revision may be of another kind
+        if (holder := self._holders.pop(name, None)) is not None:
+            holder.items.pop(name, None)
+            self._mark_changed(holder.key)
+        elif name in self.examples.items:  # the revision may be of another kind
             self.examples.remove(name)
-            return
-        held.holder.pop(name, None)
-        self._mark_changed(held.key)
+        else:
+            self.unmatched.remove(item.target, name)
 
     def _attach_unmatched(
         self, target: str, key: str, holder: dict[str, FeedbackItem], interaction: Interaction
     ) -> list[FeedbackStatus]:
         """Attach the feedback that waited for a target, unless it had expired before the target came."""
         statuses: list[FeedbackStatus] = []
-        for name, item in self.unmatched.pop(target).items():
+        for item in self.unmatched.pop(target).values():
             if interaction.ended > item.feedback.received + self.job.online.match_ttl_s:
                 statuses += self._expired(item, interaction.ended)
                 continue
             found = max(interaction.ended, item.feedback.received)
-            statuses += self._attach_to_turn(self._undecided[name], key, holder, interaction.key_id, found)
+            statuses += self._attach_to_turn(item, key, holder, interaction.key_id, found)
         return statuses
 
     def _exclude_turn(self, name: str, reason: str, interaction: Interaction) -> list[FeedbackStatus]:
@@ -390,10 +398,10 @@ class Matching:
 
     def _retract(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
         name = canonical_id(str(item.body.get("feedback", "")))
-        if name in self.final:
+        if name in self.final.feedback:
             return self._close_feedback(item.id, "rejected", self.final.retraction_refusal(name), now)
         statuses = self._close_feedback(item.id, "retracted", f"retracts {name}", now)
-        if name not in self._undecided:  # the retraction overtook its item
+        if name not in self._undecided.items:  # the retraction overtook its item
             given_up = self._pending_retractions.put(name, seq, item)
             return statuses + ([feedback_status(given_up, "expired", TOO_MANY_UNMATCHED, now)] if given_up else [])
         self._detach(name)
@@ -425,20 +433,15 @@ class Matching:
     def _is_turn_at(self, seq: float, key: str) -> bool:
         return key in self.episodes and any(turn.seq == seq for turn in self.episodes[key].turns)
 
-    def _is_feedback_at(self, seq: float, name: str) -> bool:
-        return name in self._undecided and self._undecided[name].item.seq == seq
-
     def _is_due_at(self, due: float, key: str) -> bool:
         return key in self.episodes and key not in self.ready and self.episodes[key].due == due
 
     def _is_expiring(self, received: float, name: str) -> bool:
         """Return True if an item received at this time still lacks its target, or a record of it."""
-        held = self._undecided.get(name)
-        if held is None or held.item.feedback.received != received:
+        item = self._undecided.items.get(name)
+        if item is None or item.feedback.received != received or name in self._holders:
             return False
-        if held.holder is None:
-            return True
-        return held.holder is self.examples.items and bool(self.examples.missing_records(held.item.feedback))
+        return name not in self.examples.items or bool(self.examples.missing_records(item.feedback))
 
     def _settle(self, key: str, version: int, now: float) -> list[FeedbackStatus]:
         episode = self.episodes[key]
@@ -473,7 +476,7 @@ class Matching:
             for one in self._close_feedback(name, "rejected", why_not, now)
         ]
         self._discard_episode(key, reason)
-        self.final.targets.update(reason_of_turn)
+        self.final.targets.add_all(reason_of_turn)
         return statuses
 
     def _shed_load(self, now: float) -> list[FeedbackStatus]:
@@ -496,7 +499,7 @@ class Matching:
         expired = [
             feedback_status(name, "expired", "unknown_target", now) for name in self._pending_retractions.expire(limit)
         ]
-        late = [self._undecided[name].item for name in self._received_times.pop_until(limit, inclusive=False)]
+        late = [self._undecided.items[name] for name in self._received_times.pop_until(limit, inclusive=False)]
         self.examples.discard_unused_records()
         return expired + [one for item in late for one in self._expired(item, now)]
 
@@ -511,9 +514,9 @@ class Matching:
         return [feedback_status(name, status, reason, now)]
 
     def _end_feedback(self, name: str, how: str, seq: int = 0) -> None:
-        held = self._undecided.get(name)
+        item = self._undecided.items.get(name)
         self._detach(name)
-        self.final.record(name, how, seq if held is None else max(seq, held.item.seq))
+        self.final.record(name, how, seq if item is None else max(seq, item.seq))
 
     def _mark_changed(self, key: str) -> None:
         """Schedule an episode to be settled again."""

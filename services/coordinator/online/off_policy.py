@@ -44,11 +44,13 @@ from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.live.interaction import Feedback, Interaction
 
-__all__ = ["ClosedEpisodes", "OffPolicyExamples"]
+__all__ = ["COMMENT", "DEMONSTRATION", "ClosedEpisodes", "OffPolicyExamples"]
 
 MAX_CLOSED = 100_000
 """Closed posted episodes that a leader remembers."""
-DEMONSTRATION = "demonstration"
+COMMENT, DEMONSTRATION = "comment", "demonstration"
+EXAMPLES = frozenset({"interaction", "preference", "correction"})
+"""Kinds of feedback that are examples; so is a demonstration."""
 EMPTY_BODY: dict[str, Any] = {}
 """Body shared by items without one; never written to."""
 MAX_RECHECKS = 4_000
@@ -98,6 +100,11 @@ class OffPolicyExamples:
 
     def __init__(self, job: OnlineJob) -> None:
         self._job = job
+        off_policy = job.online.off_policy
+        supervised = off_policy is not None and off_policy.supervised is not None
+        preference = off_policy is not None and off_policy.preference is not None
+        self._unused_metrics = {COMMENT} | (set() if supervised else {DEMONSTRATION})
+        self._unused_kinds = (set() if supervised else {"correction"}) | (set() if preference else {"preference"})
         self.items: dict[str, FeedbackItem] = {}
         self.ready: dict[str, OffPolicyExample] = {}
         self.records: dict[str, InteractionRecord] = {}
@@ -139,24 +146,12 @@ class OffPolicyExamples:
 
     def accepts(self, item: Feedback) -> bool:
         """Return True if an item is an example of a kind that this job uses."""
-        return self._is_example(item) and not self.refusal(item)
+        return (item.kind in EXAMPLES or item.metric == DEMONSTRATION) and not self.refusal(item)
 
     def refusal(self, item: Feedback) -> str:
         """Return why an item is neither a reward nor an example that this job uses, or ''."""
-        off_policy = self._job.online.off_policy
-        supervised = off_policy is not None and off_policy.supervised is not None
-        preference = off_policy is not None and off_policy.preference is not None
-        match item.kind:
-            case "preference":
-                return "" if preference else "preference_is_no_reward"
-            case "correction":
-                return "" if supervised else "correction_is_no_reward"
-            case "metric" if item.metric == DEMONSTRATION:
-                return "" if supervised else "demonstration_is_no_reward"
-            case "metric" if item.metric == "comment":
-                return "comment_is_no_reward"
-            case _:
-                return ""
+        name, unused = (item.metric, self._unused_metrics) if item.kind == "metric" else (item.kind, self._unused_kinds)
+        return f"{name}_is_no_reward" if name in unused else ""
 
     def add(self, seq: int, item: Feedback) -> FeedbackItem:
         """Add an example without the fields that only training needs."""
@@ -436,9 +431,6 @@ class OffPolicyExamples:
                 self.records.pop(name, None)
                 self._missing.discard(name)
         self._unreferenced.clear()
-
-    def _is_example(self, item: Feedback) -> bool:
-        return item.kind in ("interaction", "preference", "correction") or item.metric == DEMONSTRATION
 
     def _posted_example(self, item: FeedbackItem, version: int, newest: int) -> OffPolicyExample | str | None:
         facts, feedback = self._facts[item.feedback.id], item.feedback

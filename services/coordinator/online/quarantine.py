@@ -89,7 +89,7 @@ class Quarantine:
             return self._decide(item, now)
         if item.kind == "retraction" or self._config is None:
             released = self._release_retracted(item, now) if item.kind == "retraction" else []
-            return [*released, *self._pass_on(seq, item, now)]
+            return released + self._pass_on(seq, item, now)
         waiting = self._held.get(item.id)
         if waiting is not None and not waiting.is_revised_by(item):
             if waiting.is_copied_in(seq, item):

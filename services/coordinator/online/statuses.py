@@ -290,44 +290,45 @@ def _packed_interactions(statuses: Iterable[InteractionStatus]) -> list[EndedInt
     return [EndedInteractions(PackedIds.of(names), reason) for reason, names in found.items()]
 
 
-class DecidedNames:
-    """Names and reasons of what is decided; the oldest ones are dropped, unless they are pinned."""
+class DecidedNames(dict[str, str]):
+    """Reasons of what is decided, by name; the oldest names are dropped, unless they are pinned.
+
+    A dictionary, because a new leader looks up each of a million items that wait several times.
+    """
 
     def __init__(self) -> None:
-        self._pinned: dict[str, str] = {}
-        self._newest: OrderedDict[str, str] = OrderedDict()
+        super().__init__()
+        self._newest: OrderedDict[str, None] = OrderedDict()
+        """Names that are not pinned."""
 
     def pin(self, names: Iterable[str], reason: str) -> None:
         """Keep these names for good: a leader must never decide again on what the ledger names."""
-        self._pinned.update(dict.fromkeys(names, reason))
+        self.pin_all(dict.fromkeys(names, reason))
 
     def pin_all(self, reasons: Mapping[str, str]) -> None:
         """Keep these names for good, each with its own reason."""
-        self._pinned.update(reasons)
-
-    def get(self, name: str) -> str | None:
-        """Return the reason of a decision, or None if the name is undecided or unknown."""
-        return self._pinned.get(name, self._newest.get(name))
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._pinned or name in self._newest
-
-    def __getitem__(self, name: str) -> str:
-        return self._pinned[name] if name in self._pinned else self._newest[name]
+        super().update(reasons)
+        for name in self._newest.keys() & reasons.keys():
+            del self._newest[name]
 
     def __setitem__(self, name: str, reason: str) -> None:
-        self._newest[name] = reason
+        if name in self and name not in self._newest:
+            return  # pinned
+        super().__setitem__(name, reason)
+        self._newest[name] = None
         if len(self._newest) > MAX_DECIDED:
-            self._newest.popitem(last=False)
+            super().__delitem__(self._newest.popitem(last=False)[0])
 
-    def update(self, reasons: Mapping[str, str]) -> None:
+    def add_all(self, reasons: Mapping[str, str]) -> None:
         """Add all of these."""
         for name, reason in reasons.items():
             self[name] = reason
 
     def discard(self, name: str) -> None:
         """Make a name undecided again, unless it is pinned."""
-        self._newest.pop(name, None)
+        if name in self._newest:
+            del self._newest[name]
+            super().__delitem__(name)
 
 
 class FinalStatuses:
@@ -335,12 +336,11 @@ class FinalStatuses:
 
     Attributes:
         targets: reasons by interaction or episode.
+        feedback: by item, its final status and the sequence of the newest message that counted.
     """
 
     def __init__(self) -> None:
-        self.targets = DecidedNames()
-        self._feedback = DecidedNames()
-        """By item: its final status, and the sequence of the newest message that counted."""
+        self.targets, self.feedback = DecidedNames(), DecidedNames()
 
     def restore(self, state: LedgerState) -> None:
         """Add what the ledger names."""
@@ -350,9 +350,9 @@ class FinalStatuses:
                 self.targets.pin(one.ids.unpack(), one.reason)
         ends = final_ids(one for block in state.decided for one in block.feedback)
         texts = {how: _final_status(how, MAX_SEQ) for how in {*ends.values()}}
-        self._feedback.pin_all({item: texts[how] for item, how in ends.items()})
+        self.feedback.pin_all({item: texts[how] for item, how in ends.items()})
         for admission in state.admissions.values():
-            self.targets.update(admission.refused)
+            self.targets.add_all(admission.refused)
             self.targets.pin(admission.interactions, CONSUMED)
             self._pin_admitted(admission.feedback)
         self.targets.pin(state.consumed, CONSUMED)
@@ -360,33 +360,29 @@ class FinalStatuses:
 
     def _pin_admitted(self, admitted: Mapping[str, int]) -> None:
         for name, seq in admitted.items():
-            self._feedback.pin([name], _final_status(ADMITTED, seq))
+            self.feedback.pin([name], _final_status(ADMITTED, seq))
 
     def on_admitted(self, admissions: Iterable[Admission]) -> None:
         """Record admissions that the ledger now holds."""
         for admission in admissions:
-            self.targets.update(dict.fromkeys(admission.interactions, CONSUMED))
+            self.targets.add_all(dict.fromkeys(admission.interactions, CONSUMED))
             for name, seq in admission.feedback.items():
                 self.record(name, ADMITTED, seq)
 
     def record(self, name: str, how: str, seq: int) -> None:
         """Record the final status of an item; ``seq`` is the sequence of its newest message."""
-        self._feedback[name] = _final_status(how, seq)
-
-    def __contains__(self, name: str) -> bool:
-        """Return True if an item of feedback has a final status."""
-        return name in self._feedback
+        self.feedback[name] = _final_status(how, seq)
 
     def status_of_late_revision(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
         """Return the status of a revision that came after the item's final status; nothing for a message read again."""
-        counted = int(self._feedback[item.id].rpartition(" ")[2])
+        counted = int(self.feedback[item.id].rpartition(" ")[2])
         if not item.revision or (item.seq or seq) <= counted:
             return []
         return [feedback_status(item.id, "rejected", TOO_LATE, now, revision=item.revision)]
 
     def retraction_refusal(self, name: str) -> str:
         """Return the reason for which a retraction of an item with a final status is refused."""
-        how = self._feedback[name].partition(" ")[0]
+        how = self.feedback[name].partition(" ")[0]
         return CONSUMED if how == ADMITTED else f"already_{how}"
 
 

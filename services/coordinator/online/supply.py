@@ -228,9 +228,8 @@ class LiveSupply:
                 batch = await whole_of(self.bus, stream, message, FeedbackBatch)
                 items = await self._copies.undecided(message, batch.items, self.matching.has_feedback)
                 await self._find_records(items)
-                for item in items:
-                    self._funnel.on_feedback(item)
-                    self._note(self.quarantine.on_feedback(message.seq, item, now))
+                self._funnel.on_feedback(items)
+                self._note([one for item in items for one in self.quarantine.on_feedback(message.seq, item, now)])
         except NotFound as error:  # its user was deleted, or it was purged
             logger.info("%s: message %d of %s is gone: %s", self.job, message.seq, stream, error)
         except ProtocolError as error:

@@ -13,7 +13,7 @@ from penstock.services.coordinator.online.fairness import Owners
 from penstock.shared.protocol.live.interaction import Feedback, Interaction, bare_id
 from penstock.shared.protocol.objective import Objective
 
-__all__ = ["FeedbackItem", "Trajectory", "Turn", "UndecidedFeedback", "canonical_id", "episode_key", "owners_of_turns"]
+__all__ = ["FeedbackItem", "Holder", "Trajectory", "Turn", "canonical_id", "episode_key", "owners_of_turns"]
 
 MAX_SEQ = 1 << 62
 """Sorts behind every sequence of a stream."""
@@ -42,6 +42,11 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
     seq: int
     feedback: Feedback
 
+    @property
+    def target(self) -> str:
+        """Interaction or episode that it is about; '' if it names none."""
+        return self.feedback.inference or self.feedback.episode
+
     def is_copied_in(self, seq: int, feedback: Feedback) -> bool:
         """Return True if a later message holds the same item: a user's deletion copied the rest of a message further
         on."""
@@ -55,22 +60,11 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
         return feedback.revision > self.feedback.revision and feedback.key_id == self.feedback.key_id
 
 
-class UndecidedFeedback(msgspec.Struct, gc=False):
-    """An item without a final status. ``holder`` is the dictionary of the turn or episode (``key``) that has it.
+class Holder(msgspec.Struct, frozen=True, gc=False):
+    """The dictionary of the turn or episode (``key``) that has an undecided item."""
 
-    ``holder`` is None while the item's target is unknown.
-    """
-
-    item: FeedbackItem
-    target: str
-    key: str = ""
-    holder: dict[str, FeedbackItem] | None = None
-
-    def move(self, seq: int) -> None:
-        """Record that the item was found again at ``seq``."""
-        self.item = msgspec.structs.replace(self.item, seq=seq)
-        if self.holder is not None:
-            self.holder[self.item.feedback.id] = self.item
+    key: str
+    items: dict[str, FeedbackItem]
 
 
 @dataclass(slots=True)

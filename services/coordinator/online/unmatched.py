@@ -1,16 +1,26 @@
-"""Holds feedback that arrived before its target: unmatched items and pending retractions, both bounded. Pure."""
+"""Holds undecided feedback, and what arrived before its target: unmatched items and pending retractions, both bounded.
+
+Pure.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from penstock.services.coordinator.online.lazy_heap import LazyHeap
 from penstock.services.coordinator.online.turns import FeedbackItem
 from penstock.shared.protocol.live.interaction import Feedback
 
-__all__ = ["MAX_PER_KEY", "MAX_RETRACTIONS", "MAX_UNMATCHED", "PendingRetractions", "UnmatchedFeedback"]
+__all__ = [
+    "MAX_PER_KEY",
+    "MAX_RETRACTIONS",
+    "MAX_UNMATCHED",
+    "PendingRetractions",
+    "UndecidedFeedback",
+    "UnmatchedFeedback",
+]
 
 MAX_PER_KEY = 50_000
 """Unmatched items that one API key may have; above this its oldest ones are evicted."""
@@ -48,14 +58,14 @@ class UnmatchedFeedback:
 
         An item that is already here keeps its place among those of its key.
         """
-        name, of_key = item.feedback.id, self._keys.setdefault(item.feedback.key_id, {})
-        known = self._targets.get(target)
-        if known is None or (isinstance(known, FeedbackItem) and known.feedback.id == name):
-            self._targets[target] = item
-        elif isinstance(known, FeedbackItem):
-            self._targets[target] = {known.feedback.id: known, name: item}
-        else:
+        name, of_key = item.feedback.id, self._keys.get(item.feedback.key_id)
+        if of_key is None:
+            of_key = self._keys[item.feedback.key_id] = {}
+        known = self._targets.setdefault(target, item)
+        if isinstance(known, dict):
             known[name] = item
+        elif known is not item:
+            self._targets[target] = {known.feedback.id: known, name: item} if known.feedback.id != name else item
         self._count += name not in of_key
         of_key[name] = item
         if len(of_key) > MAX_PER_KEY:
@@ -93,6 +103,39 @@ class UnmatchedFeedback:
                 del self._keys[item.feedback.key_id]
 
 
+class UndecidedFeedback:
+    """Items without a final status, by id, and the messages of FEEDBACK that have them."""
+
+    def __init__(self) -> None:
+        self.items: dict[str, FeedbackItem] = {}
+        self._counts: dict[int, int] = {}
+        """Number of undecided items of a message, by its sequence."""
+        self._seqs = LazyHeap[int](lambda _, seq: seq in self._counts, self._counts.__len__)
+
+    def add(self, item: FeedbackItem) -> None:
+        """Add an item whose id is not here."""
+        self.items[item.feedback.id] = item
+        count = self._counts.get(item.seq, 0)
+        self._counts[item.seq] = count + 1
+        if not count:
+            self._seqs.put(item.seq, item.seq)
+
+    def remove(self, name: str) -> FeedbackItem | None:
+        """Remove and return an item, if it is here."""
+        item = self.items.pop(name, None)
+        if item is not None:
+            self._counts[item.seq] -= 1
+            if not self._counts[item.seq]:
+                del self._counts[item.seq]
+        return item
+
+    def lowest_seq(self, without: Iterable[str]) -> int | None:
+        """Return the lowest sequence of an item outside ``without``."""
+        left_out = Counter(self.items[name].seq for name in without if name in self.items)
+        found = self._seqs.lowest({seq for seq, count in left_out.items() if count == self._counts[seq]})
+        return None if found is None else int(found)
+
+
 class PendingRetractions:
     """Retractions that arrived before the item they retract.
 
@@ -100,18 +143,16 @@ class PendingRetractions:
     """
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, tuple[int, Feedback]] = OrderedDict()
-        self._seqs = LazyHeap(self._is_at, self._waiting.__len__)
-        self._times = LazyHeap(self._was_received, self._waiting.__len__)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._waiting
+        self.waiting: OrderedDict[str, tuple[int, Feedback]] = OrderedDict()
+        """Retractions and their sequences, by the item that they retract."""
+        self._seqs = LazyHeap(self._is_at, self.waiting.__len__)
+        self._times = LazyHeap(self._was_received, self.waiting.__len__)
 
     def _is_at(self, seq: float, name: str) -> bool:
-        return name in self._waiting and self._waiting[name][0] == seq
+        return name in self.waiting and self.waiting[name][0] == seq
 
     def _was_received(self, time: float, name: str) -> bool:
-        return name in self._waiting and self._waiting[name][1].received == time
+        return name in self.waiting and self.waiting[name][1].received == time
 
     @property
     def lowest_seq(self) -> int | None:
@@ -121,14 +162,14 @@ class PendingRetractions:
 
     def put(self, name: str, seq: int, retraction: Feedback) -> str:
         """Hold a retraction of item ``name``; return the id of the retraction evicted for it, or ''."""
-        self._waiting[name] = (seq, retraction)
+        self.waiting[name] = (seq, retraction)
         self._seqs.put(seq, name)
         self._times.put(retraction.received, name)
-        return self.pop(next(iter(self._waiting))) if len(self._waiting) > MAX_RETRACTIONS else ""
+        return self.pop(next(iter(self.waiting))) if len(self.waiting) > MAX_RETRACTIONS else ""
 
     def pop(self, name: str) -> str:
         """Release the retraction of an item, and return its id."""
-        return self._waiting.pop(name)[1].id
+        return self.waiting.pop(name)[1].id
 
     def expire(self, limit: float) -> list[str]:
         """Release the retractions received before ``limit``, and return their ids: their items never arrived."""

@@ -140,7 +140,7 @@ def test_the_garbage_collector_passes_over_feedback_that_waits() -> None:
     gc.collect()
     assert len(found.unmatched) == 2_000
     assert len(gc.get_objects()) - before < 200
-    assert not any(gc.is_tracked(one) for one in (*found._undecided.values(), *found.unmatched._keys.values()))
+    assert not any(gc.is_tracked(one) for one in (*found._undecided.items.values(), *found.unmatched._keys.values()))
 
 
 def test_a_turn_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,8 +149,8 @@ def test_the_last_status_of_an_item_and_the_first_of_an_answer_count() -> None:
     items = {again: "rejected", taken: "retracted", by: "retracted", "nowhere": "expired", "taken-back": "retracted"}
     for name, how in (items | {"r": "retracted", "long-ago": "admitted"}).items():
         assert final.retraction_refusal(name) == ("late_after_training" if how == "admitted" else f"already_{how}")
-    assert held not in final
-    assert pending not in final
+    assert held not in final.feedback
+    assert pending not in final.feedback
     assert quarantine_rejections(state) == {again: 1.0, held: 5.0}
     assert {name: final.targets.get(name) for name in ("i1", "cut", "whole")} == {
         "i1": "stale", "cut": None, "whole": "too_many_waiting",

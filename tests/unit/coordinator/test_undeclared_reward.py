@@ -93,8 +93,7 @@ def test_unknown_metrics_do_not_count() -> None:
 
 def test_the_funnel_has_the_mean_reward() -> None:
     funnel = Funnel(job())
-    for item in (rewarded(0.5), rewarded(-1.0, "r2"), rewarded(99.0, "r3"), rating("l1", 1.0, metric="liked")):
-        funnel.on_feedback(item)
+    funnel.on_feedback([rewarded(0.5), rewarded(-1.0, "r2"), rewarded(99.0, "r3"), rating("l1", 1.0, metric="liked")])
     row = funnel.row()
     assert row["online/said/reward"] == -0.25
     assert "online/said/liked" not in row
