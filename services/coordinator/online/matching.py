@@ -149,9 +149,9 @@ class Matching:
     def on_interaction(self, seq: int, interaction: Interaction) -> list[FeedbackStatus]:
         """Add an interaction, and match the feedback that waited for it."""
         self._next = (max(self._next[0], seq + 1), self._next[1])
-        self._changed_names.update(dict.fromkeys(self.examples.on_interaction(seq, interaction)))
-        interaction = _compact(interaction)
         name, episode_id = canonical_id(interaction.id), episode_key(interaction)
+        self._changed_names.update(dict.fromkeys(self.examples.on_interaction(name, seq, interaction)))
+        interaction = _compact(interaction)
         if name in self._episode_keys:
             if self.episodes[self._episode_keys[name]].complete(seq, interaction):
                 self._index_turn(self._episode_keys[name], seq, interaction)
@@ -447,8 +447,9 @@ class Matching:
         episode = self.episodes[key]
         self.ready.pop(key, None)
         outcome = episode.settle(self.job, version=version, now=now)
-        sample = None if outcome is None or any(map(self._opted_out, episode.users)) else outcome.trial_sample
-        self.trials.update(canonical_id(episode.turns[0].interaction.id), sample)
+        if self.job.online.canary is not None:
+            sample = None if outcome is None or any(map(self._opted_out, episode.users)) else outcome.trial_sample
+            self.trials.update(canonical_id(episode.turns[0].interaction.id), sample)
         if outcome is None:
             if episode.due < math.inf:
                 self._due_times.put(episode.due, key)

@@ -37,7 +37,7 @@ from penstock.services.coordinator.online.posted_episode import (
     tokens_of,
     use_of,
 )
-from penstock.services.coordinator.online.turns import MAX_SEQ, FeedbackItem, canonical_id
+from penstock.services.coordinator.online.turns import MAX_SEQ, FeedbackItem
 from penstock.services.coordinator.training.decided import episode_digest
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.config.jobs.online_job import OnlineJob
@@ -191,9 +191,8 @@ class OffPolicyExamples:
         """Return the interactions that an example refers to and that have no record yet."""
         return [name for name in targets_of(item) if name not in self.records]
 
-    def on_interaction(self, seq: int, interaction: Interaction) -> list[str]:
-        """Record an interaction if examples wait for it, and return these examples."""
-        name = canonical_id(interaction.id)
+    def on_interaction(self, name: str, seq: int, interaction: Interaction) -> list[str]:
+        """Record an interaction (canonical id ``name``) if examples wait for it, and return these examples."""
         if name not in self._missing:
             return []
         self.add_record(name, InteractionRecord.of(seq, interaction))

@@ -218,6 +218,8 @@ class ServedEpisode:
 
     def _rated(self, feedback_by_turn: Sequence[Sequence[Feedback]], job: OnlineJob) -> list[bool]:
         """Return for each turn whether its conversation, or the whole episode, has feedback."""
+        if not any(feedback_by_turn):
+            return [False] * len(self.turns)
         roots, counted = self.tree.roots, [counted_feedback(items, job.online) for items in feedback_by_turn]
         rated = {root for root, on_turn in zip(roots, counted, strict=True) if on_turn}
         whole = any(level == "episode" for on_turn in counted for _, level in on_turn)
@@ -225,12 +227,11 @@ class ServedEpisode:
 
     def _is_closed(self, job: OnlineJob) -> bool:
         """Return True if feedback ended the episode: with `final`, or with every metric of the whole episode."""
-        if any(item.feedback.final for item in self._all_feedback()):
-            return True
+        found = [item.feedback for item in self._all_feedback()]
+        if not found or any(feedback.final for feedback in found):
+            return bool(found)
         judged = {name for name, metric in job.online.metrics.items() if metric.level == "episode"}
-        return bool(judged) and judged <= {
-            item.feedback.metric for item in self._all_feedback() if item.feedback.weight > 0
-        }
+        return bool(judged) and judged <= {feedback.metric for feedback in found if feedback.weight > 0}
 
     def _all_feedback(self) -> list[FeedbackItem]:
         return [*self.items.values(), *(item for turn in self.turns for item in turn.items.values())]
