@@ -38,7 +38,7 @@ async def live(report: Report, arguments: argparse.Namespace) -> None:
     report.check(f"at least {PAIRS} pairs/s", found.per_s >= PAIRS)
     with tempfile.TemporaryDirectory() as directory, NatsServer(Path(directory) / "nats") as server:
         async with await Bus.connect(server.url, name="bench") as bus:
-            await bus.ensure_streams(experience_bytes=1 << 30, stream_bytes=4 << 30)
+            await bus.ensure_streams(experience_bytes=1 << 28, stream_bytes=1 << 30)
             led = await takeover(bus, arguments.live_items)
     report.row(
         f"takeover, {led.items} live items", f"{led.seconds:.1f} s ({led.cpu_s:.1f} s of CPU)",

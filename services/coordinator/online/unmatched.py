@@ -66,8 +66,8 @@ class UnmatchedFeedback:
             known[name] = item
         elif known is not item:
             self._targets[target] = {known.feedback.id: known, name: item} if known.feedback.id != name else item
-        self._count += name not in of_key
-        of_key[name] = item
+        before, of_key[name] = len(of_key), item
+        self._count += len(of_key) - before
         if len(of_key) > MAX_PER_KEY:
             return [next(iter(of_key.values()))]
         if self._count > MAX_UNMATCHED:
