@@ -122,6 +122,33 @@ def test_unmatched_feedback_is_bounded_for_each_key(monkeypatch: pytest.MonkeyPa
     assert len(found.unmatched) == 2
 
 
+def test_a_message_is_passed_once_all_of_its_items_are_decided() -> None:
+    found = matching()
+    for seq, names in ((1, ("f1", "f2")), (2, ("f3",))):
+        for name in names:
+            found.on_feedback(seq, rating(name, f"i-{name}"), NOW)
+    assert found.low_water(without=["f1"])[1] == 1, "the other item of the message is undecided"
+    assert found.low_water(without=["f1", "f2"])[1] == 2
+    assert found.low_water()[1] == 1, "a question decides nothing"
+    found.reject(["f2"], "feedback_full", NOW)
+    assert found.low_water()[1] == 1
+    assert found.low_water(without=["f1"])[1] == 2
+    found.reject(["f1", "f3"], "feedback_full", NOW)
+    assert found.low_water()[1] == 2, "a message of feedback may hold more items"
+
+
+def test_pinned_names_keep_their_first_reason_and_others_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statuses_module, "MAX_DECIDED", 2)
+    names = statuses_module.DecidedNames()
+    names["new"] = "stale"
+    names.pin(["old", "new"], "trained")
+    for name in ("old", "a", "b", "c"):
+        names[name] = "late"
+    names.discard("old")
+    names.discard("c")
+    assert names == {"old": "trained", "new": "trained", "b": "late"}
+
+
 def test_only_the_reward_fields_of_an_item_are_held() -> None:
     found = matching()
     found.on_feedback(1, rating("f1", "i1", body={"comment": "x" * 9999}, tags={"a": "b"}), NOW)
