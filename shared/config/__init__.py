@@ -23,7 +23,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import it when it is first asked for: of the many scorer processes none needs a job or the settings."""
+    """Import the module of ``name`` on first use, because scorer processes need neither jobs nor settings."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

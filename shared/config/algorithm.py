@@ -1,7 +1,7 @@
-"""One config class per algorithm, told apart by ``type``. A key an algorithm does not use does not exist in its class.
+"""One config class per algorithm, selected by ``type``. A class has only the keys that its algorithm uses.
 
-Every class answers the same questions (`group_size`, `aggregation`, `critic`, `dynamic_sampling`, …), either by a key
-or by a property that is fixed for the algorithm, so that services need not ask which algorithm they serve.
+Every class has the same attributes (`group_size`, `aggregation`, `critic`, `dynamic_sampling`, …), either as a key or
+as a property fixed for the algorithm, so that services need no case distinction by algorithm.
 """
 
 from __future__ import annotations
@@ -36,23 +36,25 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
 class DynamicSampling(StrictModel):
-    """Groups whose rewards are all equal are replaced by new draws (DAPO, arXiv 2503.14476, eq. 11)."""
+    """Dynamic sampling: new draws replace groups whose rewards are all equal (DAPO, arXiv 2503.14476, eq. 11)."""
 
     max_resampled: float = Field(3.0, ge=0)
-    """At most this many times the groups of a batch are replaced for one batch; beyond it they train as they are."""
+    """Limit on replaced groups per batch, as a multiple of the groups in a batch; beyond it, groups train as they
+    are."""
 
 
 class CriticConfig(StrictModel):
-    """The value model of PPO: the policy's architecture with a scalar head, started from the policy's weights."""
+    """Value model of PPO: the policy's architecture with a scalar head, initialised from the policy's weights."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer of the critic."""
     warmup_updates: int = Field(0, ge=0)
-    """First updates that train the critic alone."""
+    """Number of first updates that train only the critic."""
     clip: float | None = Field(0.2, gt=0)
-    """A value that has moved this far towards its target in an update gets no further gradient; null: no limit."""
+    """Clip range of value updates: a value moved this far towards its target gets no further gradient; null: no
+    clipping."""
     huber_delta: float | None = Field(None, gt=0)
-    """Errors beyond this count linearly; null is the squared error."""
+    """Threshold of the Huber loss: larger errors count linearly; null: squared error."""
 
 
 ChosenAggregation = Annotated[
@@ -78,26 +80,28 @@ Discount = Annotated[float, Field(gt=0, le=1, description="Discount of each scor
 
 class _Algorithm(StrictModel):
     smallest: ClassVar[int] = 2
-    """Fewest trajectories with which a group has a baseline."""
+    """Fewest trajectories from which a group can compute a baseline."""
 
     group_size: int = Field(8, ge=2)
     """Sampled completions of each prompt, G."""
     min_group: int | None = Field(None, ge=1)
-    """A group with fewer trajectories that did not fail is dropped and redrawn; default: half of group_size."""
+    """Groups with fewer non-failed trajectories are dropped and redrawn; default: half of group_size."""
     clip_low: float = Field(0.2, gt=0, lt=1)
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float = Field(0.2, gt=0)
     """The ratio is clipped above at 1 + clip_high."""
     proximal: Literal["behaviour", "recomputed"] = "behaviour"
-    """Denominator of the ratio: log-probs of the sampler, or of the trainer's weights at the start of the update."""
+    """Denominator of the ratio: log-probs of the sampler, or log-probs recomputed by the trainer at the start of the
+    update."""
     importance: ImportanceConfig | None = None
-    """Correction of recomputed against sampled log-probs; needs `proximal: recomputed`. null: weights of 1."""
+    """Importance correction of recomputed against sampled log-probs; needs `proximal: recomputed`. null: all weights
+    are 1."""
     kl: KLConfig | None = None
-    """KL to a reference policy; null keeps no reference model."""
+    """KL penalty to a reference policy; null: no reference model is loaded."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     overlong_filter: bool = False
-    """Leave completions that hit the token limit out of the loss and its denominators (statistics keep them)."""
+    """Exclude completions that hit the token limit from the loss and its denominators (statistics still count them)."""
 
     @model_validator(mode="after")
     def _min_group_fits(self) -> _Algorithm:
@@ -116,38 +120,38 @@ class _Algorithm(StrictModel):
 
     @property
     def smallest_group(self) -> int:
-        """Fewest trajectories with which a group still trains."""
+        """Fewest trajectories with which a group is still trained."""
         return self.min_group if self.min_group is not None else max(self.smallest, self.group_size // 2)
 
     @property
     def needs_reference(self) -> bool:
-        """True if a frozen reference policy is kept."""
+        """True if the trainer keeps a frozen reference policy."""
         return self.kl is not None
 
     @property
     def needs_critic(self) -> bool:
-        """True if a value model is trained beside the policy."""
+        """True if the trainer also trains a value model."""
         return False
 
     @property
     def greedy_baseline(self) -> bool:
-        """True if each group holds one more completion, decoded greedily, whose reward is the baseline."""
+        """True if each group has one additional, greedily decoded completion whose reward is the baseline."""
         return False
 
 
 class _Rewarded(StrictModel):
-    """The policy learns from rewards."""
+    """Fields of algorithms that learn from rewards."""
 
     shaping: RewardShaping = RewardShaping()
-    """Changes of rewards before advantages."""
+    """Transformation of rewards before advantages are computed."""
     overlong_punishment: OverlongPunishment | None = None
-    """Soft punishment of long completions; null: none."""
+    """Soft penalty for long completions; null: no penalty."""
 
 
 class _CriticFree(_Algorithm):
     @property
     def critic(self) -> CriticConfig | None:
-        """None: the baseline is not learnt."""
+        """None: the algorithm has no learned baseline."""
         return None
 
 
@@ -155,11 +159,11 @@ class _Alone(_CriticFree):
     smallest: ClassVar[int] = 1
 
     group_size: int = Field(1, ge=1)
-    """Sampled completions of each prompt."""
+    """Completions sampled per prompt."""
 
     @property
     def dynamic_sampling(self) -> DynamicSampling | None:
-        """None: equal rewards of a group are no lack of signal."""
+        """None: groups with equal rewards still carry signal."""
         return None
 
 
@@ -174,7 +178,7 @@ class GRPOConfig(_CriticFree, _Rewarded):
 
 
 class DrGRPOConfig(_CriticFree, _Rewarded):
-    """GRPO without its two biases (arXiv 2503.20783): no division by the deviation, a constant as denominator."""
+    """GRPO without its two biases (arXiv 2503.20783): no division by the standard deviation, a constant denominator."""
 
     type: Literal["dr_grpo"] = "dr_grpo"
     dual_clip: DualClip = None
@@ -182,17 +186,18 @@ class DrGRPOConfig(_CriticFree, _Rewarded):
 
     @property
     def scale_by_std(self) -> bool:
-        """False: the deviation weighs prompts by their difficulty."""
+        """False: dividing by the standard deviation would weight prompts by their difficulty."""
         return False
 
     @property
     def aggregation(self) -> Aggregation:
-        """The constant is max_new_tokens: a mean over the sequence favours long wrong answers."""
+        """`constant`, with max_new_tokens as denominator: a mean over the sequence would favour long wrong answers."""
         return "constant"
 
 
 class DAPOConfig(_CriticFree, _Rewarded):
-    """Decoupled clip and dynamic sampling (arXiv 2503.14476): clip-higher, token-level loss, soft punishment."""
+    """Decoupled clip and dynamic sampling (arXiv 2503.14476): clip-higher, token-level loss, soft overlong
+    punishment."""
 
     type: Literal["dapo"] = "dapo"
     clip_high: float = Field(0.28, gt=0)
@@ -200,7 +205,7 @@ class DAPOConfig(_CriticFree, _Rewarded):
     dual_clip: DualClip = None
     dynamic_sampling: Resampling = DynamicSampling()
     overlong_punishment: OverlongPunishment | None = OverlongPunishment()
-    """Soft punishment of long completions; null: none."""
+    """Soft penalty for long completions; null: no penalty."""
 
     @property
     def scale_by_std(self) -> bool:
@@ -209,12 +214,12 @@ class DAPOConfig(_CriticFree, _Rewarded):
 
     @property
     def aggregation(self) -> Aggregation:
-        """Every token weighs the same (eq. 8)."""
+        """`token_mean`: every token has the same weight (eq. 8)."""
         return "token_mean"
 
 
 class RLOOConfig(_CriticFree, _Rewarded):
-    """REINFORCE with the mean of the other completions as baseline (arXiv 2402.14740)."""
+    """REINFORCE with the mean reward of the other completions as baseline (RLOO, arXiv 2402.14740)."""
 
     type: Literal["rloo"] = "rloo"
     aggregation: ChosenAggregation = "token_mean"
@@ -223,22 +228,23 @@ class RLOOConfig(_CriticFree, _Rewarded):
 
 
 class ValueTracker(StrictModel):
-    """A baseline for answers without siblings: the tracked mean reward of their kind (SPO, arXiv 2509.13232, §3.2)."""
+    """Baseline for answers without a group: a running mean reward per kind of prompt (SPO, arXiv 2509.13232, §3.2)."""
 
     tag: str | None = None
-    """Tag of an interaction (`metadata`) that says of which kind it is; null: all are of one."""
+    """Tag of an interaction (`metadata`) whose value is the kind of its prompt; null: all prompts are of one kind."""
     buckets: list[str] = Field(default_factory=list, max_length=64)
-    """Values of the tag that are tracked by themselves; others count for the whole alone."""
+    """Values of the tag that have a running mean of their own; other values count only towards the overall mean."""
     keep: float = Field(0.9, gt=0, le=1)
-    """How much of the past remains after a batch."""
+    """Decay: fraction of the accumulated rewards kept after each batch."""
     value: float = 0.0
-    """Expected reward before anything is known."""
+    """Prior mean: expected reward before any was seen."""
     weight: float = Field(8.0, gt=0)
-    """So many rewards of the whole's value a kind begins with, and the whole with so many of `value`."""
+    """Prior strength, in rewards: a kind starts as if it had seen this many equal to the overall mean; the overall
+    mean, this many equal to `value`."""
     siblings: bool = False
-    """Answers to one request (`n` > 1), or of one `group_id` of their key, that are in one batch are compared with each
-    other instead: the baseline is the mean reward of the others (RLOO, arXiv 2402.14740), without the other turns of
-    the same episode."""
+    """Compare answers of one batch that belong to the same request (`n` > 1) or to the same `group_id` of their key
+    with each other instead: the baseline is the mean reward of the others (RLOO, arXiv 2402.14740), other turns of
+    the same episode excluded."""
 
     @model_validator(mode="after")
     def _buckets_have_a_tag(self) -> ValueTracker:
@@ -252,14 +258,14 @@ class ReinforcePPConfig(_Alone, _Rewarded):
 
     type: Literal["reinforce_pp"] = "reinforce_pp"
     baseline: ValueTracker | None = None
-    """Subtracted before the normalisation; only in jobs of kind `online_rl`. null: none."""
+    """Baseline subtracted before the normalisation; only in jobs of kind `online_rl`. null: no baseline."""
     gamma: Discount = 1.0
     aggregation: ChosenAggregation = "token_mean"
     dual_clip: DualClip = None
 
 
 class ReinforcePPBaselineConfig(_CriticFree, _Rewarded):
-    """REINFORCE++ with baseline (arXiv 2501.03262): less the mean of the group, then normalised over the batch."""
+    """REINFORCE++ with baseline (arXiv 2501.03262): subtracts the mean of the group, then normalises over the batch."""
 
     type: Literal["reinforce_pp_baseline"] = "reinforce_pp_baseline"
     aggregation: ChosenAggregation = "token_mean"
@@ -276,7 +282,7 @@ class REMAXConfig(_Alone, _Rewarded):
 
     @property
     def greedy_baseline(self) -> bool:
-        """True: group_size does not count it."""
+        """True: one greedy completion per group, which group_size does not count."""
         return True
 
 
@@ -287,30 +293,30 @@ class PPOConfig(_Algorithm, _Rewarded):
 
     type: Literal["ppo"] = "ppo"
     group_size: int = Field(1, ge=1)
-    """Sampled completions of each prompt."""
+    """Completions sampled per prompt."""
     gamma: Discount = 1.0
     lam: float = Field(1.0, ge=0, le=1)
-    """λ of GAE: 0 trusts the critic, 1 uses whole returns."""
+    """λ of GAE: 0 relies on the critic, 1 uses full returns."""
     normalise_advantages: bool = True
-    """Mean 0 and deviation 1 over all scored tokens of the batch."""
+    """Normalise advantages to mean 0 and standard deviation 1 over all scored tokens of the batch."""
     critic: CriticConfig = CriticConfig()
-    """The value model."""
+    """Value model."""
     aggregation: ChosenAggregation = "token_mean"
     dual_clip: DualClip = None
 
     @property
     def needs_critic(self) -> bool:
-        """True."""
+        """True: PPO always trains a critic."""
         return True
 
     @property
     def dynamic_sampling(self) -> DynamicSampling | None:
-        """None: equal rewards of a group are no lack of signal."""
+        """None: groups with equal rewards still carry signal."""
         return None
 
 
 class GSPOConfig(_CriticFree, _Rewarded):
-    """Group Sequence Policy Optimization (arXiv 2507.18071, eq. 5-7): one ratio for each sequence."""
+    """Group Sequence Policy Optimization (arXiv 2507.18071, eq. 5-7): one importance ratio per sequence."""
 
     type: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, gt=0, lt=1)
@@ -322,34 +328,36 @@ class GSPOConfig(_CriticFree, _Rewarded):
 
     @property
     def aggregation(self) -> Aggregation:
-        """Mean over the tokens of each sequence: the loss of a sequence is its ratio times its advantage."""
+        """`sequence_mean`: the loss of a sequence is its ratio times its advantage."""
         return "sequence_mean"
 
 
 class CISPOConfig(_CriticFree, _Rewarded):
-    """Clipped importance weights, no token loses its gradient (MiniMax-M1, arXiv 2506.13585, eq. 4-5)."""
+    """Clipped importance weights; no token loses its gradient (CISPO: MiniMax-M1, arXiv 2506.13585, eq. 4-5)."""
 
     type: Literal["cispo"] = "cispo"
     clip_low: float = Field(1.0, gt=0, le=1)
-    """The weight is at least 1 - clip_low; 1 is no lower bound."""
+    """Lower bound of the weight is 1 - clip_low; 1: no lower bound."""
     clip_high: float = Field(4.0, gt=0)
-    """The weight is at most 1 + clip_high."""
+    """Upper bound of the weight is 1 + clip_high."""
     scale_by_std: ScaleByStd = True
     aggregation: ChosenAggregation = "token_mean"
     dynamic_sampling: Resampling = None
 
 
 class DistillationConfig(_Alone):
-    """On-policy distillation (arXiv 2306.13649, with reverse KL): the policy samples, a teacher judges each token.
+    """On-policy distillation (arXiv 2306.13649, with reverse KL): the policy samples, a teacher scores each token.
 
-    The advantage of a token is ``log π_teacher - log π``, discounted; rewards are measured and not trained on.
+    The advantage of a token is ``log π_teacher - log π``, discounted; rewards are measured but not trained on.
     """
 
     type: Literal["distillation"] = "distillation"
     teacher: FileName
-    """Directory or hub id of a frozen model of any shape that numbers tokens as the policy does; in `model.dtype`."""
+    """Directory or hub id of a frozen model whose tokenizer assigns the same token ids as the policy's; loaded in
+    `model.dtype`. Its architecture may differ."""
     gamma: float = Field(0.0, ge=0, le=1)
-    """Discount of what later tokens earn: 0 judges each token by itself, 1 minimises KL of whole completions."""
+    """Discount of the advantages of later tokens: 0 scores each token by itself, 1 minimises the KL of whole
+    completions."""
     aggregation: ChosenAggregation = "token_mean"
     dual_clip: DualClip = None
 
@@ -361,12 +369,12 @@ class DistillationConfig(_Alone):
 
     @property
     def shaping(self) -> RewardShaping:
-        """As they are: rewards are measured alone."""
+        """Identity: rewards are only measured."""
         return RewardShaping()
 
     @property
     def overlong_punishment(self) -> OverlongPunishment | None:
-        """None: rewards are measured alone."""
+        """None: rewards are only measured."""
         return None
 
 

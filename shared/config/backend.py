@@ -1,4 +1,4 @@
-"""Where the trained models live: one config class per backend, told apart by ``type``."""
+"""Training backends, which hold and shard the trained models: one config class per backend, selected by ``type``."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ __all__ = ["BackendConfig", "FSDPConfig", "LocalConfig", "MegatronConfig"]
 
 
 class LocalConfig(StrictModel):
-    """One process, one device, any causal language model of the transformers library."""
+    """One process on one device; supports any causal language model of the transformers library."""
 
     type: Literal["local"] = "local"
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that hold one copy of the model together and train the same groups."""
+        """Ranks that hold one copy of the model together and train on the same groups."""
         return 1
 
 
 class FSDPConfig(StrictModel):
-    """PyTorch FSDP2: weights, gradients and moments are cut into one part per rank. Llama, Qwen and Mixtral.
+    """PyTorch FSDP2: weights, gradients and optimizer moments are sharded over the ranks. For Llama, Qwen and Mixtral.
 
-    With `model.dtype: bfloat16` the parts of what is trained are kept in float32, and a block computes in bfloat16
+    With `model.dtype: bfloat16` the shards of trained weights are kept in float32 and blocks compute in bfloat16
     (mixed precision).
     """
 
     type: Literal["fsdp"] = "fsdp"
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which gradients are summed over ranks; bfloat16 halves the traffic and loses digits."""
+    """Dtype of the gradient reduction over ranks; bfloat16 halves the traffic but loses precision."""
     reshard_after_forward: bool = True
-    """Give the gathered weights of a block back after its forward pass and gather them again for the backward pass."""
+    """Free the gathered weights of a block after its forward pass and gather them again for the backward pass."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of each block for the backward pass and compute the rest again."""
+    """Activation checkpointing: keep only the inputs of each block for the backward pass and recompute the rest."""
     cpu_offload: bool = False
-    """Keep weights, gradients and moments in host memory; a block's weights are on the GPU while it computes."""
+    """Keep weights, gradients and moments in host memory; a block's weights are on the GPU only while it computes."""
     offload_reference: bool = False
-    """The same for frozen models alone: a teacher, and the reference, but not with `model.lora`, where that shares the
-    weights of the policy."""
+    """Offload only frozen models to host memory: the teacher and the reference (not with `model.lora`, where the
+    reference shares the weights of the policy)."""
 
     def check(self, model: ModelConfig) -> None:
-        """Raise ValueError where ``model`` cannot be trained like this."""
+        """Raise ValueError if ``model`` cannot be trained with this backend."""
         if self.offload_reference and model.lora is not None:
             raise ValueError(
                 "backend.offload_reference: with model.lora the reference shares the weights of the policy and has no "
@@ -53,34 +53,38 @@ class FSDPConfig(StrictModel):
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that hold one copy of the model together and train the same groups: each rank trains its own."""
+        """Ranks that hold one copy of the model together and train on the same groups: 1, each rank trains its own
+        groups."""
         return 1
 
 
 class MegatronConfig(StrictModel):
-    """megatron-core: layers are cut over tensor-parallel ranks and dealt to pipeline stages, tokens are cut over
-    context-parallel ranks, experts dealt to expert-parallel ranks. Llama, Qwen and Mixtral.
+    """Megatron-core: layers sharded over tensor-parallel ranks and distributed over pipeline stages, tokens split over
+    context-parallel ranks, experts distributed over expert-parallel ranks. For Llama, Qwen and Mixtral.
 
-    All ranks / (tensor_parallel x context_parallel x pipeline_parallel) are data parallel; neighbours share a copy of
-    the model.
+    All ranks / (tensor_parallel x context_parallel x pipeline_parallel) are data parallel; consecutive ranks share a
+    copy
+    of the model.
     """
 
     type: Literal["megatron"] = "megatron"
     tensor_parallel: int = Field(1, ge=1)
-    """Ranks over which heads, MLP columns and vocabulary are cut; divides the model's key/value heads."""
+    """Ranks over which attention heads, MLP columns and the vocabulary are sharded; must divide the number of
+    key/value heads of the model."""
     sequence_parallel: bool = False
-    """Between attention and MLP each tensor-parallel rank keeps a part of the tokens; saves activation memory."""
+    """Split tokens over the tensor-parallel ranks between attention and MLP, which saves activation memory."""
     context_parallel: int = Field(1, ge=1)
-    """Ranks over which the tokens of a microbatch are cut; for long sequences. Attention exchanges them for heads, so
-    tensor_parallel x context_parallel divides the model's key/value heads."""
+    """Ranks over which the tokens of a microbatch are split; for long sequences. Attention exchanges tokens for
+    heads, so tensor_parallel x context_parallel must divide the number of key/value heads of the model."""
     pipeline_parallel: int = Field(1, ge=1)
-    """Stages, each with as many layers; divides the number of layers. The microbatches of an optimizer step pass
-    through them in a pipeline, which needs several for each stage to be busy: see `train.max_tokens_per_microbatch`."""
+    """Pipeline stages, each with the same number of layers; must divide the number of layers. The microbatches of an
+    optimizer step pass through the stages in a pipeline, which needs several per stage to keep all stages busy: see
+    `train.max_tokens_per_microbatch`."""
     expert_parallel: int = Field(1, ge=1)
-    """Context- and data-parallel ranks over which the experts of a layer are dealt; divides the number of experts and
-    of those ranks. They exchange tokens, all other weights are whole on each of them."""
+    """Context- and data-parallel ranks over which the experts of a layer are distributed; must divide the number of
+    experts and the number of those ranks. The ranks exchange tokens; each of them holds all other weights whole."""
     activation_checkpointing: bool = False
-    """Keep only the inputs of each layer for the backward pass and compute the rest again."""
+    """Activation checkpointing: keep only the inputs of each layer for the backward pass and recompute the rest."""
 
     @model_validator(mode="after")
     def _sequences_are_cut_over_tensor_ranks(self) -> MegatronConfig:
@@ -89,7 +93,7 @@ class MegatronConfig(StrictModel):
         return self
 
     def check(self, model: ModelConfig) -> None:
-        """Raise ValueError where ``model`` cannot be trained like this, as far as the job file says what it is."""
+        """Raise ValueError if ``model`` cannot be trained with this backend, as far as the job file alone tells."""
         if model.lora is not None:
             raise ValueError("backend 'megatron' has no adapters: use backend.type local for model.lora")
         if model.config is None:
@@ -120,17 +124,17 @@ class MegatronConfig(StrictModel):
             )
 
     def on_one_rank(self) -> MegatronConfig:
-        """The same where one rank holds the whole model."""
+        """Return this configuration with all parallel sizes 1, so that one rank holds the whole model."""
         return MegatronConfig(activation_checkpointing=self.activation_checkpointing)
 
     @property
     def sharing_heads(self) -> int:
-        """Ranks that attend over the same sequences, each with some of the heads."""
+        """Ranks that compute attention over the same sequences, each for some of the heads."""
         return self.tensor_parallel * self.context_parallel
 
     @property
     def model_parallel(self) -> int:
-        """Ranks that hold one copy of the model together and train the same groups."""
+        """Ranks that hold one copy of the model together and train on the same groups."""
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
 

@@ -1,4 +1,5 @@
-"""Strict configuration: frozen, unknown keys refused with the nearest valid name, YAML in, dotted overrides."""
+"""Strict configuration: frozen models, unknown keys rejected with the nearest valid name, YAML input, dotted
+overrides."""
 
 from __future__ import annotations
 
@@ -22,16 +23,17 @@ M = TypeVar("M", bound="StrictModel")
 Names = Literal["code", "file"]
 _FUNCTION = Field(pattern=r"^[A-Za-z_][\w.]*(@[0-9a-f]{64})?:[A-Za-z_]\w*$")
 CodeName = Annotated[str, _FUNCTION, "code"]
-"""`package.module:function`, code that a service imports, or `name@SHA256:function`, of an uploaded file; the client
-makes the latter of `./name.py:function`."""
+"""Code that a service imports, `package.module:function`, or code of an uploaded file, `name@SHA256:function`; the
+client makes the latter from `./name.py:function`."""
 OptionalCodeName = Annotated[str | None, _FUNCTION, "code"]
 FileName = Annotated[str, "file"]
-"""A path that a service reads, or a name on a hub."""
+"""Path that a service reads, or an id on a hub."""
 OptionalFileName = Annotated[str | None, "file"]
 
 
 def named(model: BaseModel, what: Names, where: str = "") -> Iterator[tuple[str, str]]:
-    """``(dotted key, value)`` of every field of ``model`` and below that names code or a file, and is set."""
+    """Yield ``(dotted key, value)`` of every field of ``model`` and its sections that names code or a file and is
+    set."""
     for key, field in type(model).model_fields.items():
         value = getattr(model, key)
         if isinstance(value, str) and what in field.metadata:
@@ -51,7 +53,7 @@ def _named_in(value: object, what: Names, where: str) -> Iterator[tuple[str, str
 
 
 class StrictModel(BaseModel):
-    """Base of all configuration: unknown keys fail, values never change after validation."""
+    """Base of all configuration: unknown keys are errors, values never change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -70,17 +72,17 @@ class StrictModel(BaseModel):
 
 
 class YAMLLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # has no types
-    """The safe loader, which refuses a key that a mapping has twice: the later value would silently win."""
+    """Safe YAML loader that rejects duplicate keys of a mapping, because the later value would silently win."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
         self._seen: set[int] = set()
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Check a mapping once, before anything is merged into it.
+        """Check a mapping once, before merge keys are expanded into it.
 
         Raises:
-            yaml.MarkedYAMLError: it has a key twice; names both lines.
+            yaml.MarkedYAMLError: the mapping has a key twice; the message names both lines.
         """
         if id(node) not in self._seen:
             self._seen.add(id(node))
@@ -114,7 +116,7 @@ def load_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str, *, where: str) -> dict[str, Any]:
-    """The mapping in a YAML text. Raises ConfigError, see ``load_yaml``; ``where`` is what messages call it."""
+    """Parse a YAML mapping. Raises ConfigError as ``load_yaml`` does; error messages call the text ``where``."""
     try:
         data = yaml.load(text, Loader=YAMLLoader)  # a safe loader
     except yaml.YAMLError as error:
@@ -128,7 +130,7 @@ def parse_yaml(text: str, *, where: str) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
-    """``a.b=3`` → ``(["a", "b"], 3)``; the value is read as YAML."""
+    """Parse ``a.b=3`` into ``(["a", "b"], 3)``; the value is parsed as YAML."""
     key, sep, value = text.partition("=")
     if not sep or not key.strip():
         raise ConfigError(f"override '{text}' must look like key.subkey=value")
@@ -139,7 +141,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
 
 
 def with_overrides(data: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of ``data`` with each ``a.b=value`` applied; missing levels are created."""
+    """Return a copy of ``data`` with each ``a.b=value`` applied; missing levels are created."""
     result = yaml.safe_load(yaml.safe_dump(data))
     for text in overrides:
         path, value = parse_override(text)

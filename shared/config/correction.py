@@ -1,4 +1,4 @@
-"""Options of every algorithm: shaping of rewards, KL to a reference, correction of the sampler's log-probs."""
+"""Options shared by algorithms: reward shaping, KL to a reference, importance correction of sampled log-probs."""
 
 from __future__ import annotations
 
@@ -20,31 +20,33 @@ __all__ = [
 
 
 class AdaptiveKL(StrictModel):
-    """The coefficient follows a target (arXiv 1909.08593, §2.2)."""
+    """Adaptive KL coefficient that steers the KL to a target (arXiv 1909.08593, §2.2)."""
 
     target: float = Field(gt=0)
-    """KL per sequence in nats that the coefficient steers to."""
+    """Target KL per sequence, in nats."""
     horizon: float = Field(10_000, gt=0)
-    """Sequences after which an error of 20 % has changed the coefficient by about 20 %."""
+    """Sequences after which a relative error of 20 % has changed the coefficient by about 20 %."""
 
 
 class KLConfig(StrictModel):
-    """KL(policy || reference): the reference is the policy at version 0 or its last reset, or another model."""
+    """Penalty KL(policy || reference). The reference is the policy at version 0 or at its last reset, or another
+    model."""
 
     coef: float = Field(gt=0)
-    """Weight of the KL; the first one where `adaptive` is set."""
+    """Weight of the KL; with `adaptive`, its initial value."""
     place: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or taken off the reward of each token before advantages."""
+    """`loss`: a term of the loss; `reward`: subtracted from the reward of each token before advantages are computed."""
     estimator: Literal["k1", "k2", "k3", "full"] = "k3"
-    """k1, k2, k3 of each sampled token (Schulman, 2020), or the exact sum over the vocabulary; in the reward: k1.
-    k3 is cut at 10, beyond which a token has no gradient: where the policy falls below 1/13.6 of the reference's
-    probability, k3 stops pulling it back; k2 and `full` never do."""
+    """Estimator: k1, k2 or k3 of each sampled token (Schulman, 2020), or `full`, the exact sum over the vocabulary;
+    with `place: reward` only k1. k3 is clipped at 10, beyond which a token has no gradient: once the policy's
+    probability falls below 1/13.6 of the reference's, k3 no longer pulls it back; k2 and `full` always do."""
     adaptive: AdaptiveKL | None = None
-    """Adapt the coefficient after each update; null keeps it."""
+    """Adapt the coefficient after each update; null: constant coefficient."""
     reference: str | None = None
-    """Directory or hub id of a reference model of the policy's shape and vocabulary; null: the policy at version 0."""
+    """Directory or hub id of a reference model with the policy's architecture and vocabulary; null: the policy at
+    version 0."""
     reset_reference_every: int | None = Field(None, ge=1)
-    """Updates after which the present policy becomes the reference; null never."""
+    """Updates after which the current policy becomes the reference; null: never."""
 
     @model_validator(mode="before")
     @classmethod
@@ -67,35 +69,35 @@ class TISConfig(StrictModel):
 
     type: Literal["tis"] = "tis"
     level: Literal["token", "sequence"] = "token"
-    """A weight for each token, or the product over the sequence for all its tokens."""
+    """`token`: one weight per token; `sequence`: the product over the sequence, applied to all its tokens."""
     high: float = Field(2.0, gt=1)
-    """Largest weight."""
+    """Upper bound of the weights."""
 
 
 class IcepopConfig(StrictModel):
-    """Masked importance sampling (IcePop, arXiv 2510.18855): weights outside the bounds become 0."""
+    """Masked importance sampling (IcePop, arXiv 2510.18855): weights outside the bounds are set to 0."""
 
     type: Literal["icepop"] = "icepop"
     level: Literal["token", "sequence"] = "token"
-    """A weight for each token, or the product over the sequence for all its tokens."""
+    """`token`: one weight per token; `sequence`: the product over the sequence, applied to all its tokens."""
     low: float = Field(0.5, ge=0, lt=1)
-    """Smallest weight that is kept."""
+    """Smallest weight that is not masked."""
     high: float = Field(5.0, gt=1)
-    """Largest weight that is kept."""
+    """Largest weight that is not masked."""
 
 
 ImportanceConfig = Annotated[TISConfig | IcepopConfig, Field(discriminator="type")]
 
 
 class RewardShaping(StrictModel):
-    """Rewards before advantages: normalised, scaled, clipped, in this order."""
+    """Transformation of rewards before advantages are computed: normalise, scale, clip, in this order."""
 
     normalise: bool = False
-    """Subtract the running mean and divide by the running deviation of all rewards of the run so far."""
+    """Subtract the running mean of all rewards of the run so far and divide by their running standard deviation."""
     scale: float = Field(1.0, gt=0)
-    """Factor."""
+    """Factor applied to rewards."""
     clip: tuple[float, float] | None = None
-    """Smallest and largest reward."""
+    """Lower and upper bound of rewards; null: no clipping."""
 
     @model_validator(mode="after")
     def _clip_is_a_range(self) -> RewardShaping:
@@ -108,6 +110,6 @@ class OverlongPunishment(StrictModel):
     """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), added to the shaped reward."""
 
     buffer: float = Field(0.2, gt=0, le=1)
-    """Last part of max_new_tokens over which the punishment grows from 0 to its full size."""
+    """Fraction of max_new_tokens at its end over which the punishment grows linearly from 0 to `coef`."""
     coef: float = Field(1.0, gt=0)
-    """Full size."""
+    """Largest punishment, at max_new_tokens."""

@@ -1,4 +1,4 @@
-"""Where prompts come from: files, mixtures of files, or a generator; and how a row becomes a prompt."""
+"""Prompt data: sources (files, mixtures of files, generators) and how a row becomes a prompt."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ __all__ = [
 ]
 
 SORTING_SYMBOLS = "#" + string.digits + "@" + string.ascii_uppercase + string.ascii_lowercase
-"""The 64 symbols of the sorting task, in their order."""
+"""The 64 symbols of the sorting task, in sort order."""
 
 
 class _AnySource(StrictModel):
     name: str | None = Field(None, pattern=r"^[a-z0-9_.-]{1,32}$")
-    """Name of this source in metrics and samples; default: its type, with `-2`, `-3` for further ones of that type."""
+    """Name of this source in metrics and samples; default: its type, with suffix `-2`, `-3` for further sources of
+    that type."""
     weight: float = Field(1.0, gt=0)
     """Share of this source in a mixture, relative to the others."""
 
 
 class FileSource(_AnySource):
-    """Rows from JSONL, Parquet, or a Hugging Face `datasets` directory on disk (told apart by the suffix)."""
+    """Rows from JSONL, Parquet, or a Hugging Face `datasets` directory on disk (detected by the suffix)."""
 
     type: Literal["file"] = "file"
     path: FileName
-    """File or directory, as seen by every service, or the id of an uploaded file. JSON lines of at most 16 MiB that a
-    job file names by `./` are uploaded with it."""
+    """File or directory as every service sees it, or the id of an uploaded file. The client uploads a JSON lines
+    file of at most 16 MiB that a job file names as `./FILE`."""
     limit: int | None = Field(None, ge=1)
-    """Use only the first rows."""
+    """Use only this many rows from the start; null: all rows."""
 
 
 class CalculatorSource(_AnySource):
@@ -57,15 +58,15 @@ class CalculatorSource(_AnySource):
     exclude_path: OptionalFileName = None
     """Leave out every expression that occurs in this file (held-out evaluation without leakage)."""
     max_chars: int = Field(24, ge=4)
-    """Longer expressions are left out and counted."""
+    """Longest expression in characters; longer ones are skipped and counted."""
     skip: int = Field(0, ge=0)
-    """Leave out the first expressions that remain, for example those that a warm start shows."""
+    """Skip this many of the remaining expressions, for example those used by a warm start."""
     limit: int | None = Field(None, ge=1)
-    """Use only the first expressions after those."""
+    """Use only this many expressions after the skipped ones; null: all."""
 
 
 class AdditionSource(_AnySource):
-    """Endless addition problems ``a+b=``, a pure function of seed and ordinal."""
+    """Generated addition problems ``a+b=``; a row depends only on the seed and its ordinal."""
 
     type: Literal["addition"] = "addition"
     digits: int = Field(1, ge=1, le=9)
@@ -75,7 +76,7 @@ class AdditionSource(_AnySource):
 
 
 class SortingSource(_AnySource):
-    """Endless sorting problems: ``b7Ka=`` must be continued with ``7Kab``. Answers are as long as their prompts.
+    """Generated sorting problems: ``b7Ka=`` must be continued with ``7Kab``. Answers are as long as their prompts.
 
     No symbol occurs twice; the order is that of the character codes. The `char` tokenizer needs
     ``#0123456789@ABC...XYZabc...xyz=`` as its `characters`.
@@ -87,11 +88,11 @@ class SortingSource(_AnySource):
     max_items: int = Field(64, ge=1, le=64)
     """Most symbols of a problem."""
     astray: float = Field(0.0, ge=0, le=1)
-    """Share of rows whose answer goes astray: from a random place on it is random symbols, as many as it happens, up
-    to 63 in all. For a warm start on imperfect demonstrations; as a reference answer such a row makes no sense."""
+    """Fraction of rows with a corrupted answer: from a random position on, random symbols follow, up to 63 in all.
+    For a warm start on imperfect demonstrations; not usable as reference answers."""
     rambling: float = Field(0.0, ge=0, le=1)
-    """Share of rows, beside those astray, whose answer is the 64 symbols there are, backwards. For a warm start in two
-    styles, one of which needs more tokens than `max_new_tokens` gives."""
+    """Fraction of rows, beside the corrupted ones, whose answer is all 64 symbols in reverse order. For a warm start
+    on two styles, one of which needs more tokens than `max_new_tokens` allows."""
     num_rows: int = Field(4096, ge=1)
     """Rows in one epoch."""
 
@@ -109,13 +110,13 @@ class SortingSource(_AnySource):
 
 
 class TasksSource(_AnySource):
-    """Tasks that the job's `environment` brings, by their number: for `environment.type: verifiers`."""
+    """Tasks of the job's `environment`, by their number; for `environment.type: verifiers`."""
 
     type: Literal["tasks"] = "tasks"
     num_rows: int = Field(ge=1)
     """Tasks in one epoch."""
     skip: int = Field(0, ge=0)
-    """The first tasks that are left out, for example those that another source has."""
+    """Number of first tasks to skip, for example those used by another source."""
 
 
 Source = Annotated[
@@ -124,7 +125,7 @@ Source = Annotated[
 
 
 def source_names(sources: Sequence[Source]) -> list[str]:
-    """Names of the sources: `name`, or else the type, numbered from the second one of that type on."""
+    """Return the names of the sources: `name`, or else the type, numbered from the second source of that type on."""
     names = [source.name or "" for source in sources]
     for place, source in enumerate(sources):
         numbered = (source.type if number == 1 else f"{source.type}-{number}" for number in count(1))
@@ -140,28 +141,28 @@ def _told_apart(sources: list[Source]) -> list[Source]:
 
 
 Sources = Annotated[list[Source], AfterValidator(_told_apart)]
-"""Sources that are told apart by their names."""
+"""Sources with unique names."""
 
 
 class PromptConfig(StrictModel):
-    """How a row becomes a prompt and a reference answer."""
+    """Conversion of a row to a prompt and a reference answer."""
 
     template: str = "{prompt}"
-    """Python format string over the row's fields, widths up to 1000; ignored when `messages` is set."""
+    """Python format string over the row's fields, with widths up to 1000; ignored if `messages` is set."""
     chat: bool = False
     """Send the filled-in template as one user message through the tokenizer's chat template."""
     messages: str | None = None
     """Field that holds chat messages; rendered with the tokenizer's chat template."""
     system: str | None = None
-    """System message put before the others (chat) or before the prompt (plain)."""
+    """System message placed before the other messages (chat) or before the prompt (plain)."""
     answer: str | None = "{answer}"
-    """Format string of the reference answer; null when the scorers need none."""
+    """Format string of the reference answer; null if the scorers need no answer."""
     chat_template_args: dict[str, Any] = Field(default_factory=dict)
     """Passed to `apply_chat_template`, for example `enable_thinking: false`."""
     add_bos: bool | None = None
-    """Put the beginning-of-sequence token before a plain prompt; null: where the tokenizer puts it before a text."""
+    """Prepend the beginning-of-sequence token to a plain prompt; null: as the tokenizer does for a text."""
     max_tokens: int = Field(256, ge=1)
-    """Longer prompts are filtered: their draw ends as `dropped(prompt_too_long)` and is counted."""
+    """Longest prompt in tokens. The draw of a longer one ends as `dropped(prompt_too_long)` and is counted."""
 
     @model_validator(mode="after")
     def _one_kind_of_chat(self) -> PromptConfig:
@@ -173,29 +174,31 @@ class PromptConfig(StrictModel):
 
 
 class DataConfig(StrictModel):
-    """Training and held-out prompts."""
+    """Training and held-out data."""
 
     train: Sources = Field(min_length=1)
     """One source, or a weighted mixture."""
     eval: Sources = Field(default_factory=list)
-    """Held-out sources; empty: no evaluation data."""
+    """Held-out sources; empty: no held-out data."""
     prompt: PromptConfig = PromptConfig()
-    """How rows become prompts."""
+    """Conversion of rows to prompts."""
     shuffle: bool = True
-    """Seeded permutation per epoch; false keeps the file's order."""
+    """Shuffle each epoch by the seed; false: keep the order of the file."""
     curriculum: Annotated[str | None, "code"] = None
-    """Dotted path of ``rank(row: dict) -> float``: rows are drawn in rising order within an epoch (easy first)."""
+    """Function `rank(row: dict) -> float`, as `package.module:function`: within an epoch rows are drawn in ascending
+    rank (easy first)."""
 
     @model_validator(mode="before")
     @classmethod
     def _one_source_is_a_list(cls, data: Any) -> Any:
-        """`train: {type: file, ...}` is short for a list with one source."""
+        """Accept `train: {type: file, ...}` as a list with one source."""
         if isinstance(data, dict):
             data = {**data, **{k: [data[k]] for k in ("train", "eval") if isinstance(data.get(k), dict)}}
         return data
 
     def with_tools(self, schemas: list[dict[str, Any]]) -> DataConfig:
-        """The same where the chat template is told of tools, unless it is already; a plain prompt knows none."""
+        """Return this section with ``schemas`` passed to the chat template, unless the job file sets them or the
+        prompt is plain."""
         prompt = self.prompt
         if not schemas or not (prompt.chat or prompt.messages is not None) or "tools" in prompt.chat_template_args:
             return self

@@ -1,4 +1,4 @@
-"""Episodes of several turns: the tools that a policy may call, and how calls and results are written as text."""
+"""Multi-turn episodes: the tools that a policy may call, and how calls and results are written as text."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ __all__ = [
 
 
 class CallFormat(StrictModel):
-    """How the policy writes a call; what stands between the markers is its body."""
+    """Text format of a tool call: markers and the body between them."""
 
     begin: str = Field("<tool_call>", min_length=1, max_length=64)
     """Marker before a call."""
     end: str = Field("</tool_call>", min_length=1, max_length=64)
-    """Marker after it."""
+    """Marker after a call."""
     body: Literal["json", "text"] = "json"
-    """`json`: `{"name": ..., "arguments": {...}}`; `text`: the argument of the only tool, as it stands."""
+    """`json`: `{"name": ..., "arguments": {...}}`; `text`: the argument of the only tool, verbatim."""
     parallel: bool = True
-    """A turn goes on to an end-of-sequence token and may hold several calls, which run at once; false: it ends with
-    its first call."""
+    """A turn continues to an end-of-sequence token and may contain several calls, which run concurrently; false: it
+    ends with its first call."""
     max_calls: int = Field(8, ge=1, le=64)
-    """Most calls of one turn; where there are more, none is carried out and the policy is told."""
+    """Largest number of calls per turn; if a turn has more, none is executed and the policy is told."""
 
     @model_validator(mode="after")
     def _markers_differ(self) -> CallFormat:
@@ -52,14 +52,15 @@ class CallFormat(StrictModel):
 
 
 class ObservationFormat(StrictModel):
-    """Format of what the policy reads after its calls. Results never hold special tokens of the tokenizer."""
+    """Text format of the results that the policy reads after its calls. Results never contain special tokens of the
+    tokenizer."""
 
     before: str = ""
-    """Before the results of a turn, for example the end of the turn in a chat format."""
+    """Text before the results of a turn, for example the end of the turn in a chat format."""
     result: str = "{result}"
-    """Each result, in the order of the calls."""
+    """Format string of each result, in the order of the calls."""
     after: str = ""
-    """After the last one."""
+    """Text after the last result."""
 
     @field_validator("result")
     @classmethod
@@ -70,57 +71,56 @@ class ObservationFormat(StrictModel):
 
 
 class EpisodeConfig(StrictModel):
-    """Bounds of every environment."""
+    """Limits of every environment."""
 
     max_turns: int = Field(4, ge=1, le=64)
-    """Turns of the policy in one episode; what it asks for in the last one is not carried out, and the episode counts
-    as cut off. `sampling.max_new_tokens` bounds what the policy writes in all turns together."""
+    """Most turns of the policy per episode; calls in the last turn are not executed, and the episode counts as
+    truncated. `sampling.max_new_tokens` limits what the policy writes in all turns together."""
     max_turn_tokens: int | None = Field(None, ge=1)
-    """Longest turn in tokens; an episode with a longer one is cut off."""
+    """Longest turn in tokens; an episode with a longer turn is truncated. null: no limit."""
     max_observation_tokens: int = Field(256, ge=1)
-    """Longest observation of one turn in tokens. Longer results of tools are cut, each to the same length; an episode
-    whose environment says more than this is cut off."""
+    """Longest observation per turn in tokens. Longer tool results are cut, each to the same length; an episode whose
+    environment returns more than this is truncated."""
     turn_timeout_s: float = Field(60.0, gt=0, le=3600)
-    """Time for one turn from the moment at which the engine begins it, with what the environment does then; an episode
-    that takes longer has failed. Time in which the environment is asked again, because no env worker answered or had
-    room, does not count."""
+    """Time limit of one turn (seconds), from its start in the engine, including the environment's work; an episode
+    that exceeds it fails. Time spent on retries because no env worker answered or had capacity does not count."""
     idle_timeout_s: float = Field(600.0, gt=0, le=86400)
-    """The state of an episode that nobody has used for so long is given up; an episode that goes on then is begun
-    again, as where its env worker died (`restarts`)."""
+    """Idle time (seconds) after which an env worker discards the state of an episode; an episode that continues
+    later is restarted, as after the death of its env worker (`restarts`)."""
     restarts: int = Field(1, ge=0, le=8)
-    """How often an episode whose env worker died, and with it its state, is begun again from its first turn; after that
-    it has failed."""
+    """Restarts of an episode, from its first turn, after its env worker died and its state was lost; after that many
+    the episode fails."""
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as chat templates and OpenAI's API describe them, as far as the job file knows them."""
+        """Tool schemas in the format of chat templates and OpenAI's API, as far as the job file defines them."""
         return []
 
     @property
     def gives_rewards(self) -> bool:
-        """True if an episode has a reward of its environment's own, for the scorer `environment`."""
+        """True if the environment itself returns a reward for each episode, for the scorer `environment`."""
         return False
 
 
 class EnvironmentConfig(EpisodeConfig):
-    """Episodes in which the policy calls tools of the env service and reads what they answer."""
+    """Episodes in which the policy calls tools of the env service and reads their results."""
 
     type: Literal["tools"] = "tools"
     """Kind of environment."""
     tools: list[ToolConfig] = Field(min_length=1, max_length=16)
-    """Tools that may be called."""
+    """Tools that the policy may call."""
     calls: CallFormat = CallFormat()
-    """How calls are written."""
+    """Format of calls."""
     observations: ObservationFormat = ObservationFormat()
-    """How results are written."""
+    """Format of results."""
     tool_timeout_s: float = Field(10.0, gt=0, le=600)
-    """Time for one call once an env worker has it."""
+    """Time limit of one call (seconds), from when an env worker takes it."""
     on_tool_failure: Literal["fail", "observe"] = "fail"
-    """A tool that breaks or takes too long: the trajectory has failed, is counted and never trained; or the policy is
-    told. Mistakes of the policy (a wrong expression, a program that raises) are always told. Where the object of a
-    `method` is lost with its process, the trajectory has failed in any case."""
+    """Handling of a tool that raises or times out. `fail`: the trajectory fails, is counted and never trained on;
+    `observe`: the policy reads the error. Mistakes of the policy (a wrong expression, a program that raises) are
+    always observations. If the object of a `method` is lost with its process, the trajectory always fails."""
     scored: Literal["answer", "transcript"] = "answer"
-    """The completion as scorers see it: the last turn, or everything after the prompt."""
+    """Text that scorers see as the completion: `answer`, the last turn; `transcript`, everything after the prompt."""
 
     @model_validator(mode="after")
     def _tools_can_be_told_apart(self) -> EnvironmentConfig:
@@ -146,12 +146,12 @@ class EnvironmentConfig(EpisodeConfig):
 
     @property
     def most_results(self) -> int:
-        """Results that the policy may read after one turn."""
+        """Largest number of results that the policy reads after one turn."""
         return self.calls.max_calls if self.calls.parallel else 1
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as chat templates and OpenAI's API describe them."""
+        """Tool schemas in the format of chat templates and OpenAI's API."""
         return [
             {
                 "type": "function",
@@ -162,35 +162,36 @@ class EnvironmentConfig(EpisodeConfig):
 
     @property
     def stateful(self) -> frozenset[str]:
-        """Names of tools that keep state in an episode."""
+        """Names of tools that keep state during an episode."""
         return frozenset(tool.name for tool in self.tools if isinstance(tool, MethodTool))
 
     @property
     def request_timeout_s(self) -> float:
-        """For one call."""
+        """Time limit of one call (seconds)."""
         return self.tool_timeout_s
 
     @property
     def gives_rewards(self) -> bool:
-        """Objects may judge their episode."""
+        """True if a tool is a method, whose object may return a reward."""
         return any(isinstance(tool, MethodTool) for tool in self.tools)
 
 
 class VerifiersConfig(EpisodeConfig):
-    """An environment of the library `verifiers`: its tasks, its turns and tools, its rewards."""
+    """Environment of the library `verifiers`, which defines tasks, turns, tools and rewards."""
 
     type: Literal["verifiers"] = "verifiers"
     """Kind of environment."""
     env: dict[str, Any]
-    """The library's own configuration of an environment, with at least `taskset: {id: ...}`. Roles that name none get
-    the harness `penstock-chat`, which calls tools and needs no program of its own, and the runtime `subprocess`."""
+    """Configuration of the environment in the library's format, with at least `taskset: {id: ...}`. Roles without a
+    harness and runtime get the harness `penstock-chat`, which calls tools and needs no program of its own, and the
+    runtime `subprocess`."""
     python: Annotated[str | None, "code"] = Field(None, pattern=r"^/")
-    """Interpreter in which the library and the environment are installed, as the env service sees it; null: that of the
-    env service (`pip install penstock[verifiers]`)."""
+    """Path of the Python interpreter that has the library and the environment installed, as the env service sees it;
+    null: the interpreter of the env service (`pip install penstock[verifiers]`)."""
     max_episodes: int = Field(32, ge=1, le=1024)
-    """Episodes of one env worker at once; others wait."""
+    """Concurrent episodes of one env worker; others wait."""
     step_timeout_s: float = Field(60.0, gt=0, le=3600)
-    """Time that the environment may take to begin an episode, to answer a turn, or to score the episode."""
+    """Time limit of the environment to begin an episode, to answer a turn, or to score the episode (seconds)."""
 
     @field_validator("env")
     @classmethod
@@ -208,12 +209,12 @@ class VerifiersConfig(EpisodeConfig):
 
     @property
     def request_timeout_s(self) -> float:
-        """For one step."""
+        """Time limit of one step (seconds)."""
         return self.step_timeout_s
 
     @property
     def gives_rewards(self) -> bool:
-        """Its tasks judge."""
+        """True: the tasks return rewards."""
         return True
 
 
@@ -227,14 +228,16 @@ AnyEnvironment = Annotated[
 
 
 def completion_tokens(sampling: SamplingConfig, environment: EpisodeConfig | None) -> int:
-    """Upper bound of the tokens after a prompt: those of the policy, and what it is told between its turns."""
+    """Return an upper bound of the tokens after a prompt: those of the policy plus the observations between its
+    turns."""
     if environment is None:
         return sampling.max_new_tokens
     return sampling.max_new_tokens + (environment.max_turns - 1) * environment.max_observation_tokens
 
 
 def room_of(sampling: SamplingConfig, environment: EpisodeConfig | None, key: str = "sampling") -> str:
-    """Keys that the length of a completion follows from, for messages; with their values where there are several."""
+    """Return the keys that bound the length of a completion, for error messages; with their values if there are
+    several."""
     if environment is None:
         return f"{key}.max_new_tokens"
     turns = environment.max_turns - 1
@@ -247,7 +250,8 @@ def room_of(sampling: SamplingConfig, environment: EpisodeConfig | None, key: st
 def check_completions(
     model: ModelConfig, key: str, sampling: SamplingConfig, environment: EpisodeConfig | None
 ) -> None:
-    """Raise ValueError where completions do not fit into the model, or into turns; ``key`` is where sampling stands."""
+    """Raise ValueError if completions do not fit into the model or into turns; ``key`` is the section of
+    ``sampling``."""
     if environment is not None and sampling.min_new_tokens:
         raise ValueError(f"{key}.min_new_tokens: a turn ends with its call; leave it out")
     if environment is not None and sampling.ignore_eos:
@@ -256,7 +260,7 @@ def check_completions(
 
 
 def check_environment(environment: EpisodeConfig | None, reward: RewardConfig, sources: Iterable[Source]) -> None:
-    """Raise ValueError where rows or scorers need another environment than there is."""
+    """Raise ValueError if the sources or the scorers need a different environment."""
     wanted = isinstance(environment, VerifiersConfig)
     for source in sources:
         if isinstance(source, TasksSource) != wanted:

@@ -1,4 +1,4 @@
-"""Held-out evaluation: of a policy in training, and as a job of its own."""
+"""Held-out evaluation, of a policy in training or as a separate job."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["EvaluationConfig", "MeasureConfig"]
 
 
 class MeasureConfig(StrictModel):
-    """Measurement on held-out prompts."""
+    """Metrics measured on held-out prompts."""
 
     num_prompts: int = Field(128, ge=1)
-    """Held-out prompts, from the start of the evaluation data: of its sources one after another."""
+    """Number of held-out prompts, from the start of the evaluation data (its sources in order)."""
     greedy: bool = True
-    """One greedy completion of each prompt: `eval/greedy`."""
+    """Measure `eval/greedy`: one greedy completion per prompt."""
     samples: int = Field(0, ge=0, le=1024)
-    """Sampled completions of each prompt, for `eval/avg@k` and `eval/pass@k`."""
+    """Sampled completions per prompt, for `eval/avg@k` and `eval/pass@k`."""
     pass_k: list[int] = Field(default_factory=list)
-    """The k of pass@k (unbiased estimator, arXiv 2107.03374 eq. 1); each at most `samples`."""
+    """Values of k for pass@k (unbiased estimator, arXiv 2107.03374 eq. 1); each at most `samples`."""
 
     @model_validator(mode="after")
     def _k_fits(self) -> MeasureConfig:
@@ -32,31 +32,32 @@ class MeasureConfig(StrictModel):
 
     @property
     def completions(self) -> int:
-        """Completions of one prompt; 0 measures nothing."""
+        """Completions per prompt; 0 if the evaluation is disabled."""
         return self.samples + self.greedy
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the values that this measures."""
+        """Names of the metrics of this evaluation."""
         greedy = ["eval/greedy"] if self.greedy else []
         sampled = [f"eval/avg@{self.samples}"] if self.samples else []
         return [*greedy, *sampled, *(f"eval/pass@{k}" for k in self.pass_k)]
 
     def metrics_of(self, sources: Sequence[str]) -> list[str]:
-        """Names of the values over prompts of these sources: where there are several, also of each of them."""
+        """Return the names of the metrics over prompts of ``sources``; with several sources also one name per
+        source."""
         several = sources if len(sources) > 1 else ()
         metrics = self.metrics if sources else []
         return metrics + [f"{metric}/{source}" for source in several for metric in metrics]
 
 
 class EvaluationConfig(MeasureConfig):
-    """Held-out evaluation, at an exact version: no batch is sealed past a version that is still being evaluated."""
+    """Held-out evaluation at an exact version: no batch is sealed past a version that is still being evaluated."""
 
     every: int = Field(0, ge=0)
-    """Policy updates between evaluations; 0 evaluates only where at_start / at_end say so."""
+    """Policy updates between evaluations; 0: only as at_start and at_end say."""
     at_start: bool = True
     """Evaluate version 0."""
     at_end: bool = True
     """Evaluate the final version."""
     sampling: SamplingConfig | None = None
-    """Sampling of the completions; default: the training sampling."""
+    """Sampling settings of the evaluation; default: those of training."""

@@ -1,4 +1,4 @@
-"""Flaws of a document, one line each: the key as the document has it, the value found, the values allowed."""
+"""Readable validation errors, one line each: the key as the document has it, the value found, the values allowed."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SHOWN_CHARS = 60
 def explain(model: type[BaseModel], error: ValidationError) -> list[tuple[str, str]]:
     """Turn a pydantic error into ``(dotted key, what is wrong and what to do)`` pairs.
 
-    Keys are those of the document: what pydantic says beside them of the members of a union is left out, and flaws of
-    several members at one place are one line.
+    Keys are those of the document: the names of union members that pydantic adds are removed, and errors of several
+    members at one place become one line.
     """
     found: dict[str, list[str]] = {}
     for item in error.errors(include_url=False):
@@ -35,7 +35,7 @@ def explain(model: type[BaseModel], error: ValidationError) -> list[tuple[str, s
 
 
 def _detail(item: Mapping[str, Any], kinds: Sequence[Any]) -> str:
-    """The flaw of a value: what it is, and what it may be."""
+    """Describe a wrong value: the value itself, and the values allowed."""
     context = item.get("ctx", {})
     match item["type"]:
         case "union_tag_invalid":
@@ -54,7 +54,7 @@ def _detail(item: Mapping[str, Any], kinds: Sequence[Any]) -> str:
 
 
 def _unknown(model: type[BaseModel], loc: Sequence[int | str]) -> str:
-    """The nearest known key to an unknown one."""
+    """Return the known key nearest to an unknown one."""
     kinds = _walk(model, loc[:-1])[1]
     names = sorted({name for kind in kinds if _is_model(kind) for name in kind.model_fields})
     near = difflib.get_close_matches(str(loc[-1]), names, n=1, cutoff=0.5)
@@ -63,7 +63,8 @@ def _unknown(model: type[BaseModel], loc: Sequence[int | str]) -> str:
 
 
 def _walk(model: type[BaseModel], loc: Iterable[int | str]) -> tuple[list[str], list[Any], bool]:
-    """The document's keys in ``loc``, what may stand at their end, and whether pydantic chose among members there."""
+    """Return the document's keys in ``loc``, the types allowed at their end, and True if pydantic chose among union
+    members."""
     keys: list[str] = []
     kinds: list[Any] = [model]
     in_union = False
@@ -71,10 +72,10 @@ def _walk(model: type[BaseModel], loc: Iterable[int | str]) -> tuple[list[str], 
         in_union = False
         tagged = [kind for kind in kinds if part in _tags([kind])]
         inner = [kind for kind in kinds for kind in _inside(kind, part)]
-        if len(kinds) > 1 and tagged:  # the tag of a union; there may also be a field of that name
+        if len(kinds) > 1 and tagged:  # tag of a union; a field may have the same name
             kinds = tagged
         elif len(kinds) > 1 and not inner:
-            in_union = True  # the name of a member
+            in_union = True  # name of a union member
         else:
             keys.append(str(part))
             kinds = inner
@@ -82,7 +83,7 @@ def _walk(model: type[BaseModel], loc: Iterable[int | str]) -> tuple[list[str], 
 
 
 def _inside(kind: Any, part: int | str) -> list[Any]:
-    """The values allowed at ``part`` of a value of that kind."""
+    """Return the types allowed at ``part`` of a value of type ``kind``."""
     if _is_model(kind):
         field = kind.model_fields.get(part)
         return [] if field is None else _members(field.annotation)
@@ -93,7 +94,7 @@ def _inside(kind: Any, part: int | str) -> list[Any]:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """The types that an annotation allows, None aside."""
+    """Return the types that an annotation allows, except None."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return _members(get_args(annotation)[0])
@@ -103,7 +104,7 @@ def _members(annotation: Any) -> list[Any]:
 
 
 def _tags(kinds: Iterable[Any]) -> list[str]:
-    """The values of ``type``, or of ``engine``, that tell models apart."""
+    """Return the values of ``type``, or of ``engine``, that select a model of a union."""
     models = [kind.model_fields for kind in kinds if _is_model(kind)]
     fields = [fields[tag] for fields in models for tag in ("type", "engine") if tag in fields]
     return [tag for field in fields for tag in get_args(field.annotation) if isinstance(tag, str)]

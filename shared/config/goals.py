@@ -1,4 +1,4 @@
-"""Following a metric: when a run stops early, and which of its checkpoints is the best one."""
+"""Goals on a metric: early stopping, and the choice of the best checkpoint."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ __all__ = ["EarlyStopConfig", "KeepBestConfig"]
 
 
 class EarlyStopConfig(StrictModel):
-    """End a run before its last update; it succeeds, and its message says why it ended.
+    """Early stopping: the job ends before its last update, succeeds, and gives the reason in its message.
 
-    An evaluation that misses prompts (`eval/missing` above 0) does not count: it compares with no other.
+    Evaluations that miss prompts (`eval/missing` above 0) are ignored, because they are not comparable.
     """
 
     metric: str = "reward/mean"
-    """A metric of the updates, or one of the evaluations (`eval/greedy`, `eval/avg@k`, `eval/pass@k`; of one of
-    several sources `eval/greedy/NAME` and so on)."""
+    """Metric of the updates, or of the evaluations (`eval/greedy`, `eval/avg@k`, `eval/pass@k`; for one of several
+    sources `eval/greedy/NAME` and so on)."""
     mode: Literal["max", "min"] = "max"
-    """`max` if more is better, `min` if less is."""
+    """`max` if larger is better, `min` if smaller is better."""
     window: int = Field(1, ge=1)
-    """The mean of this many newest values is looked at; there is no verdict before so many exist."""
+    """Moving average: the mean of this many newest values is judged, once that many exist."""
     goal: float | None = None
-    """Stop once the metric is at least (mode `min`: at most) this."""
+    """Stop once the metric is at least (mode `min`: at most) this; null: no goal."""
     patience: int | None = Field(None, ge=1)
-    """Stop after this many values in a row without a new best."""
+    """Stop after this many consecutive values without a new best; null: never."""
     min_delta: float = Field(0.0, ge=0)
-    """A new best is better than the old one by more than this."""
+    """Smallest improvement that counts as a new best."""
 
     @model_validator(mode="after")
     def _has_a_rule(self) -> EarlyStopConfig:
@@ -41,15 +41,16 @@ class EarlyStopConfig(StrictModel):
 
 
 class KeepBestConfig(StrictModel):
-    """Ask for a checkpoint whenever a metric has a new best, and keep the best one beside the newest.
+    """Best checkpoint: request a checkpoint whenever a metric has a new best, and keep the best one beside the newest.
 
-    The checkpoint of an evaluation holds exactly the weights that were evaluated. A metric of an update is known when
-    the next one may have begun: its checkpoint is the first one after it. An evaluation that misses prompts
+    The checkpoint of an evaluation has exactly the weights that were evaluated. When the metric of an update is known,
+    the
+    next update may already have begun: its checkpoint is the first one after it. An evaluation that misses prompts
     (`eval/missing` above 0) is never the best.
     """
 
     metric: str
-    """A metric of the updates, or one of the evaluations (`eval/greedy`, `eval/avg@k`, `eval/pass@k`; of one of
-    several sources `eval/greedy/NAME` and so on)."""
+    """Metric of the updates, or of the evaluations (`eval/greedy`, `eval/avg@k`, `eval/pass@k`; for one of several
+    sources `eval/greedy/NAME` and so on)."""
     mode: Literal["max", "min"] = "max"
-    """`max` if more is better, `min` if less is."""
+    """`max` if larger is better, `min` if smaller is better."""

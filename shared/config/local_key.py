@@ -1,7 +1,8 @@
-"""The key of a deployment that ``penstock up`` runs: a file in its data directory, which clients of the same user find.
+"""API key of a deployment started by ``penstock up``: a file in its data directory, which clients of the same user
+find.
 
-``~/.penstock/urls/HOST:PORT`` names the data directory of the deployment that listens there. A client reads the key
-only while that deployment runs, or it would hand the key to whoever took the port.
+``~/.penstock/urls/HOST:PORT`` contains the data directory of the deployment that listens there. A client reads the key
+only while that deployment runs; otherwise it could send the key to another process that took over the port.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from penstock.shared.errors import ConfigError
 __all__ = ["LOCK", "announce_key", "announced_dirs", "ensure_secret", "find_key", "key_file", "withdraw_key"]
 
 LOCK = "up.lock"
-"""File in a data directory that a running ``penstock up`` holds locked."""
+"""Lock file in a data directory, locked by a running ``penstock up``."""
 _LOOPBACK = {"localhost": "127.0.0.1", "::1": "127.0.0.1"}
 
 
 def key_file(data_dir: Path) -> Path:
-    """Where the key of a deployment stands."""
+    """Return the path of the key file of a deployment."""
     return data_dir / "api.key"
 
 
 def ensure_secret(file: Path) -> str:
-    """The secret in ``file``, which only this user may read; a new one where there is none.
+    """Return the secret in ``file``, readable by this user only; create it if the file does not exist.
 
     Raises:
         ConfigError: the file cannot be read or written, is empty, or other users may read it.
@@ -39,7 +40,7 @@ def ensure_secret(file: Path) -> str:
         with os.fdopen(descriptor, "w") as new:
             new.write(secrets.token_urlsafe(32) + "\n")
         try:
-            os.link(draft, file)  # whoever comes first wins
+            os.link(draft, file)  # the first process to link its draft wins
         except FileExistsError:
             pass
         finally:
@@ -55,7 +56,7 @@ def ensure_secret(file: Path) -> str:
 
 
 def announce_key(url: str, data_dir: Path) -> None:
-    """Let this user's clients find the key for ``url``. Raises OSError."""
+    """Publish the data directory for ``url``, so that this user's clients find its key. Raises OSError."""
     entry = _entry(url)
     entry.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = entry.with_name(f".{entry.name}.{os.getpid()}")
@@ -64,28 +65,28 @@ def announce_key(url: str, data_dir: Path) -> None:
 
 
 def withdraw_key(url: str, data_dir: Path) -> None:
-    """Undo ``announce_key``, unless another deployment listens there now. Raises OSError."""
+    """Undo ``announce_key``, unless another deployment listens at ``url`` now. Raises OSError."""
     entry = _entry(url)
     if entry.is_file() and entry.read_text().strip() == str(data_dir.absolute()):
         entry.unlink()
 
 
 def find_key(url: str) -> str | None:
-    """The key for ``url``, where a deployment of this user listens there; else None."""
+    """Return the key for ``url`` if a deployment of this user listens there, else None."""
     try:
         data_dir = Path(_entry(url).read_text().strip())
         with (data_dir / LOCK).open("rb") as lock:
             if _is_free(lock.fileno()):
                 return None
         return key_file(data_dir).read_text().strip() or None
-    except (OSError, ValueError, RuntimeError):  # RuntimeError: no home
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: no home directory
         return None
 
 
 def announced_dirs() -> list[Path]:
-    """Data directories of this user's deployments, of those that ended without a word, too."""
+    """Return the data directories of this user's deployments, including those that ended without ``withdraw_key``."""
     found = set()
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home directory
         for entry in (Path.home() / ".penstock" / "urls").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 found.add(Path(entry.read_text().strip()))
@@ -104,4 +105,4 @@ def _is_free(lock: int) -> bool:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
         return False
-    return True  # and released again when the caller closes the file
+    return True  # the lock is released when the caller closes the file

@@ -1,4 +1,4 @@
-"""Low-rank adapters in place of whole weights."""
+"""Low-rank adapters (LoRA)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ __all__ = ["LoraConfig"]
 
 
 class LoraConfig(StrictModel):
-    """Adapters of the policy's linear layers (LoRA, arXiv 2106.09685). The weights under them stay as they are.
+    """Adapters of the policy's linear layers (LoRA, arXiv 2106.09685). The weights under them stay frozen.
 
-    There is no dropout: the sampler would not have it, and log-probs of trainer and sampler must agree.
+    There is no dropout: the sampler would not apply it, and log-probs of trainer and sampler must agree.
     """
 
     rank: int = Field(16, ge=1, le=1024)
-    """Rank of each update."""
+    """Rank of the adapters."""
     alpha: float = Field(32.0, gt=0)
-    """Updates are scaled by alpha / rank."""
+    """Scale: updates are multiplied by alpha / rank."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv 2312.03732)."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the linear layers inside a block that get an adapter, such as `q_proj`; default: all of them."""
     publish: Literal["adapters", "merged"] = "adapters"
-    """Weights that engines get: the adapters alone, or merged with the model for engines without adapters."""
+    """Published weights: only the adapters, or the merged model for engines without adapter support."""

@@ -23,14 +23,14 @@ __all__ = [
 
 
 class ExpertsConfig(StrictModel):
-    """The experts of every layer; `intermediate_size` of the architecture is the width of one expert."""
+    """Experts of every layer; `intermediate_size` of the architecture is the width of one expert."""
 
     number: int = Field(8, ge=2, le=1 << 16)
-    """Experts of a layer."""
+    """Experts per layer."""
     per_token: int = Field(2, ge=1)
-    """Experts that each token goes to."""
+    """Experts that process each token."""
     normalise: bool = True
-    """Rescale the probabilities of a token's experts to sum 1 (`norm_topk_prob`)."""
+    """Rescale the router probabilities of a token's experts to sum to 1 (`norm_topk_prob`)."""
 
     @model_validator(mode="after")
     def _choice_fits(self) -> ExpertsConfig:
@@ -40,16 +40,17 @@ class ExpertsConfig(StrictModel):
 
 
 class MoEConfig(StrictModel):
-    """Training of the routers of a mixture of experts."""
+    """Router training of a mixture of experts."""
 
     aux_loss_coef: float = Field(0.0, ge=0)
-    """Weight of the load-balancing loss of each layer (Switch Transformer, arXiv 2101.03961, eq. 4-6); 1 is a balanced
-    layer. Costs one more forward pass per minibatch: its expert loads are counted before the first gradient."""
+    """Weight of the load-balancing loss of each layer (Switch Transformer, arXiv 2101.03961, eq. 4-6); a balanced
+    layer has loss 1. Costs one more forward pass per minibatch, which counts expert loads before the first gradient."""
     router_replay: bool = False
-    """The sampler records the experts of every token and the trainer uses them again (arXiv 2510.11370)."""
+    """Record the experts of every token when sampling and route the same way in training (arXiv 2510.11370)."""
     replay_bytes_per_token: int | None = Field(None, ge=1)
-    """Needed for `router_replay` with `model.path`: layers with experts x experts of a token, twice that above 256
-    experts. It counts against the budgets of the job; the sampler refuses a smaller one and names the right number."""
+    """Bytes per token of the router table, required for `router_replay` with `model.path`: MoE layers x experts per
+    token, twice that above 256 experts. Counts against the job's byte budget; the sampler rejects a value that is
+    too small and names the right one."""
 
     @model_validator(mode="after")
     def _size_of_a_table(self) -> MoEConfig:
@@ -59,17 +60,17 @@ class MoEConfig(StrictModel):
 
 
 REFERENCE = "job:"
-"""How the path of a model begins that is a checkpoint of a job."""
+"""Prefix of a model path that refers to a checkpoint of a job."""
 CHECKPOINT_NAMES = ("initial", "latest", "newest", "final", "best")
 """Checkpoints of a job that have a name beside their number."""
 _REFERENCE = re.compile(r"job:([A-Za-z0-9][A-Za-z0-9._-]{0,62})@((?:step:)?[A-Za-z0-9_]{1,32})", re.ASCII)
 
 
 def parse_reference(text: str) -> tuple[str, str]:
-    """``(job, which)`` of ``job:JOB@WHICH``: an id or a name, and what ``choose_checkpoint`` takes.
+    """Split ``job:JOB@WHICH`` into ``(job, which)``: an id or name, and a selector for ``choose_checkpoint``.
 
     Raises:
-        ConfigError: it looks otherwise.
+        ConfigError: the text has another form.
     """
     found = _REFERENCE.fullmatch(text)
     if found is None:
@@ -81,16 +82,16 @@ def parse_reference(text: str) -> tuple[str, str]:
 
 
 class ArchitectureConfig(StrictModel):
-    """A decoder built from scratch with random weights; the defaults make about one million parameters."""
+    """Decoder built from scratch with random weights; the defaults give about one million parameters."""
 
     arch: Literal["qwen2", "qwen3", "llama", "qwen3_moe"] = "qwen3"
     """Architecture family of the transformers library."""
     hidden_size: int = Field(128, ge=8, multiple_of=8)
     """Width of the residual stream."""
     intermediate_size: int = Field(512, ge=8)
-    """Width of the MLP; with `experts` of one expert."""
+    """Width of the MLP; with `experts`, of one expert."""
     experts: ExpertsConfig | None = None
-    """Experts of a `qwen3_moe`; other families have none."""
+    """Experts of a `qwen3_moe`; null for other families."""
     num_layers: int = Field(4, ge=1, le=128)
     """Number of decoder layers."""
     num_heads: int = Field(4, ge=1)
@@ -98,13 +99,13 @@ class ArchitectureConfig(StrictModel):
     num_kv_heads: int = Field(2, ge=1)
     """Key/value heads (grouped-query attention)."""
     max_position_embeddings: int = Field(512, ge=16)
-    """Longest sequence the model accepts, in tokens."""
+    """Longest sequence in tokens."""
     vocab_size: int | None = Field(None, ge=8)
-    """Embedding rows; default: the size of the tokenizer."""
+    """Number of embedding rows; default: the size of the tokenizer."""
     rope_theta: float = Field(10000.0, gt=0)
     """Base of the rotary position embedding."""
     tie_word_embeddings: bool = True
-    """Share the embedding with the output head."""
+    """Share the weights of embedding and output head."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ArchitectureConfig:
@@ -123,27 +124,27 @@ class ArchitectureConfig(StrictModel):
 
 
 class ModelConfig(StrictModel):
-    """Which policy is trained. Exactly one of ``path`` and ``config``."""
+    """Policy model. Exactly one of ``path`` and ``config`` is set."""
 
     path: OptionalFileName = None
-    """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), a hub id, or `job:NAME@final`: a
-    checkpoint of another job, by its name (the newest job of that name) or its id. Instead of `final` also `best`,
-    `latest`, `initial`, or a number of updates. What it came to stands in the job's `origin`."""
+    """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), a hub id, or a checkpoint of
+    another job, `job:NAME@final`, by the job's name (its newest job) or id. Alternatives to `final`: `best`,
+    `latest`, `initial`, or a number of updates. The job's `origin` shows the checkpoint that was found."""
     config: ArchitectureConfig | None = None
-    """Build a model with random weights from this architecture."""
+    """Architecture of a model with random weights."""
     tokenizer: OptionalFileName = None
     """`char` (one token per character, for small tasks) or a path; default: the tokenizer in ``path``."""
     characters: str = "0123456789+-*/=?,.: abcdefghijklmnopqrstuvwxyz()%$"
     """Alphabet of the `char` tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Parameter and compute type of trainer and sampler."""
+    """Dtype of parameters and computation in trainer and sampler."""
     fp32_head: bool = False
-    """Compute the logits of a bfloat16 model in float32, in trainer and sampler alike: probabilities close to 1 keep
-    their digits. Costs a float32 copy of the head's weights in each forward pass."""
+    """Compute the logits of a bfloat16 model in float32, in trainer and sampler: keeps the precision of
+    probabilities close to 1. Costs a float32 copy of the head's weights in each forward pass."""
     trust_remote_code: bool = False
-    """Passed to transformers; executes code from the model directory."""
+    """Passed to transformers; executes code of the model directory."""
     lora: LoraConfig | None = None
-    """Train adapters instead of the weights; null trains the weights."""
+    """Train adapters instead of all weights; null: train all weights."""
     moe: MoEConfig | None = None
     """Load balancing and router replay of a mixture of experts."""
 
@@ -168,8 +169,8 @@ class ModelConfig(StrictModel):
         return self
 
     def check_room(self, key: str, max_new_tokens: int) -> None:
-        """Raise ValueError where not even a prompt of one token fits beside a completion; ``key`` says where its length
-        comes from."""
+        """Raise ValueError if the model cannot hold a prompt of one token and a completion; ``key`` names the keys
+        that bound the length of the completion."""
         most = self.config.max_position_embeddings if self.config is not None else None
         if most is not None and max_new_tokens >= most:
             raise ValueError(
@@ -179,7 +180,7 @@ class ModelConfig(StrictModel):
 
     @property
     def replay_bytes_per_token(self) -> int:
-        """Bytes of the router table that each token of a group brings along; 0 without router replay."""
+        """Bytes of the router table per token of a group; 0 without router replay."""
         if self.moe is None or not self.moe.router_replay:
             return 0
         if self.config is None or self.config.experts is None:

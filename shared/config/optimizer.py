@@ -17,7 +17,8 @@ class OptimizerConfig(StrictModel):
     """AdamW and its learning-rate schedule."""
 
     type: Literal["adamw", "adamw_8bit"] = "adamw"
-    """`adamw_8bit` keeps the moments in 8 bits (needs bitsandbytes; backend `local` only): 2 bytes a weight, not 8."""
+    """`adamw_8bit` keeps the moments in 8 bits (needs bitsandbytes; backend `local` only): 2 bytes per weight
+    instead of 8."""
     learning_rate: float = Field(1e-4, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -25,12 +26,12 @@ class OptimizerConfig(StrictModel):
     eps: float = Field(1e-8, gt=0)
     """Adam's epsilon."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay of matrices; norms, biases and embeddings are not decayed."""
+    """Decoupled weight decay, applied to matrices only, not to norms, biases and embeddings."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are clipped to this global norm."""
+    """Gradient clipping: largest global norm."""
     schedule: Schedule = "constant"
-    """Shape of the decay after warmup, over max_updates."""
+    """Shape of the learning-rate decay after warmup, over max_updates."""
     warmup_updates: int = Field(0, ge=0)
-    """Updates of linear warmup."""
+    """Updates of linear learning-rate warmup."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """The schedule ends at this fraction of the peak."""
+    """Final learning rate as a fraction of the peak."""

@@ -1,4 +1,4 @@
-"""The tools of episodes: what each takes, and what of it is told to the policy."""
+"""Tools of episodes: their configuration, and the description and schema that the policy reads."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ ToolName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
 
 
 class CalculatorTool(StrictModel):
-    """Arithmetic: `+ - * / ^ %`, parentheses, decimal numbers; exact, written as a decimal number."""
+    """Calculator: `+ - * / ^ %`, parentheses, decimal numbers; exact, with the result as a decimal number."""
 
     type: Literal["calculator"] = "calculator"
     name: ToolName = "calculator"
-    """Its name in calls."""
+    """Name of the tool in calls."""
     decimals: int = Field(4, ge=0, le=12)
-    """Most digits after the point of a result."""
+    """Largest number of decimal places of a result."""
 
     @property
     def description(self) -> str:
-        """For the policy."""
+        """Description for the policy."""
         return "Evaluates an arithmetic expression."
 
     @property
@@ -34,29 +34,29 @@ class CalculatorTool(StrictModel):
 
 
 class PythonTool(StrictModel):
-    """Runs a Python program in a sandbox and shows what it prints; nothing is kept between calls."""
+    """Executes a Python program in a sandbox and returns its output; no state is kept between calls."""
 
     type: Literal["python"] = "python"
     name: ToolName = "python"
-    """Its name in calls."""
+    """Name of the tool in calls."""
     time_limit_s: float = Field(4.0, gt=0, le=600)
-    """Wall-clock time of a program; one that takes longer is ended, and the policy is told."""
+    """Wall-clock limit of a program (seconds); a slower one is killed, and the policy is told."""
     memory_bytes: int = Field(512 << 20, ge=64 << 20)
-    """Address space of one process of the program."""
+    """Address space of each process of the program (bytes)."""
     scratch_bytes: int = Field(16 << 20, ge=4096)
-    """Files in the program's private /tmp, all together; in memory, gone after each run."""
+    """Total size of files in the program's private /tmp (bytes); held in memory and removed after each run."""
     output_bytes: int = Field(1 << 16, ge=1024, le=1 << 18)
-    """A program that writes more than this is ended."""
+    """Largest output (bytes); a program that writes more is killed."""
     max_processes: int = Field(1, ge=1, le=256)
-    """1: a program may start threads, no processes. More needs namespaces."""
+    """1: a program may start threads but no processes. More needs namespaces."""
     site_packages: bool = False
-    """Let programs import what is installed beside the env service, not only the standard library."""
+    """Allow imports of packages installed beside the env service, not only of the standard library."""
     preload: list[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")]] = Field(default_factory=list)
-    """Modules imported once for all runs, such as `numpy`: programs find them ready."""
+    """Modules such as `numpy` to import once for all runs, so that programs start faster."""
 
     @property
     def description(self) -> str:
-        """For the policy."""
+        """Description for the policy."""
         return "Runs a Python program and returns what it prints."
 
     @property
@@ -67,11 +67,11 @@ class PythonTool(StrictModel):
 
 class _UserTool(StrictModel):
     name: ToolName
-    """Its name in calls."""
+    """Name of the tool in calls."""
     description: str = Field(min_length=1)
-    """Description of the tool, for the policy."""
+    """Description for the policy."""
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
-    """JSON schema of its arguments, for the policy; `required` ones must be there, others that it does not know not."""
+    """JSON schema of the arguments. Calls without a `required` argument, or with an unknown one, are errors."""
 
     @field_validator("parameters")
     @classmethod
@@ -85,9 +85,11 @@ class _UserTool(StrictModel):
 
 
 class FunctionTool(_UserTool):
-    """A Python function of the user: what ``function(**arguments)`` returns, as it is if text, else as JSON.
+    """Python function of the user. The result of ``function(**arguments)`` is passed on as text, or as JSON if it is no
+    string.
 
-    A ValueError that it raises is told to the policy: its call was wrong. Anything else breaks the tool.
+    A ValueError means that the call was wrong, and is shown to the policy. Any other exception is a failure of the
+    tool.
     """
 
     type: Literal["function"] = "function"
@@ -96,17 +98,18 @@ class FunctionTool(_UserTool):
 
 
 class MethodTool(_UserTool):
-    """A method of an object that lives as long as an episode: what it keeps is there in the episode's next calls.
+    """Method of an object that lives as long as its episode, so that it can keep state between the calls of the
+    episode.
 
-    Methods with the same ``path`` belong to the same object. Results and errors are as those of a function.
+    Methods with the same ``path`` share one object. Results and errors are handled as for a function.
     """
 
     type: Literal["method"] = "method"
     path: CodeName
-    """`package.module:Class`, importable by the env service. One object is made for each episode, as
-    `Class(seed=..., row=...)`: the seed is the same for all episodes of a draw, and follows from the job's."""
+    """`package.module:Class`, importable by the env service. Each episode has its own object, made by
+    `Class(seed=..., row=...)`; the seed derives from the job's and is the same for all episodes of a draw."""
     method: str = Field("", pattern=r"^([A-Za-z]\w*)?$")
-    """Its method; empty: as `name`."""
+    """Name of the method; empty: the same as `name`."""
 
 
 def _one_text(name: str, description: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Where a job's metrics are written beside its own stream."""
+"""Metric trackers, which record a job's metrics in addition to the metrics stream."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class TensorBoardTracker(StrictModel):
 
 
 class WandbTracker(StrictModel):
-    """A run at Weights & Biases (package wandb). The key comes from the coordinator's environment, WANDB_API_KEY."""
+    """Run at Weights & Biases (package wandb). The API key is the variable WANDB_API_KEY of the coordinator."""
 
     type: Literal["wandb"] = "wandb"
     project: str = Field(min_length=1)
-    """Project of the run; its id is the job's, its name the job's name."""
+    """Project of the run; the run's id is that of the job, its name the job's name."""
     entity: str | None = None
     """User or team."""
     mode: Literal["online", "offline"] = "online"
@@ -30,15 +30,15 @@ class WandbTracker(StrictModel):
 
 
 class SwanLabTracker(StrictModel):
-    """An experiment at SwanLab (package swanlab). The key comes from the coordinator's environment, SWANLAB_API_KEY."""
+    """Experiment at SwanLab (package swanlab). The API key is the variable SWANLAB_API_KEY of the coordinator."""
 
     type: Literal["swanlab"] = "swanlab"
     project: str = Field(min_length=1)
-    """Project of the experiment; its name is the job's name."""
+    """Project of the experiment, which has the job's name."""
     workspace: str | None = None
     """User or team."""
     mode: Literal["cloud", "local", "offline"] = "cloud"
-    """`local` and `offline` write files only."""
+    """`local` and `offline` only write files."""
 
 
 TrackerConfig = Annotated[TensorBoardTracker | WandbTracker | SwanLabTracker, Field(discriminator="type")]

@@ -1,1 +1,1 @@
-"""Job files, one model for each kind of job, and what of a running job may be amended."""
+"""Job files: one model per kind of job, and the keys that may change while a job runs."""

@@ -1,4 +1,4 @@
-"""Which keys of a job file may change while the job runs. Pure."""
+"""Keys of a job file that may change while the job runs. Pure functions."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ AMENDABLE = (
     "sampling.temperature",
     "train.max_updates",
 )
-"""Settings that a run follows from one batch to the next, beside its free labels. All others are fixed at its start."""
+"""Settings that may change from one batch to the next, beside the free labels. All others are fixed at the start."""
 BACKEND = "backend"
-"""Section that may change as a whole: the trainer goes on from a checkpoint that it takes for that. Not where a gate
-decides over versions: one that is served is made again to the bit from an earlier checkpoint, and needs its backend."""
+"""Section that may change as a whole: the trainer writes a checkpoint and resumes from it with the new backend. Not
+in jobs with a promotion gate: these may have to recompute a served version bit for bit from an earlier checkpoint,
+which needs its backend."""
 TEMPERATURE = "sampling.temperature"
-"""Holds for what is drawn from then on; what was drawn before is trained at the temperature that it was sampled at."""
+"""Applies to draws made after the change; earlier draws are trained at the temperature that they were sampled at."""
 LABELS = "metadata"
 
 
 def settings_of(config: TrainingJob) -> dict[str, Any]:
-    """Value of every amendable key; None where its section does not exist."""
+    """Return the value of every amendable key; None if its section does not exist."""
     spec = config.model_dump(mode="json")
     return {key: value_at(spec, key) for key in AMENDABLE}
 
 
 def is_amendable(config: BaseModel, key: str) -> bool:
-    """True if ``key`` may change in a job that is ``config`` now."""
+    """Return True if ``key`` may change in a job whose current configuration is ``config``."""
     if key == LABELS or key.startswith(f"{LABELS}."):
         return True
     if not isinstance(config, TrainingJob):
@@ -63,14 +64,14 @@ def is_amendable(config: BaseModel, key: str) -> bool:
 
 
 def changed_keys(old: BaseModel, new: BaseModel) -> list[str]:
-    """Dotted keys whose values differ, defaults included."""
+    """Return the dotted keys whose values differ, defaults included."""
     before, after = dict(leaves(old.model_dump(mode="json"))), dict(leaves(new.model_dump(mode="json")))
     missing = object()
     return sorted(k for k in before.keys() | after.keys() if before.get(k, missing) != after.get(k, missing))
 
 
 def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """``(dotted key, value)`` of everything that is no non-empty section; a list is one value."""
+    """Yield ``(dotted key, value)`` of every value that is not a non-empty section; a list is one value."""
     for name, value in data.items():
         if isinstance(value, Mapping) and value:
             yield from leaves(value, f"{prefix}{name}.")
@@ -79,7 +80,7 @@ def leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def value_at(data: Mapping[str, Any], key: str) -> Any:
-    """The value at a dotted key, None where a section on the way is missing."""
+    """Return the value at a dotted key, or None if a section of the path is missing."""
     node: Any = data
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
@@ -87,7 +88,8 @@ def value_at(data: Mapping[str, Any], key: str) -> Any:
 
 
 def with_patch(data: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """``data`` with a JSON merge patch (RFC 7396) applied: null removes a key, so that its default holds again."""
+    """Return ``data`` with a JSON merge patch (RFC 7396) applied: null removes a key, which resets it to its
+    default."""
     result = dict(data)
     for name, value in patch.items():
         if value is None:

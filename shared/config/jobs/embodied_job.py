@@ -22,22 +22,22 @@ from penstock.shared.config.jobs.training_job import MAX_GROUP_BYTES, RunConfig,
 __all__ = ["EmbodiedJob", "EpisodeRunConfig"]
 
 GROUP_OVERHEAD_BYTES = 4096
-"""Upper bound of a group's header, facts and frame padding."""
+"""Upper bound of the header, facts and frame padding of a group (bytes)."""
 EPISODE_OVERHEAD_BYTES = 512
-"""The same for each episode, beside its decisions and its final observation."""
+"""Upper bound of the overhead of an episode, without its decisions and its final observation (bytes)."""
 
 
 class EpisodeRunConfig(RunConfig):
-    """Batch algebra, on-policy bound and length of a run."""
+    """Batch size, lag bound and length of a run."""
 
     batch_size: int = Field(16, ge=1)
-    """Episodes of one policy update; a multiple of the algorithm's group_size."""
+    """Episodes per policy update; a multiple of the algorithm's group_size."""
     max_updates: int = Field(ge=1)
     """Stop after this many policy updates."""
 
 
 class EmbodiedJob(TrainingJob):
-    """A policy that learns to act in a simulator. A draw is `group_size` whole episodes from one reset id."""
+    """Policy trained to act in a simulator. A draw is `group_size` whole episodes that begin from one reset id."""
 
     kind: Literal["embodied"]
     """Kind of job; `embodied` trains on episodes of a simulator."""
@@ -48,13 +48,13 @@ class EmbodiedJob(TrainingJob):
     algorithm: EmbodiedAlgorithm = Field(default_factory=EpisodePPOConfig)
     """Advantages and loss."""
     backend: LocalConfig | FSDPConfig = Field(LocalConfig(), discriminator="type")
-    """How many ranks train: with `fsdp` every rank holds the policy and computes its part of each minibatch."""
+    """Training backend: with `fsdp` every rank holds the whole policy and computes its part of each minibatch."""
     train: EpisodeRunConfig
-    """Batch algebra, on-policy bound, length of the run."""
+    """Batch size, lag bound and length of the run."""
     evaluation: EpisodeEvaluationConfig = EpisodeEvaluationConfig()
-    """Held-out episodes."""
+    """Held-out evaluation."""
     warm_start: EpisodeWarmStartConfig | None = None
-    """Demonstrations that the policy learns from before its first version; null: random weights."""
+    """Behaviour cloning of demonstrations before the first version; null: random initial weights."""
 
     @model_validator(mode="after")
     def _policy_fits_the_algorithm(self) -> EmbodiedJob:
@@ -143,16 +143,16 @@ class EmbodiedJob(TrainingJob):
 
     @property
     def services(self) -> tuple[str, ...]:
-        """Worker services without which the job stands still."""
+        """Worker services that the job needs to make progress."""
         return "trainer", "rollout", "env"
 
     @property
     def max_decisions(self) -> int:
-        """Most decisions of one episode."""
+        """Largest number of decisions per episode."""
         return -(-self.environment.horizon // self.environment.action_chunk)
 
     @property
     def max_group_bytes(self) -> int:
-        """Upper bound of one stored group, in bytes."""
+        """Upper bound of the size of one stored group (bytes)."""
         episode = EPISODE_OVERHEAD_BYTES + (self.max_decisions + 1) * self.environment.bytes_per_step
         return GROUP_OVERHEAD_BYTES + self.completions_per_group * episode

@@ -26,12 +26,12 @@ __all__ = ["EvaluationData", "EvaluationJob"]
 
 
 class EvaluationData(StrictModel):
-    """Held-out prompts."""
+    """Held-out data."""
 
     eval: Sources = Field(min_length=1)
-    """One source, or several one after another."""
+    """One source, or several in order."""
     prompt: PromptConfig = PromptConfig()
-    """How rows become prompts."""
+    """Conversion of rows to prompts."""
 
     @model_validator(mode="before")
     @classmethod
@@ -42,14 +42,14 @@ class EvaluationData(StrictModel):
 
 
 class EvaluationJob(StrictModel):
-    """Measure one policy: a model directory, or a checkpoint of another job (`model.path: job:NAME@final`)."""
+    """Evaluation of one policy: a model directory, or a checkpoint of another job (`model.path: job:NAME@final`)."""
 
     kind: Literal["evaluation"]
-    """Kind of job; `evaluation` samples and scores, and trains nothing."""
+    """Kind of job; `evaluation` samples and scores, without training."""
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
-    """Short name, for people."""
+    """Short name for display."""
     seed: int = Field(0, ge=0, lt=1 << 63)
-    """The one seed from which every completion derives; with the seed of a training job the same ones as there."""
+    """Seed of every completion; with the seed of a training job, the completions equal those of its evaluations."""
     model: ModelConfig
     """The policy."""
     data: EvaluationData
@@ -57,17 +57,17 @@ class EvaluationJob(StrictModel):
     reward: RewardConfig
     """How completions are scored."""
     environment: AnyEnvironment | None = None
-    """Episodes of several turns: with tools, or in an environment of `verifiers`; null: a prompt has one completion."""
+    """Multi-turn episodes, with tools or in an environment of `verifiers`; null: one completion per prompt."""
     sampling: SamplingConfig = SamplingConfig()
-    """How completions are sampled; greedy ones take its lengths and stops."""
+    """Sampling settings; greedy completions use only its lengths and stop conditions."""
     rollout: RolloutConfig = EmbeddedConfig()
-    """Engine that samples them."""
+    """Rollout engine."""
     evaluation: MeasureConfig = MeasureConfig()
-    """The measurement."""
+    """Metrics to measure."""
     limits: LimitsConfig = LimitsConfig()
-    """Budgets of the job on shared streams, and its longest wall time."""
+    """Limits of the job: its share of streams and its wall time."""
     placement: PlacementConfig = PlacementConfig()
-    """How the services share the cores."""
+    """Threads and devices of the services."""
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
     """Free labels."""
 
@@ -102,7 +102,7 @@ class EvaluationJob(StrictModel):
 
     @property
     def data_config(self) -> DataConfig:
-        """The prompts as a data section; its training data are never drawn."""
+        """Prompts as a data section; its training data are never drawn."""
         data = DataConfig(train=self.data.eval, eval=self.data.eval, prompt=self.data.prompt)
         return data if self.environment is None else data.with_tools(self.environment.schemas)
 
@@ -113,17 +113,17 @@ class EvaluationJob(StrictModel):
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
-        """How held-out completions are sampled."""
+        """Sampling settings of held-out completions."""
         return self.sampling
 
     @property
     def completions_per_group(self) -> int:
-        """Completions of one prompt."""
+        """Completions per prompt."""
         return self.evaluation.completions
 
     @property
     def max_group_bytes(self) -> int:
-        """Upper bound of one stored group, in bytes."""
+        """Upper bound of the size of one stored group (bytes)."""
         return group_bytes(
             self.data.prompt.max_tokens, self.completions_per_group, self.max_completion_tokens,
             table_bytes=self.model.replay_bytes_per_token, turns=self.environment.max_turns if self.environment else 1,

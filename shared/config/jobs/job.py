@@ -1,4 +1,4 @@
-"""The job file of a language model: everything a run needs, typed, frozen, validated before anything starts."""
+"""Job file of a language model: all settings of a run, typed, frozen, validated before anything starts."""
 
 from __future__ import annotations
 
@@ -37,16 +37,20 @@ __all__ = [
 ]
 
 BYTES_PER_TOKEN = 24
-"""A token's share in a stored group: id, log-prob and mask (9), its text, spans, frame padding."""
+"""Upper bound of the bytes per token in a stored group: id, log-prob and mask (9), text, spans, frame padding."""
 GROUP_OVERHEAD_BYTES = 4096
-"""Upper bound of a group's headers, answer, reward parts and a row of ROW_BYTES."""
+"""Upper bound of a group's headers, answer, reward parts and a data row of ROW_BYTES (bytes)."""
 ROW_BYTES = 1024
-"""Of a data row that ``group_bytes`` counts; what a larger one has beyond that comes on top."""
+"""Bytes of a data row included in ``group_bytes``; the excess of a larger row must be added."""
 
 
 def group_bytes(prompt_tokens: int, completions: int, new_tokens: int, *, table_bytes: int = 0, turns: int = 1) -> int:
-    """Upper bound of one stored group, in bytes; ``new_tokens`` of each completion, in so many turns, ``table_bytes``
-    more per token."""
+    """Return an upper bound of the size of one stored group, in bytes.
+
+    Args:
+        new_tokens: of each completion, over all its ``turns``.
+        table_bytes: bytes per token in addition to BYTES_PER_TOKEN.
+    """
     tokens = prompt_tokens + completions * new_tokens
     return GROUP_OVERHEAD_BYTES + 64 * completions * turns + (BYTES_PER_TOKEN + table_bytes) * tokens
 
@@ -55,20 +59,22 @@ class WarmStartConfig(StrictModel):
     """Supervised training on reference answers before version 0 is published."""
 
     steps: int = Field(0, ge=0)
-    """Optimizer steps; 0 starts from the given weights."""
+    """Optimizer steps; 0: no warm start."""
     batch_size: int = Field(64, ge=1)
-    """Rows of a step."""
+    """Rows per step."""
     learning_rate: float = Field(1e-3, gt=0)
     """Peak learning rate."""
     schedule: Schedule = "constant"
-    """Shape of its decay over the steps."""
+    """Shape of the learning-rate decay over the steps."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """The schedule ends at this fraction of the peak."""
+    """Final learning rate as a fraction of the peak."""
     data: list[Source] = Field(default_factory=list)
-    """Demonstrations; empty: the rows of `data.train`. Few answers may precede many prompts with only a checker."""
+    """Sources of demonstrations; empty: the rows of `data.train`. A few demonstrations can warm-start a policy whose
+    training prompts have only a checker and no answers."""
     demonstration: list[str] = Field(default_factory=list)
-    """A demonstration made of a row, as format strings over its fields: what the policy writes and what its environment
-    answers, in turn, the policy first and last. Only the former is learnt. Empty: the reference answer."""
+    """Demonstration made from a row, as format strings over its fields: alternately what the policy writes and what
+    its environment answers, beginning and ending with the policy. Only the policy's parts are trained on. Empty: the
+    reference answer."""
 
     @field_validator("demonstration")
     @classmethod
@@ -79,19 +85,21 @@ class WarmStartConfig(StrictModel):
 
 
 class TrainConfig(RunConfig):
-    """Batch algebra, on-policy bound and length of a run over a data set."""
+    """Batch size, lag bound and length of a run over a data set."""
 
     epochs: int = Field(1, ge=1, le=64)
     """Passes over a batch."""
     minibatches: int = Field(1, ge=1)
-    """Optimizer steps of one pass; must divide the number of groups in a batch."""
+    """Optimizer steps per pass; must divide the number of groups in a batch."""
     reshuffle: bool = False
-    """Cut each pass after the first into other minibatches: groups are permuted by the job's seed, the number of the
-    update and that of the pass, so a replay cuts alike. Pairs and demonstrations of `off_policy` keep their order."""
+    """Shuffle the groups of each pass after the first into different minibatches. The permutation depends only on
+    the job's seed, the number of the update and that of the pass, so that a replay repeats it. Pairs and
+    demonstrations of `off_policy` keep their order."""
     max_tokens_per_microbatch: int = Field(16384, ge=16)
-    """Packed tokens of one forward/backward; only memory and speed depend on it."""
+    """Largest number of packed tokens per forward/backward pass; affects only memory and speed."""
     data_epochs: int | None = Field(None, ge=1)
-    """Stop after this many passes over the data. At least one of the two limits is needed."""
+    """Stop after this many passes over the data; null: no limit. At least one of `max_updates` and `data_epochs` is
+    needed."""
 
     @model_validator(mode="after")
     def _has_an_end(self) -> TrainConfig:
@@ -107,7 +115,7 @@ class TrainConfig(RunConfig):
 
 
 class JobConfig(TrainingJob):
-    """A reinforcement-learning job over a causal language model."""
+    """Reinforcement learning of a causal language model on a data set of prompts."""
 
     kind: Annotated[Literal["rl"], BeforeValidator(known_kind)] = "rl"
     """Kind of job; `rl` trains on a data set of prompts."""
@@ -120,17 +128,17 @@ class JobConfig(TrainingJob):
     algorithm: AlgorithmConfig = Field(default_factory=GRPOConfig)
     """Advantages and loss."""
     environment: AnyEnvironment | None = None
-    """Episodes of several turns: with tools, or in an environment of `verifiers`; null: a prompt has one completion."""
+    """Multi-turn episodes, with tools or in an environment of `verifiers`; null: one completion per prompt."""
     sampling: SamplingConfig = SamplingConfig()
-    """How training completions are sampled."""
+    """Sampling settings of training completions."""
     rollout: RolloutConfig = EmbeddedConfig()
-    """Engine that samples them."""
+    """Rollout engine."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its schedule."""
+    """Optimizer and its schedule."""
     warm_start: WarmStartConfig = WarmStartConfig()
-    """Supervised steps before version 0."""
+    """Supervised training before version 0."""
     train: TrainConfig
-    """Batch algebra, on-policy bound, length of the run."""
+    """Batch size, lag bound and length of the run."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Held-out evaluation."""
 
@@ -151,7 +159,7 @@ class JobConfig(TrainingJob):
         return self
 
     def _engine_wants(self) -> Iterator[tuple[str, str, bool]]:
-        """(key, field of ``Caps``, True if the key asks for it) of this kind of job."""
+        """Yield (key, field of ``Caps``, True if the job needs the capability) for keys that need one of the engine."""
         yield from ()
 
     @model_validator(mode="after")
@@ -250,49 +258,49 @@ class JobConfig(TrainingJob):
 
     @property
     def warm_start_data(self) -> DataConfig:
-        """The data section as the warm start sees it."""
+        """Data section that the warm start reads."""
         data = self.data_config
         return data.model_copy(update={"train": self.warm_start.data}) if self.warm_start.data else data
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
-        """How held-out completions are sampled."""
+        """Sampling settings of held-out completions."""
         return self.evaluation.sampling or self.sampling
 
     @property
     def off_policy(self) -> OffPolicyConfig | None:
-        """Losses beside the policy loss; None: there are none."""
+        """Losses beside the policy loss; None: only the policy loss."""
         return None
 
     @property
     def assumed_weight(self) -> float:
-        """Factor of the advantages of trajectories whose sampler is assumed."""
+        """Factor of the advantages of trajectories whose sampling policy is unknown and assumed to be the newest."""
         return 1.0
 
     @property
     def needs_reference(self) -> bool:
-        """True if a frozen reference policy is kept."""
+        """True if the trainer keeps a frozen reference policy."""
         return self.algorithm.needs_reference
 
     @property
     def services(self) -> tuple[str, ...]:
-        """Worker services without which the job stands still."""
+        """Worker services that the job needs to make progress."""
         wanted = {"reward": bool(self.reward.scorers), "env": self.environment is not None}
         return ("trainer", "rollout", *(name for name, needed in wanted.items() if needed))
 
     @property
     def data_epochs(self) -> int | None:
-        """Passes over the data after which the run ends; None: the data have no end."""
+        """Passes over the data after which the run ends; None: the data set is endless or other keys end the run."""
         return self.train.data_epochs
 
     @property
     def train_sources(self) -> list[str]:
-        """Names of the sources that training prompts come from."""
+        """Names of the sources of training prompts."""
         return source_names(self.data.train)
 
     @property
     def data_config(self) -> DataConfig:
-        """The data section with what the environment adds to prompts."""
+        """Data section, with the tool schemas that the environment adds to prompts."""
         return self.data if self.environment is None else self.data.with_tools(self.environment.schemas)
 
     @property
@@ -302,7 +310,7 @@ class JobConfig(TrainingJob):
 
     @property
     def max_group_bytes(self) -> int:
-        """Upper bound of one stored group, in bytes."""
+        """Upper bound of the size of one stored group (bytes)."""
         return group_bytes(
             self.data.prompt.max_tokens, self.completions_per_group, self.max_completion_tokens,
             table_bytes=self.model.replay_bytes_per_token, turns=self.environment.max_turns if self.environment else 1,

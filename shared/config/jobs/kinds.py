@@ -1,4 +1,4 @@
-"""The kinds of jobs: a job file says by ``kind`` which model reads it."""
+"""Kinds of jobs: ``kind`` of a job file selects the model that validates it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 ]
 
 TextJob = JobConfig | EvaluationJob
-"""Jobs that have a language model answer prompts of theirs. An online job is a `JobConfig`, too: it is trained like
-any other."""
+"""Jobs of a language model with a data section. An online job is a subclass of `JobConfig` and trained in the same
+way."""
 AnyTraining = JobConfig | EmbodiedJob
-"""Jobs with a trainer, a ledger and checkpoints."""
+"""Jobs that have a trainer, a ledger and checkpoints."""
 AnyJob = TextJob | EmbodiedJob | ServingJob
 
 KINDS: dict[str, type[AnyJob]] = {
@@ -39,17 +39,17 @@ KINDS: dict[str, type[AnyJob]] = {
     "evaluation": EvaluationJob,
     "serving": ServingJob,
 }
-"""Kinds of jobs that a file may describe."""
+"""Model of each kind of job file."""
 
 
 def job_model(data: Any) -> type[AnyJob]:
-    """The model of a job file; one without a kind trains."""
+    """Return the model of a job file; the default kind is ``rl``."""
     kind = data.get("kind") if isinstance(data, Mapping) else None
     return KINDS.get(kind, JobConfig) if isinstance(kind, str) else JobConfig
 
 
 def trains(data: Any) -> bool:
-    """True if a job file is of a kind that has a trainer, a ledger and checkpoints."""
+    """Return True if jobs of this job file's kind have a trainer, a ledger and checkpoints."""
     return issubclass(job_model(data), TrainingJob)
 
 
@@ -66,7 +66,7 @@ def parse_training(data: Mapping[str, Any], *, where: str = "job") -> AnyTrainin
     """Validate a job file of a kind that trains.
 
     Raises:
-        ConfigError: as ``parse_job``, or it is of another kind.
+        ConfigError: as ``parse_job``, or the job is of a kind that does not train.
     """
     config = parse_job(data, where=where)
     if not isinstance(config, AnyTraining):

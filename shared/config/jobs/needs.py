@@ -1,4 +1,4 @@
-"""Which packages beyond the usual ones a job needs, and in which service."""
+"""Optional packages that a job needs, and the services that need them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ OPTIONAL = {
     "torch": "torch",
     "verifiers": "verifiers",
 }
-"""Packages as they are imported, and the extra of Penstock that brings each."""
+"""Optional packages by import name, with the extra of Penstock that installs each."""
 ANNOUNCED = (*OPTIONAL, *ENGINE_PACKAGES)
-"""Packages of which a process says in its heartbeats that it has them."""
+"""Packages whose presence a process reports in its heartbeats."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """``key`` of a job file needs ``package`` (of ANNOUNCED, or an engine beside it) in processes of ``service``.
+    """Requirement of a job: ``key`` of its file needs ``package`` (of ANNOUNCED, or an engine) in processes of
+    ``service``.
 
-    An optional package is needed in every one of them; an engine in one, for the others leave the job's tickets alone.
+    An optional package is needed in every process of the service; an engine only in one, because rollout workers
+    without
+    it leave the job's tickets alone.
     """
 
     key: str
@@ -41,17 +44,17 @@ class Need:
 
     @property
     def extra(self) -> str:
-        """The extra to install: ``penstock[EXTRA]``."""
+        """Extra to install: ``penstock[EXTRA]``."""
         return OPTIONAL[self.package]
 
     @property
     def is_engine(self) -> bool:
-        """True if one process with the package is enough."""
+        """True if the package is an engine, for which one process suffices."""
         return self.package in ENVIRONMENTS
 
 
 def needs(spec: AnyJob) -> list[Need]:
-    """Packages that a job needs and a service may lack; weights and data sets may need more."""
+    """Return the packages that a job needs and that a service may lack; its weights and data sets may need more."""
     if isinstance(spec, EmbodiedJob | ServingJob):
         return []
     found = [*_of_rollouts(spec)]

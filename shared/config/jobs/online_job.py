@@ -1,4 +1,4 @@
-"""The job file of an online job: a policy that serves live agents and learns from what they say about its answers."""
+"""Job file of an online job: a policy that serves live agents and learns from feedback on its answers."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from penstock.shared.config.rewards.scorers import ScorerConfig
 __all__ = ["OnlineData", "OnlineJob", "OnlineReward", "OnlineTrain"]
 
 GROUPLESS = ("reinforce_pp", "ppo")
-"""Algorithms that learn from one answer to each prompt."""
+"""Algorithms that can learn from one answer per prompt."""
 _ALGORITHMS = [kind.model_fields["type"].default for kind in get_args(get_args(AlgorithmConfig)[0])]
 MAX_LAG = 8
-"""Further back, the recorded log-probs say too little about the policy that would be trained."""
+"""Largest lag bound; beyond it, recorded log-probs describe the trained policy too poorly."""
 
 
 class OnlineData(DataConfig):
-    """Prompts come from agents; held-out prompts may be given to measure the policy on."""
+    """Held-out data of an online job; agents send the training prompts."""
 
     train: Sources = Field(default_factory=list, max_length=0)
-    """Empty: live agents send the prompts."""
+    """Always empty: live agents send the prompts."""
 
 
 class OnlineReward(RewardConfig):
-    """Rewards come from feedback; scorers only judge answers to held-out prompts."""
+    """Scoring of held-out answers; training rewards come from feedback."""
 
     scorers: list[ScorerConfig] = Field(default_factory=list, max_length=8)
-    """How answers to held-out prompts are scored; empty: nothing is measured."""
+    """Scorers of answers to held-out prompts; empty: no held-out evaluation."""
 
 
 class OnlineTrain(TrainConfig):
-    """Batch algebra and on-policy bound; the run goes on until somebody ends it, unless `max_updates` is set."""
+    """Batch size and lag bound; without `max_updates` the run continues until a user ends it."""
 
     batch_size: int = Field(64, ge=2)
-    """Trajectories of a full batch."""
+    """Trajectories per full batch."""
     max_lag: int = Field(1, ge=0, le=MAX_LAG)
     """Bound on (trainer version at the start of an update) - (oldest version in a trajectory)."""
 
@@ -80,20 +80,20 @@ OnlineAlgorithm = Annotated[
 
 
 class OnlineJob(JobConfig):
-    """A policy that is served to live agents under its name and trained on their feedback."""
+    """Policy served to live agents under the job's name and trained on their feedback."""
 
     kind: Literal["online_rl"]  # type: ignore[assignment]  # kinds exclude each other, their jobs train alike
-    """Kind of job; `online_rl` serves agents and learns from their feedback."""
+    """Kind of job; `online_rl` serves agents and trains on their feedback."""
     data: OnlineData = OnlineData()
-    """Held-out prompts, and the longest prompt that is trained on (`prompt.max_tokens`)."""
+    """Held-out prompts, and the longest prompt used for training (`prompt.max_tokens`)."""
     reward: OnlineReward = OnlineReward()
-    """How answers to held-out prompts are scored."""
+    """Scoring of answers to held-out prompts."""
     algorithm: OnlineAlgorithm = Field(default_factory=ReinforcePPConfig)
-    """Advantages and loss, without groups."""
+    """Advantages and loss, without groups of completions."""
     train: OnlineTrain = OnlineTrain()
-    """Batch algebra and on-policy bound."""
+    """Batch size and lag bound."""
     online: OnlineConfig = OnlineConfig()
-    """How live interactions become training data."""
+    """Conversion of live interactions to training data."""
 
     @model_validator(mode="after")
     def _what_is_measured_is_scored(self) -> OnlineJob:
@@ -122,23 +122,23 @@ class OnlineJob(JobConfig):
 
     @property
     def off_policy(self) -> OffPolicyConfig | None:
-        """Losses beside the policy loss; None: there are none."""
+        """Losses beside the policy loss; None: only the policy loss."""
         return self.online.off_policy
 
     @property
     def assumed_weight(self) -> float:
-        """Factor of the advantages of posted answers whose sampler is assumed."""
+        """Factor of the advantages of posted answers whose sampling policy is unknown and assumed to be the newest."""
         return self.online.posted.assumed_weight
 
     @property
     def needs_reference(self) -> bool:
-        """True if a frozen reference policy is kept: for a KL, or because preferences are measured against it."""
+        """True if the trainer keeps a frozen reference policy, for a KL or for the preference loss."""
         off_policy = self.online.off_policy
         return super().needs_reference or (off_policy is not None and off_policy.preference is not None)
 
     @property
     def max_group_bytes(self) -> int:
-        """Upper bound of one stored group, in bytes; a preference holds two completions."""
+        """Upper bound of the size of one stored group (bytes); a preference has two completions."""
         off_policy = self.online.off_policy
         pairs = off_policy is not None and off_policy.preference is not None
         return group_bytes(

@@ -1,4 +1,4 @@
-"""The job file of a deployment: a checkpoint that rollout workers serve and nobody trains."""
+"""Job file of a deployment: a checkpoint that rollout workers serve without training."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["ServingConfig", "ServingJob"]
 
 
 class ServingConfig(StrictModel):
-    """How requests are answered, and for how long."""
+    """Handling of requests, and lifetime of the deployment."""
 
     hold_s: float = Field(30.0, gt=0, le=600)
-    """How long a request waits for a rollout worker that has loaded the model, or for a free one, before its client is
-    told to come back."""
+    """Time that a request waits for a rollout worker that has loaded the model and has capacity (seconds); after
+    that the client is told to retry later."""
     idle_s: float | None = Field(None, gt=0)
-    """The deployment ends after so many seconds without a request; null: it stays until somebody cancels it."""
+    """Seconds without a request after which the deployment ends; null: it stays until a user cancels it."""
     chat_template_args: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the tokenizer's chat template; default: those of the job that made the checkpoint."""
 
 
 class ServingJob(StrictModel):
-    """Serve one policy under the name of the job: a checkpoint of another job (`model.path: job:NAME@final`), or a
+    """Deployment of one policy under the job's name: a checkpoint of another job (`model.path: job:NAME@final`), or a
     model directory.
 
-    It takes slots of every rollout worker, and has no trainer, no ledger and no learning. Of a checkpoint the sections
-    `model`, `sampling` and `placement` default to those of the job that made it.
+    The deployment takes slots of every rollout worker and has no trainer and no ledger. For a checkpoint, the sections
+    `model`, `sampling` and `placement` default to those of the job that wrote it.
     """
 
     kind: Literal["serving"]
@@ -41,15 +41,15 @@ class ServingJob(StrictModel):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
     """Name of the model for clients."""
     seed: int = Field(0, ge=0, lt=1 << 63)
-    """Seed of initial weights where `model.config` builds them."""
+    """Seed of the initial weights, if `model.config` builds them."""
     model: ModelConfig
     """The policy."""
     sampling: SamplingConfig = SamplingConfig()
-    """Sampling of a request that does not say otherwise."""
+    """Default sampling settings of requests."""
     serving: ServingConfig = ServingConfig()
-    """How requests are answered, and for how long."""
+    """Handling of requests, and lifetime of the deployment."""
     placement: PlacementConfig = PlacementConfig()
-    """How the services share the cores, and sequences that one engine decodes at once."""
+    """Threads and devices of the services, and concurrent sequences of each engine."""
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
     """Free labels."""
 
@@ -61,9 +61,9 @@ class ServingJob(StrictModel):
         return self
 
     def after(self, trained: JobConfig, path: str) -> ServingJob:
-        """The deployment of a checkpoint in the directory ``path``, which the job ``trained`` made.
+        """Return the deployment of a checkpoint in the directory ``path``, written by the job ``trained``.
 
-        Keys that this file sets stay; all others are those of that job, but for what only training needs.
+        Keys set in this file stay; all others are taken from that job, except those only needed for training.
         """
         model = {key: getattr(trained.model, key) for key in _MODEL} | _given(self.model) | {"path": path}
         sampling = trained.sampling.model_copy(update=_given(self.sampling))
@@ -77,7 +77,7 @@ class ServingJob(StrictModel):
 
 
 _MODEL = ("dtype", "fp32_head", "trust_remote_code")
-"""Keys of `model` that the weights of a checkpoint leave open."""
+"""Keys of `model` that do not follow from the weights of a checkpoint."""
 
 
 def _given(section: StrictModel) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Keys and properties that every job with a trainer shares, whatever its policy is."""
+"""Keys and properties shared by all jobs with a trainer, whatever their policy is."""
 
 from __future__ import annotations
 
@@ -29,105 +29,107 @@ __all__ = [
 KIND_NAMES = ("rl", "online_rl", "embodied", "evaluation", "serving")
 """Kinds of jobs that a file may describe."""
 MAX_GROUP_BYTES = 64 << 20
-"""Largest group: it is stored all or none, in parts of 1 MiB, and held in memory by who writes and who reads it."""
+"""Largest group in bytes: a group is stored atomically, in parts of 1 MiB, and held in memory by its writer and
+readers."""
 
 
 class RunConfig(StrictModel):
-    """Batch algebra, on-policy bound and length of a run."""
+    """Batch size, lag bound and length of a run."""
 
     batch_size: int = Field(128, ge=2)
-    """Trajectories of one policy update; a multiple of the algorithm's group_size."""
+    """Trajectories per policy update; a multiple of the algorithm's group_size."""
     max_updates: int | None = Field(None, ge=1)
-    """Stop after this many policy updates."""
+    """Stop after this many policy updates; null: no limit."""
     max_lag: int = Field(0, ge=0, le=64)
-    """Bound on (trainer version at the start of an update) - (oldest version in a group). 0 is strictly on-policy."""
+    """Bound on (trainer version at the start of an update) - (oldest version in a group). 0: strictly on-policy."""
     staleness: Literal["wait", "in_order", "drop"] = "wait"
-    """Treatment of an in-flight draw that would pass the bound: wait for it, train in draw order, or drop it later."""
+    """Handling of an in-flight draw that the next updates could not train within the lag bound. `wait`: wait for it;
+    `in_order`: train all draws in data order; `drop`: drop it once it is stale."""
     oversample: float = Field(1.0, ge=1, le=8)
-    """Draws in flight relative to what the bound needs; those above it make up for groups that a batch lacks, and what
-    is not trained in time is dropped as stale."""
+    """Number of in-flight draws, as a multiple of what the lag bound requires. The additional draws replace groups
+    that a batch would lack; those not trained in time are dropped as stale."""
     draw_timeout_s: float = Field(120.0, gt=0)
-    """Deadline of a draw from the moment it is dispatched; then it is dropped and redrawn, at most four times while
-    other prompts are answered."""
+    """Deadline of a draw after its dispatch (seconds). A draw that misses it is dropped and redrawn, at most four
+    times while draws of other prompts succeed."""
     on_nonfinite: Literal["pause", "skip"] = "pause"
-    """A loss or gradient that is not finite: pause the job with the batch kept, or leave out that optimizer step."""
+    """Handling of a non-finite loss or gradient: pause the job and keep the batch, or skip the optimizer step."""
     max_mismatch: float | None = Field(1.0, gt=0)
-    """Pause the job after an update whose `mismatch/logprob` or `lag/logprob` is larger: what sampled the tokens is not
-    what trains on them (nats per token or action dimension). One version of lag makes about 0.01, a cache of old
-    weights about 2.
-    `sac`, which keeps old transitions, is not held to it; null: no job is."""
+    """Pause the job after an update whose `mismatch/logprob` or `lag/logprob` exceeds this (nats per token or action
+    dimension): the sampling policy differs from the trained one. One version of lag adds about 0.01, a cache of old
+    weights about 2. Not applied to `sac`, which trains on old transitions; null: never pause."""
 
 
 class CheckpointConfig(StrictModel):
-    """Durability of the trainer's state."""
+    """Frequency and retention of checkpoints."""
 
     every: int = Field(50, ge=1)
-    """Policy updates between checkpoints; the coordinator may ask for one earlier when a stream fills."""
+    """Policy updates between checkpoints; the coordinator may request one earlier when a stream fills."""
     keep: int = Field(2, ge=1)
-    """Newest checkpoints kept; the initial and the final one are kept beside them."""
+    """Number of newest checkpoints to keep, in addition to the initial and the final one."""
     keep_best: KeepBestConfig | None = None
-    """Keep the best checkpoint by a metric, too."""
+    """Also keep the best checkpoint by a metric; null: no."""
 
 
 class LimitsConfig(StrictModel):
-    """Budgets of one job on the shared streams."""
+    """Limits of one job: its share of streams and its wall time."""
 
     byte_budget: int = Field(256 << 20, ge=1 << 10)
-    """Bytes this job may hold in EXPERIENCE. (max_lag + 2) batches must fit in half of it."""
+    """Bytes that this job may occupy in the stream EXPERIENCE. (max_lag + 2) batches must fit in half of it."""
     timeout_s: float | None = Field(None, gt=0)
-    """The job fails after this wall time."""
+    """Wall time after which the job fails (seconds); null: no limit."""
 
 
 class PlacementConfig(StrictModel):
-    """How the local services share the cores."""
+    """Threads and devices of the services."""
 
     rollout_threads: int = Field(1, ge=1)
     """torch threads of each rollout worker."""
     trainer_threads: int = Field(1, ge=1)
-    """torch threads of the trainer. Part of the replay contract: another count may change the last bits."""
+    """torch threads of the trainer. Another number may change the last bits of results, and so the outcome of a
+    replay."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where trainer and sampler compute; `auto` takes a GPU where torch sees one."""
+    """Device of trainer and sampler; `auto` uses a GPU if torch finds one."""
     max_running: int = Field(256, ge=1)
-    """Sequences that one rollout engine decodes at once (slots of its KV cache)."""
+    """Largest number of sequences that one rollout engine decodes at once (slots of its KV cache)."""
     peak_tflops: float | None = Field(None, gt=0)
     """Peak TFLOP/s of one trainer device at the model's dtype, for the metric `speed/mfu`; null: not reported."""
 
 
 def known_kind(kind: Any) -> Any:
-    """Refuse an unknown kind by name."""
+    """Raise ValueError if the kind is unknown; the message lists the kinds."""
     if kind not in KIND_NAMES:
         raise ValueError(f"found {kind!r}; must be {', '.join(map(repr, KIND_NAMES[:-1]))} or {KIND_NAMES[-1]!r}")
     return kind
 
 
 class TrainingJob(StrictModel, ABC):
-    """A job with a trainer, a ledger and checkpoints, whatever its policy is.
+    """Base of jobs with a trainer, a ledger and checkpoints, whatever their policy is.
 
     The coordinator decides about draws and batches by these fields and properties alone.
     """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")
-    """Short name, for people."""
+    """Short name for display."""
     seed: int = Field(0, ge=0, lt=1 << 63)
-    """The one seed from which every draw, shuffle and initialisation derives."""
+    """Seed of every draw, shuffle and initialisation."""
     algorithm: AlgorithmConfig | EmbodiedAlgorithm
     """Advantages and loss."""
     backend: BackendConfig = LocalConfig()
-    """Where and how the trainer holds the model."""
+    """Training backend, which holds and shards the model."""
     train: RunConfig
-    """Batch algebra, on-policy bound, length of the run."""
+    """Batch size, lag bound and length of the run."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Durability of the trainer's state."""
+    """Frequency and retention of checkpoints."""
     evaluation: EvaluationConfig | EpisodeEvaluationConfig
     """Held-out evaluation."""
     early_stop: EarlyStopConfig | None = None
-    """When the run ends before its last update."""
+    """Condition for ending the run before its last update; null: none."""
     limits: LimitsConfig = LimitsConfig()
-    """Budgets of the job on shared streams."""
+    """Limits of the job: its share of streams and its wall time."""
     placement: PlacementConfig = PlacementConfig()
-    """How the services share the cores."""
+    """Threads and devices of the services."""
     tracking: list[TrackerConfig] = Field(default_factory=list)
-    """Where the metrics are written beside their stream."""
+    """Metric trackers, in addition to the metrics stream."""
     metadata: dict[str, str] = Field(default_factory=dict, max_length=16)
     """Free labels."""
 
@@ -141,35 +143,35 @@ class TrainingJob(StrictModel, ABC):
     @property
     @abstractmethod
     def services(self) -> tuple[str, ...]:
-        """Worker services without which the job stands still."""
+        """Worker services that the job needs to make progress."""
 
     @property
     @abstractmethod
     def max_group_bytes(self) -> int:
-        """Upper bound of one stored group, in bytes."""
+        """Upper bound of the size of one stored group (bytes)."""
 
     @property
     def data_epochs(self) -> int | None:
-        """Passes over the data after which the run ends; None: the data have no end."""
+        """Passes over the data after which the run ends; None: the data set is endless or other keys end the run."""
         return None
 
     @property
     def train_sources(self) -> list[str]:
-        """Names of the sources that training prompts come from; empty: there are none to tell apart."""
+        """Names of the sources of training prompts; empty: not distinguished."""
         return []
 
     @property
     def completions_per_group(self) -> int:
-        """Trajectories of one draw, a greedy one that serves as a baseline included."""
+        """Trajectories per draw, including a greedy one that serves as baseline."""
         return self.algorithm.group_size + self.algorithm.greedy_baseline
 
     @property
     def groups_per_batch(self) -> int:
-        """Groups of one policy update."""
+        """Groups per policy update."""
         return self.train.batch_size // self.algorithm.group_size
 
     @property
     def max_draws(self) -> int:
-        """Most draws that are not terminal at any moment."""
+        """Largest number of non-terminal draws at any time."""
         t = self.train
         return max(self.groups_per_batch, int((t.max_lag + 1) * self.groups_per_batch * t.oversample))

@@ -1,1 +1,1 @@
-"""Key `online` of a job file: live episodes, feedback, promotion and what protects them."""
+"""Section `online` of a job file: live episodes, feedback, promotion, and defences."""

@@ -1,4 +1,4 @@
-"""Losses for data that may not be used on-policy: answers to imitate, and answers to prefer."""
+"""Losses for off-policy data: answers to imitate, and preferences."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ __all__ = ["OffPolicyConfig", "PreferenceConfig", "SupervisedConfig"]
 
 
 class SupervisedConfig(StrictModel):
-    """Imitation: cross-entropy on corrections, demonstrations, and good answers that no policy loss may use."""
+    """Imitation: cross-entropy on corrections, demonstrations, and good answers that the policy loss cannot use."""
 
     coef: float = Field(0.1, gt=0)
-    """Weight of the loss, which is a mean over the tokens of all such answers of the minibatch."""
+    """Weight of the loss, a mean over the tokens of all such answers of the minibatch."""
     min_reward: float = 0.0
-    """Answers that are too old for the policy loss, or whose sampler is not known, are imitated from this reward on."""
+    """Smallest reward at which answers that are too old for the policy loss, or whose sampling policy is unknown,
+    are imitated."""
 
 
 class PreferenceConfig(StrictModel):
@@ -26,21 +27,22 @@ class PreferenceConfig(StrictModel):
     type: Literal["dpo"] = "dpo"
     """Direct preference optimization (arXiv 2305.18290)."""
     coef: float = Field(0.1, gt=0)
-    """Weight of the loss, which is a mean over the pairs of the minibatch."""
+    """Weight of the loss, a mean over the pairs of the minibatch."""
     beta: float = Field(0.1, gt=0)
-    """How strongly the frozen reference holds: the policy at version 0, or the one that `algorithm.kl` has."""
+    """Strength of the constraint to the frozen reference, which is the policy at version 0 or the reference of
+    `algorithm.kl`."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Probability that a pair was labelled the wrong way round."""
+    """Probability that the two answers of a pair are swapped."""
     normalise: bool = False
-    """Compare means over tokens instead of sums, so that long answers weigh no more than short ones."""
+    """Compare mean log-probs per token instead of sums, so that long answers have no larger weight."""
 
 
 class OffPolicyConfig(StrictModel):
-    """Losses beside the policy loss, for material that may not be used on-policy."""
+    """Losses beside the policy loss, for data that the policy loss cannot use."""
 
     supervised: SupervisedConfig | None = None
     """Imitate corrections, demonstrations and good answers; null rejects them."""
     preference: PreferenceConfig | None = None
     """Learn from preferences; null rejects them."""
     max_share: float = Field(0.5, gt=0, le=1)
-    """At most this many times `train.batch_size` of an update's groups are of this kind."""
+    """Largest number of off-policy groups in an update, as a multiple of `train.batch_size`."""

@@ -1,6 +1,6 @@
-"""Regular expressions of users that anybody's text may be searched with: their time grows with the text and no faster.
+"""Regular expressions of users for untrusted text, matched in linear time by RE2.
 
-They are written as for Python and read by RE2, which knows ASCII alone in its classes: those are spelt out.
+Patterns have Python's syntax. The classes of RE2 are ASCII only, so they are replaced by Unicode classes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import re2
 __all__ = ["compile_pattern"]
 
 CLASSES = {"w": r"\p{L}\p{M}\p{N}_", "d": r"\p{Nd}", "s": r"\s\x1c-\x1f\x{85}\p{Z}"}
-"""Python's meaning of these classes, and combining marks: a match too many is better than one too few."""
+"""RE2 equivalents of Python's classes, extended by combining marks: a false match is better than a missed one."""
 OUTSIDE = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)
 INSIDE = re.compile(r"\\.|.", re.DOTALL)
-"""Parts of a pattern outside and inside of brackets; a bracket that closes may come first in them as a character."""
+"""Tokens of a pattern outside and inside of brackets; directly after ``[`` or ``[^``, ``]`` is a literal."""
 
 
 def compile_pattern(pattern: str) -> Any:
-    """A pattern with the ``search`` and ``finditer`` of ``re``. Raises ValueError: RE2 cannot read it."""
+    """Compile a pattern to an object with the ``search`` and ``finditer`` of ``re``. Raises ValueError if RE2
+    rejects it."""
     options = re2.Options()
     options.log_errors = False
     try:
@@ -31,7 +32,7 @@ def compile_pattern(pattern: str) -> Any:
 
 
 def _spelt_out(pattern: str) -> str:
-    """``pattern`` with the classes `\\w`, `\\d`, `\\s` and their opposites as Python has them."""
+    r"""Replace the classes `\w`, `\d`, `\s` and their complements in ``pattern`` by their Unicode equivalents."""
     parts, place, bracket = list[str](), 0, ""
     while found := (INSIDE if bracket else OUTSIDE).match(pattern, place):
         part, place = found[0], found.end()
@@ -48,7 +49,7 @@ def _spelt_out(pattern: str) -> str:
 
 
 def _escape(part: str, bracket: str) -> str:
-    """``bracket`` is how the brackets around it begin; '' where there are none."""
+    """Return the RE2 equivalent of an escape; ``bracket`` is the opening of the enclosing brackets, or ''."""
     name = part[1].lower()
     if name == "b" and not bracket:
         raise ValueError(f"'{part}' knows ASCII letters alone: leave it out, or write what may stand there")
@@ -60,4 +61,4 @@ def _escape(part: str, bracket: str) -> str:
         return f"[^{CLASSES[name]}]"
     if bracket.startswith("[^"):
         raise ValueError(f"'{part}' in brackets that begin with '[^': write what is meant, like '\\pL' for letters")
-    return part  # of ASCII alone, so more is found
+    return part  # ASCII only, so the pattern matches more than in Python

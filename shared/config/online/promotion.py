@@ -1,4 +1,4 @@
-"""Which policy versions of an online job are served: bounds on what was measured of them."""
+"""Promotion gate of an online job: bounds that a new version must meet to be served."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ __all__ = ["PromotionConfig"]
 
 
 class PromotionConfig(StrictModel):
-    """A version is served only if it keeps every bound that is given; `patience` says what follows if not."""
+    """Promotion gate: a version is served only if it meets every bound that is set."""
 
     max_drop: float | None = Field(None, ge=0)
-    """The held-out reward (`metric`) may lie this far below that of the version served before; needs `data.eval`."""
+    """Allowed shortfall of the held-out reward (`metric`) against that of the previously served version; needs
+    `data.eval`. null: no bound."""
     metric: str = "eval/greedy"
-    """The held-out reward that `max_drop` compares."""
+    """Held-out reward that `max_drop` compares."""
     max_kl: float | None = Field(None, gt=0)
-    """Bound on `policy/kl_ref`, the KL to the reference policy; needs `algorithm.kl`."""
+    """Upper bound of `policy/kl_ref`, the KL to the reference policy; needs `algorithm.kl`. null: no bound."""
     min_entropy: float | None = None
-    """Floor of `policy/entropy`, in nats per token."""
+    """Lower bound of `policy/entropy` (nats per token); null: no bound."""
     max_mismatch: float | None = Field(None, gt=0)
-    """Bound on `mismatch/kl` and `lag/kl`, the KL between what sampled the tokens and what trains on them."""
+    """Upper bound of `mismatch/kl` and `lag/kl`, the KL between the sampling policy and the trained one; null: no
+    bound."""
     patience: int = Field(1, ge=1)
-    """After so many refused versions in a row training goes back to the version that is served."""
+    """After this many consecutive refused versions, training rolls back to the served version."""
     canary: CanaryConfig | None = None
-    """How a version that keeps the bounds is tried on live traffic before it is served to all; null: it is not."""
+    """Canary trial of versions that meet the bounds; null: they are served to all at once."""
 
     @model_validator(mode="after")
     def _bounds_something(self) -> PromotionConfig:

@@ -1,4 +1,4 @@
-"""When feedback is held back because it is unlike what its source said before."""
+"""Quarantine of feedback that deviates from earlier feedback of its source."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ __all__ = ["QuarantineConfig"]
 
 
 class QuarantineConfig(StrictModel):
-    """Feedback of one source (API key) on one metric is compared with what the same source said of it before."""
+    """Outlier detection per source (API key) and metric: feedback is compared with earlier feedback of that source."""
 
     window: int = Field(200, ge=10, le=10_000)
-    """Newest values of a source and metric that make up what is usual."""
+    """Number of newest values of a source and metric that define the usual range."""
     min_items: int = Field(30, ge=10)
-    """Nothing is held back before a source has given so many values of a metric."""
+    """Number of values that a source must have given of a metric before any is held."""
     max_deviation: float = Field(6.0, gt=0)
-    """A float is held that lies further from the median than this many standard deviations, estimated by the MAD."""
+    """A float is held if its distance from the median exceeds this many standard deviations, estimated by the MAD."""
     max_drift: float = Field(4.0, gt=0)
-    """Everything is held while the source's moving average is further from its usual mean than so many of its own
-    standard deviations."""
+    """All values of a source are held while its moving average deviates from its usual mean by more than this many
+    standard deviations of that average."""
     smoothing: float = Field(0.1, gt=0, le=1)
     """Weight of the newest value in the moving average."""
     hold_s: float = Field(86400.0, gt=0)
-    """Held items that nobody releases or drops within this time are rejected; sooner where room is needed."""
+    """Held items that no user releases or drops within this time (seconds) are rejected; sooner if the stream runs
+    out of space."""
 
     @model_validator(mode="after")
     def _window_holds_the_minimum(self) -> QuarantineConfig:

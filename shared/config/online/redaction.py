@@ -1,4 +1,4 @@
-"""Texts blanked in live requests and feedback before they are stored."""
+"""Redaction of live requests and feedback before they are stored."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Pattern = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 
 
 class RedactionConfig(StrictModel):
-    """Patterns that must not reach a disk; each match becomes `[NAME]`."""
+    """Patterns of text that must not be stored; each match is replaced by `[NAME]`."""
 
     patterns: dict[Name, Pattern] = Field(default_factory=dict, max_length=32)
-    """Regular expressions by name, for live requests and for the texts in feedback; as
-    [RE2](https://github.com/google/re2/wiki/Syntax) reads them: in a time that grows with the text and no faster,
-    without look-around, back-references and `\\b`. `\\w`, `\\d` and `\\s` stand for the characters of all languages."""
+    r"""Regular expressions by name, applied to live requests and to the texts in feedback. The syntax is that of
+    [RE2](https://github.com/google/re2/wiki/Syntax), which matches in linear time and has no look-around, no
+    back-references and no `\b`. `\w`, `\d` and `\s` match characters of all languages."""
     function: OptionalCodeName = None
-    """`package.module:function`, importable by the rollout service: `f(text) -> [(start, end, name), ...]`; for live
-    requests only."""
+    """Additional function, applied to live requests only: `package.module:function`, importable by the rollout
+    service, with the signature `f(text) -> [(start, end, name), ...]`."""
 
     @model_validator(mode="after")
     def _finds_something(self) -> RedactionConfig:

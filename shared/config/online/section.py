@@ -1,4 +1,4 @@
-"""How a job learns from live interactions: declared metrics, admission, batches, defences."""
+"""Section `online`: declared metrics, admission of interactions, batches, and defences."""
 
 from __future__ import annotations
 
@@ -32,33 +32,34 @@ class PostedConfig(StrictModel):
     """Uses of posted interactions beside imitation."""
 
     trusted_keys: list[str] = Field(default_factory=list, max_length=64)
-    """Ids of the API keys whose posted tokens the policy loss may use; `*`: of every key that may post feedback."""
+    """Ids of the API keys whose posted tokens the policy loss may use; `*`: every key that may post feedback."""
     audit_share: float = Field(0.05, ge=0, le=1)
-    """Share of the posted interactions with log-probs that a rollout worker computes again."""
+    """Share of the posted interactions with log-probs whose log-probs a rollout worker recomputes."""
     max_logprob_gap: float = Field(0.1, gt=0)
-    """Mean difference of posted and computed log-probs beyond which a key is not believed any more in this job."""
+    """Mean difference of posted and recomputed log-probs above which the job no longer trusts a key."""
     held_versions: int = Field(0, ge=0, le=16)
-    """Versions before the newest one whose weights each rollout worker keeps in host memory, to compute log-probs of
-    posted answers under them; each takes as much room as what is published (the model, or its adapters)."""
+    """Number of previous versions whose weights each rollout worker keeps in host memory, to recompute log-probs of
+    posted answers; each needs the memory of the published weights (the model, or its adapters)."""
     assume_on_policy: bool = False
-    """Take answers without log-probs as if the newest policy had written them; only for agents that serve it."""
+    """Treat answers without log-probs as sampled by the newest policy; only for agents that serve it."""
     max_assumed_share: float = Field(0.25, gt=0, le=0.25)
-    """Largest share of `train.batch_size` that is assumed."""
+    """Largest share of such answers in a batch, relative to `train.batch_size`."""
     assumed_weight: float = Field(0.5, gt=0, le=1)
-    """Factor of the advantages of what is assumed."""
+    """Factor of the advantages of such answers."""
 
 
 class NewSourcesConfig(StrictModel):
-    """A source is an API key. It is new until it has judged enough of the answers that reference keys judged, too."""
+    """New sources of feedback. A source is an API key; it is new until it has judged enough of the answers that
+    reference keys judged too."""
 
     reference_keys: list[str] = Field(min_length=1, max_length=64)
-    """Ids of the API keys that are believed from the start: an automatic judge, people who audit."""
+    """Ids of the API keys that are trusted from the start, such as an automatic judge or auditors."""
     weight: float = Field(0.2, gt=0, le=1)
-    """Factor of the advantages of what a new source judged."""
+    """Factor of the advantages of answers that a new source judged."""
     items: int = Field(30, ge=10)
-    """So many values of a source about which a reference key said something are needed to know it."""
+    """Number of values on answers also judged by a reference key after which a source is no longer new."""
     agreement: float = Field(0.4, gt=0, le=1)
-    """Smallest concordance of a source with the reference keys; for yes and no that is Cohen's kappa."""
+    """Smallest concordance of a source with the reference keys; for boolean metrics, Cohen's kappa."""
 
 
 Defences = Literal["standard", "none"]
@@ -70,12 +71,13 @@ STANDARD: Mapping[str, Any] = {
     "quarantine": {},
     "promotion": {"max_mismatch": 0.05, "min_entropy": 0.02},
 }
-"""A few per cent of poisoned preferences steer a model (Best-of-Venom, arXiv 2404.05530): no user may have so many.
-The bounds of the gate need no data that is held out: a collapsed policy, or one far from its samples, is not served."""
+"""A few per cent of poisoned preferences are enough to steer a model (Best-of-Venom, arXiv 2404.05530), so the share
+of a user stays below that. The bounds of the gate need no held-out data: they refuse a collapsed policy, or one far
+from its samples."""
 
 
 def with_defences(data: Any) -> Any:
-    """The section `online` as it was written, and of `standard` whatever it does not say itself."""
+    """Return the section `online` with unset keys filled in from the preset `standard`, if the section selects it."""
     if not isinstance(data, Mapping) or data.get("defences") != "standard":
         return data
     written = {name: _under(STANDARD[name], value) for name, value in data.items() if name in STANDARD}
@@ -83,25 +85,25 @@ def with_defences(data: Any) -> Any:
 
 
 def _under(preset: Any, written: Any) -> Any:
-    """A section that is written in part keeps the rest of the preset."""
+    """Fill the unset keys of a section from the preset."""
     return {**preset, **written} if isinstance(preset, Mapping) and isinstance(written, Mapping) else written
 
 
 Level = Literal["interaction", "episode"]
 REWARD = "reward"
-"""Feedback of this name counts in every job, declared or not."""
+"""Metric that counts in every job, declared or not."""
 
 RESERVED_METRICS = frozenset({"comment", "demonstration"})
-"""Names of feedback that is text: never a reward by itself."""
+"""Metrics whose values are texts, which are never rewards by themselves."""
 
 
 class MetricConfig(StrictModel):
-    """One declared metric of feedback."""
+    """Declared metric of feedback."""
 
     type: Literal["boolean", "float"]
-    """Type of its values."""
+    """Type of the metric's values."""
     level: Level = "interaction"
-    """Its target; an episode's metric goes to the last interaction of each of its branches."""
+    """Target of the metric; a metric of an episode is credited to the last interaction of each of its branches."""
     when_true: float = 1.0
     """Reward of `true` (boolean metrics)."""
     when_false: float = -1.0
@@ -109,9 +111,10 @@ class MetricConfig(StrictModel):
     weight: float = 1.0
     """Factor in the sum over metrics."""
     clip: tuple[float, float] = (-1.0, 1.0)
-    """Bounds of the weighted value; a float outside ten times these is refused as an error of its sender."""
+    """Bounds of the weighted value. A float more than ten times outside these is rejected as an error of its sender."""
     default_after_s: float | None = Field(None, gt=0)
-    """Missing this long after the interaction, the metric counts as `default_value`; null: it is waited for."""
+    """Time after the interaction (seconds) at which a missing metric gets `default_value`; null: wait for it without
+    limit."""
     default_value: bool | float = 0.0
     """Value of a missing metric."""
 
@@ -127,66 +130,71 @@ UNDECLARED_REWARD = MetricConfig(type="float")
 
 
 class OnlineConfig(StrictModel):
-    """How live interactions become training data."""
+    """Conversion of live interactions to training data."""
 
     metrics: dict[str, MetricConfig] = Field(default_factory=lambda: {REWARD: UNDECLARED_REWARD})
-    """Declared metrics by name; none: `reward`, a float. Beside others `reward` counts, too, as a float that is not
-    waited for; feedback of any other name is refused."""
+    """Declared metrics by name; none: `reward`, a float. If others are declared, `reward` also counts, as a float
+    that is not waited for; feedback with any other name is rejected."""
     max_wait_s: float = Field(60.0, gt=0)
-    """A smaller batch is trained once its oldest member has waited this long; with shares, the oldest of two owners."""
+    """Time (seconds) after which the oldest group triggers a batch smaller than `train.batch_size`; if shares are
+    bounded, the oldest groups of two owners must have waited."""
     match_ttl_s: float = Field(900.0, gt=0)
-    """Feedback whose interaction does not appear within this time expires."""
+    """Time (seconds) after which feedback expires if its interaction has not appeared."""
     idle_ttl_s: float = Field(1800.0, gt=0)
-    """An episode without a request for this long is over."""
+    """Idle time without a request (seconds) after which an episode is over."""
     episodes: Literal["named", "found"] = "named"
-    """Turns credited as one episode: those that name theirs; or also a conversation that nobody named, found by its
-    messages: each answer to a chat then waits for the end of its episode, as those of named ones do."""
+    """Turns credited as one episode. `named`: turns whose requests name the same episode; `found`: also
+    conversations of requests that name none, recognised by their messages. Each answer to a chat then waits for the
+    end of its episode, as in named ones."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount of later rewards along the branches of an episode."""
+    """Discount of later rewards along the branches of an episode; 0: no credit from later turns."""
     balance: Literal["episodes", "trajectories"] = "episodes"
-    """Unit of equal weight in the policy loss: episodes, whose branches share the weight of one, or every trajectory:
-    an episode with three branches then weighs as much as three."""
+    """Unit of equal weight in the policy loss. `episodes`: the branches of an episode share the weight of one;
+    `trajectories`: an episode with three branches has three times the weight."""
     invalid_reward: float | None = None
     """Reward of a completion whose tool calls cannot be parsed; null: the lowest bound of the declared metrics."""
     defences: Defences = "none"
-    """`standard`: a key not written here has the value of [Defences](online-defences.md#defences), not its default."""
+    """Preset of defences. `standard`: keys that are not set have the values of
+    [Defences](online-defences.md#defences) instead of their defaults."""
     max_share_per_key: float = Field(1.0, gt=0, le=1)
-    """Largest share of a batch that one key judged; an answer that nobody judged counts for the key that asked."""
+    """Largest share of a batch that one key judged; an answer without a judge counts for the key that requested it."""
     max_share_per_asker: float = Field(1.0, gt=0, le=1)
-    """Largest share of a batch that was answered to one key."""
+    """Largest share of a batch that was requested by one key."""
     max_share_per_user: float = Field(1.0, gt=0, le=1)
-    """Largest share of a batch that are conversations of one user, whoever judged them."""
+    """Largest share of a batch from conversations of one user, whichever keys judged them."""
     raters: Literal["any", "same_key"] = "any"
-    """Whose feedback counts: that of `any` key that may post it, or only of the key that the answer was served to."""
+    """Keys whose feedback counts: `any` key that may post feedback, or only the key that requested the answer."""
     new_sources: NewSourcesConfig | None = None
-    """Weight of feedback from API keys that are not known yet; null: that of all others."""
+    """Reduced weight of feedback from new API keys; null: all keys have the same weight."""
     off_policy: OffPolicyConfig | None = None
-    """Losses on material that may not be used on-policy; null: none."""
+    """Losses for data that the policy loss cannot use; null: none."""
     posted: PostedConfig = PostedConfig()
-    """Uses of posted interactions."""
+    """Uses of posted interactions beside imitation."""
     consent: Literal["opt_out", "opt_in"] = "opt_out"
-    """Whose conversations are trained on: all but those of users who said no, or only those of users who said yes."""
+    """Users whose conversations are trained on: all who did not opt out, or only those who opted in."""
     hold_s: float = Field(30.0, gt=0)
-    """How long a request waits for weights or a free worker before the client is told to come back."""
+    """Time that a request waits for weights or a free worker (seconds); after that the client is told to retry
+    later."""
     promotion: PromotionConfig | None = None
-    """When a new version is served; null: as soon as it is trained."""
+    """Promotion gate of new versions; null: each version is served as soon as it is trained."""
     quarantine: QuarantineConfig | None = None
-    """When feedback is held back for somebody to look at; null: never."""
+    """Quarantine of unusual feedback until a user reviews it; null: no quarantine."""
     forced_sampling: bool = False
-    """Sample as the job's `sampling` says whatever clients ask for, so that answers can be trained on; they still
-    choose length, stop strings, seed and the form of the answer."""
+    """Use the job's `sampling` instead of the sampling parameters of clients, so that all answers can be trained on.
+    Clients still choose length, stop strings, seed and the form of the answer."""
     strict_recording: bool = False
-    """An answer that could not be recorded is refused with 503 instead of served with `x-recorded: false`."""
+    """Refuse an answer that could not be recorded with 503 instead of serving it with `x-recorded: false`."""
     truncated: Literal["judge", "mask", "penalise", "leave_out"] = "judge"
-    """An answer that hit the length limit: earns what is said of it; so, but is masked: its reward counts in the
-    baseline, its tokens in no loss; earns `invalid_reward`; or is never trained on (what it earned still counts for the
-    turns before it)."""
+    """Handling of answers that hit the length limit. `judge`: rewarded by their feedback; `mask`: the same, but the
+    reward counts only in the baseline and the tokens in no loss; `penalise`: rewarded with `invalid_reward`;
+    `leave_out`: never trained on (their feedback still counts for earlier turns)."""
     unfinished: Literal["judge", "mask"] = "judge"
-    """An episode that nobody ended, which was idle or too old: trained like others, or masked, all its turns."""
+    """Handling of episodes that no client ended and that became idle or too old: trained like others, or all turns
+    masked."""
     max_age_s: float = Field(86400.0, gt=0)
-    """An episode is over this long after its first request, even if requests go on: later turns are `episode_over`."""
+    """Time after its first request (seconds) at which an episode is over; later turns are marked `episode_over`."""
     redaction: RedactionConfig | None = None
-    """Texts blanked in requests, answers and feedback before they are stored; null: none."""
+    """Redaction of requests, answers and feedback before they are stored; null: none."""
 
     @field_validator("metrics")
     @classmethod
@@ -199,35 +207,38 @@ class OnlineConfig(StrictModel):
         return with_defences(data)
 
     def metric(self, name: str) -> MetricConfig | None:
-        """How values of this name count; None: they do not. Undeclared, `reward` is a float."""
+        """Return the definition of the metric ``name``, or None if it does not count. An undeclared `reward` is a
+        float."""
         return self.metrics.get(name, UNDECLARED_REWARD if name == REWARD else None)
 
     def of_level(self, level: Level) -> dict[str, MetricConfig]:
-        """Metrics that add up to the reward of a turn, or of a whole episode, by name.
+        """Return the metrics, by name, that add up to the reward of a turn or of a whole episode.
 
-        Undeclared, `reward` is of both, for it judges what its feedback names; where it is missing, it adds nothing.
+        An undeclared `reward` belongs to both levels, because it judges whichever target its feedback names; a missing
+        one
+        adds nothing.
         """
         declared = {name: metric for name, metric in self.metrics.items() if metric.level == level}
         return declared if REWARD in self.metrics else {**declared, REWARD: UNDECLARED_REWARD}
 
     @property
     def is_defended(self) -> bool:
-        """True if anything bounds what one sender of feedback, or one update, can do."""
+        """True if a setting bounds the influence of one sender of feedback, or of one update."""
         shares = (self.max_share_per_key, self.max_share_per_asker, self.max_share_per_user)
         sections = (self.new_sources, self.quarantine, self.promotion)
         return min(shares) < 1 or self.raters != "any" or any(section is not None for section in sections)
 
     @property
     def has_credit(self) -> bool:
-        """True if feedback on one turn, or on the whole, concerns other turns of an episode."""
+        """True if feedback on one turn, or on the episode, affects the reward of other turns."""
         return self.gamma > 0 or any(metric.level == "episode" for metric in self.metrics.values())
 
     @property
     def without_consent(self) -> str:
-        """Why the conversations of a user are not trained on who does not allow it."""
+        """Reason why the conversations of a user without consent are not trained on."""
         return "opted_out" if self.consent == "opt_out" else "no_consent"
 
     @property
     def canary(self) -> CanaryConfig | None:
-        """How versions are tried on live traffic; None: they are not."""
+        """Canary trial of new versions; None: none."""
         return None if self.promotion is None else self.promotion.canary

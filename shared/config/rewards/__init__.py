@@ -1,1 +1,1 @@
-"""Key `reward` of a job file: scorers, graders and the formulas that combine them."""
+"""Section `reward` of a job file: scorers, graders, and the formulas that combine them."""

@@ -1,4 +1,4 @@
-"""Arithmetic over named numbers, as the ``calculate_output`` of a multi grader has it."""
+"""Arithmetic over named numbers, for ``calculate_output`` of a multi grader."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _UNARY: dict[type[ast.unaryop], Callable[[float], float]] = {ast.USub: operator.
 
 
 class Formula:
-    """``0.7 * tests + 0.3 * style``: ``+ - * / ^``, parentheses, and ``FUNCTIONS``. All numbers are floats."""
+    """Parsed formula such as ``0.7 * tests + 0.3 * style``: ``+ - * / ^``, parentheses, and ``FUNCTIONS`` over
+    floats."""
 
     def __init__(self, text: str) -> None:
-        """Raises ValueError for anything else."""
+        """Parse ``text``. Raises ValueError if it is no such formula."""
         if len(text) > MAX_CHARS:
             raise ValueError(f"a formula has at most {MAX_CHARS} characters")
         try:
@@ -38,10 +39,10 @@ class Formula:
             raise ValueError(f"'{text[:80]}' is not a formula") from None
 
     def value(self, numbers: Mapping[str, float]) -> float:
-        """The result for ``numbers``, which hold every one of ``names``.
+        """Evaluate the formula for ``numbers``, which must contain all ``names``.
 
         Raises:
-            ValueError: it, or a part of it, is not a finite real number.
+            ValueError: the result, or that of a subexpression, is not a finite real number.
         """
         try:
             return _value(self._tree, numbers)
@@ -50,7 +51,7 @@ class Formula:
 
 
 def _names(node: ast.expr, depth: int = 0) -> list[str]:
-    """Names of numbers; raises ValueError for what is no arithmetic."""
+    """Return the names of numbers in a formula. Raises ValueError for anything but arithmetic."""
     if depth > MAX_DEPTH:
         raise ValueError(f"a formula nests at most {MAX_DEPTH} levels")
     match node:
@@ -73,7 +74,7 @@ def _names(node: ast.expr, depth: int = 0) -> list[str]:
 
 
 def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
-    """Raises ArithmeticError where a part is not a finite real number, whatever the rest would make of it."""
+    """Evaluate a node. Raises ArithmeticError if any subexpression is not a finite real number."""
     found = _applied(node, numbers)
     if isinstance(found, complex) or not math.isfinite(found):
         raise ArithmeticError(f"{ast.unparse(node)[:80]} is {found}, not a finite number")
@@ -81,7 +82,7 @@ def _value(node: ast.expr, numbers: Mapping[str, float]) -> float:
 
 
 def _applied(node: ast.expr, numbers: Mapping[str, float]) -> float | complex:
-    """One operation; a root of a negative number is complex."""
+    """Apply one operation; a root of a negative number is complex."""
     match node:
         case ast.BinOp(left=left, op=op, right=right):
             return _BINARY[type(op)](_value(left, numbers), _value(right, numbers))
@@ -99,7 +100,7 @@ def _applied(node: ast.expr, numbers: Mapping[str, float]) -> float | complex:
 
 
 def _single(name: str, number: float) -> float:
-    """The least of one number is that number."""
+    """Apply a function to one argument; ``min`` and ``max`` return it unchanged."""
     if name in ("min", "max"):
         return number
     try:

@@ -32,34 +32,34 @@ __all__ = [
 MAX_PARTS = 8
 MAX_SOURCE = 256 << 10
 Slotted = Annotated[str, AfterValidator(check_slots)]
-"""Text with slots ``{{ item.FIELD }}`` (of the data row) and ``{{ sample.output_text }}`` (what the policy wrote)."""
+"""Text with slots ``{{ item.FIELD }}`` (field of the data row) and ``{{ sample.output_text }}`` (the completion)."""
 
 
 class _Grader(StrictModel):
     name: str = Field(min_length=1, max_length=64)
-    """Name, for people."""
+    """Name for display."""
 
 
 class StringCheckGrader(_Grader):
-    """1 if two texts compare as wanted, else 0."""
+    """String comparison: 1 if it holds, else 0."""
 
     type: Literal["string_check"] = "string_check"
     input: Slotted
     """Text that is graded."""
     reference: Slotted
-    """Text that it is compared with."""
+    """Text to compare with."""
     operation: Literal["eq", "ne", "like", "ilike"]
-    """Equal; not equal; the input contains the reference; the same without regard to case."""
+    """`eq`: equal; `ne`: not equal; `like`: the input contains the reference; `ilike`: the same, ignoring case."""
 
 
 class TextSimilarityGrader(_Grader):
-    """How similar two texts are, from 0 to 1."""
+    """Text similarity from 0 to 1."""
 
     type: Literal["text_similarity"] = "text_similarity"
     input: Slotted
     """Text that is graded."""
     reference: Slotted
-    """Text that it is compared with."""
+    """Text to compare with."""
     evaluation_metric: Literal[
         "fuzzy_match", "bleu", "gleu", "rouge_1", "rouge_2", "rouge_3", "rouge_4", "rouge_5", "rouge_l"
     ]
@@ -67,64 +67,64 @@ class TextSimilarityGrader(_Grader):
 
 
 class PythonGrader(_Grader):
-    """Value of the function ``grade(sample, item)`` of a program; the program runs in a sandbox."""
+    """Python program with a function ``grade(sample, item)`` that returns the score; runs in a sandbox."""
 
     type: Literal["python"] = "python"
     source: str = Field(min_length=1, max_length=MAX_SOURCE)
-    """The program. It can import the standard library."""
+    """Source code. Only the standard library can be imported."""
 
 
 class GraderPart(StrictModel):
-    """A piece of a message."""
+    """Part of a message."""
 
     type: Literal["input_text", "output_text"] = "input_text"
-    """As OpenAI's messages have it; both are text."""
+    """Type as in OpenAI's messages; both mean text."""
     text: Slotted
     """Text with slots."""
 
 
 class GraderMessage(StrictModel):
-    """A message to the model that grades."""
+    """Message to the grading model."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    """Whose message it is."""
+    """Author of the message."""
     content: Slotted | list[GraderPart]
-    """Text with slots, or pieces of text."""
+    """Text with slots, or a list of parts."""
     type: Literal["message"] = "message"
 
     @property
     def text(self) -> str:
-        """All of it, with slots."""
+        """Text of all parts, with slots."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class GraderSampling(StrictModel):
-    """How the model that grades is sampled."""
+    """Sampling settings of the grading model."""
 
     temperature: float | None = Field(None, ge=0, le=2)
-    """Sampling temperature; null leaves it to the endpoint."""
+    """Sampling temperature; null: the endpoint's default."""
     top_p: float | None = Field(None, gt=0, le=1)
     """Nucleus sampling."""
     seed: int | None = None
     """Seed of the sampler."""
     max_completions_tokens: int | None = Field(None, ge=1)
-    """Longest reply."""
+    """Longest reply in tokens."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """Passed on as it is."""
+    """Passed on unchanged."""
 
 
 class ScoreModelGrader(_Grader):
-    """A number from a language model."""
+    """Score returned by a language model."""
 
     type: Literal["score_model"] = "score_model"
     model: str = Field(min_length=1, max_length=256)
     """Model name in the request."""
     input: list[GraderMessage] = Field(min_length=1, max_length=64)
-    """Messages to it."""
+    """Messages of the request."""
     range: tuple[float, float] = (0.0, 1.0)
-    """Lowest and highest score; one outside is an error."""
+    """Lowest and highest score; a score outside is an error."""
     sampling_params: GraderSampling = GraderSampling()
-    """How it is sampled."""
+    """Sampling settings."""
 
     @field_validator("range", mode="before")
     @classmethod
@@ -150,14 +150,14 @@ class MultiGrader(_Grader):
     graders: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")], SingleGrader] = Field(
         min_length=1, max_length=MAX_PARTS
     )
-    """The graders by the names that they have in the formula."""
+    """Graders, by their names in the formula."""
     calculate_output: str = Field(min_length=1)
     """Formula with `+ - * / ^`, `min`, `max`, `abs`, `floor`, `ceil`, `exp`, `sqrt`, `log`."""
 
     @field_validator("graders", mode="before")
     @classmethod
     def _one_alone(cls, value: Any) -> Any:
-        """OpenAI's SDK declares a single grader here, its guide a mapping."""
+        """Accept a single grader, as OpenAI's SDK declares it; the guide declares a mapping."""
         if isinstance(value, dict) and isinstance(value.get("type"), str):
             return {str(value.get("name")): value}
         return value
@@ -184,12 +184,12 @@ AnyGrader = Part | MultiGrader
 
 
 def parts_of(grader: AnyGrader) -> dict[str, Part]:
-    """The graders that a grader is made of, by name; itself where it is no formula."""
+    """Return the parts of a grader by name; a grader without a formula is its only part."""
     return dict(grader.graders) if isinstance(grader, MultiGrader) else {grader.name: grader}
 
 
 def fields_of(grader: AnyGrader) -> set[str]:
-    """Fields of a data row that it needs; a Python grader may look for more."""
+    """Return the fields of a data row that the grader's slots name; a Python grader may read others."""
     return {field for part in parts_of(grader).values() for text in _texts(part) for field in item_fields(text)}
 
 
@@ -201,7 +201,8 @@ def _texts(part: Part) -> Iterator[str]:
 
 
 def total_of(grader: AnyGrader, scores: Mapping[str, float]) -> float:
-    """The score of a grader from those of its parts. Raises ValueError where its formula has none."""
+    """Compute the score of a grader from the scores of its parts. Raises ValueError if the formula has no finite
+    result."""
     if isinstance(grader, MultiGrader):
         return Formula(grader.calculate_output).value(scores)
     (only,) = scores.values()

@@ -1,4 +1,4 @@
-"""How completions are scored: a weighted sum of scorers."""
+"""Scoring of completions: a weighted sum of scorers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["RewardConfig"]
 
 
 class RewardConfig(StrictModel):
-    """How completions are scored."""
+    """Scoring of completions."""
 
     scorers: list[ScorerConfig] = Field(min_length=1, max_length=8)
-    """The reward is the sum of weight * score over these."""
+    """Scorers; the reward is the sum of weight * score."""
     timeout_s: float = Field(10.0, gt=0, le=3600)
-    """Wall-clock limit of scoring one completion, counted from the start of scoring. Where a scorer takes groups whole
-    (`reward_model`, `judge`, `http`, `grader`), limit for that group."""
+    """Wall-clock limit of scoring one completion (seconds), from the start of scoring. With a scorer that takes
+    whole groups (`reward_model`, `judge`, `http`, `grader`), limit per group."""
     open_timeout_s: float = Field(60.0, gt=0, le=3600)
-    """Limit of starting a scorer process: imports, loading a reward model."""
+    """Wall-clock limit of starting a scorer process, with its imports and reward model (seconds)."""
     processes: int | None = Field(None, ge=1, le=256)
     """Scorer processes of this job in each reward service; null: one per core, at most four."""
     slow: bool = False
-    """Score from the RAW stream after generation, not before the group is published."""
+    """Score groups from the stream RAW after generation, instead of before they are published."""
 
     @model_validator(mode="after")
     def _names_are_unique(self) -> RewardConfig:
@@ -52,7 +52,7 @@ class RewardConfig(StrictModel):
 
     @property
     def component_names(self) -> list[str]:
-        """One name per scorer: its name or type, numbered where it would repeat."""
+        """Name of each scorer: its name or type, numbered to be unique."""
         names: list[str] = []
         taken = {scorer.name for scorer in self.scorers}
         for scorer in self.scorers:
@@ -64,6 +64,6 @@ class RewardConfig(StrictModel):
 
     @property
     def whole_groups(self) -> bool:
-        """A scorer works on all completions of a group at once."""
+        """True if a scorer takes all completions of a group at once."""
         kinds = (RewardModelScorer, JudgeScorer, HttpScorer, GraderScorer)
         return any(isinstance(scorer, kinds) for scorer in self.scorers)

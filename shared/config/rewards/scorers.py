@@ -1,4 +1,4 @@
-"""Configuration of the scorers. Each runs in a killable process of the reward service."""
+"""Configuration of the scorers. Each scorer runs in a killable process of the reward service."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]{1,63}")
 
 
 def _web_address(value: str) -> str:
-    """Raises ValueError unless ``value`` is an http(s) URL without credentials."""
+    """Return the URL. Raises ValueError unless it is an http(s) URL without credentials."""
     try:
         parts = urlsplit(value)
         host, secret = parts.hostname, parts.password or parts.username
-        _ = parts.port  # raises where it is not a number
+        _ = parts.port  # raises ValueError if it is not a number
     except ValueError as error:
         raise ValueError(f"not a URL: {error}") from None
     if parts.scheme not in ("http", "https") or not host:
@@ -44,7 +44,7 @@ def _web_address(value: str) -> str:
 
 
 def _variable_name(value: str) -> str:
-    """Raises ValueError unless ``value`` may name a variable that holds a key for somebody else's service."""
+    """Return the name. Raises ValueError unless the variable may contain a key for an external service."""
     if not _VARIABLE.fullmatch(value):
         raise ValueError(
             "must be the NAME of an environment variable of the reward service (upper case), never the key itself"
@@ -70,13 +70,13 @@ def _pattern(value: str, *, groups: int | None = None) -> str:
 
 class _Scorer(StrictModel):
     weight: float = 1.0
-    """Factor in the sum."""
+    """Factor of the score in the reward."""
     name: str | None = Field(None, pattern=r"^[a-z][a-z0-9_]{0,31}$")
-    """Name of this component in metrics; default: its type."""
+    """Name of this component in metrics; default: the scorer's type."""
 
     @property
     def budget_s(self) -> float:
-        """Seconds that the scorer may take by its own limits; 0 where only `reward.timeout_s` bounds it."""
+        """Time that the scorer may take by its own limits (seconds); 0: only `reward.timeout_s` limits it."""
         return 0.0
 
 
@@ -85,7 +85,7 @@ class ExactScorer(_Scorer):
 
     type: Literal["exact"] = "exact"
     ignore_case: bool = False
-    """Compare without regard to case."""
+    """Ignore case."""
 
 
 class MathScorer(_Scorer):
@@ -108,107 +108,108 @@ class FormatScorer(_Scorer):
 
 
 class FunctionScorer(_Scorer):
-    """A Python function of the user: ``score(prompt, completion, answer, row, **args) -> float``."""
+    """Python function of the user: ``score(prompt, completion, answer, row, **args) -> float``."""
 
     type: Literal["function"] = "function"
     path: CodeName
     """`package.module:function`, importable by the reward service."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments passed on each call."""
+    """Keyword arguments of each call."""
 
 
 class CodeScorer(_Scorer):
-    """Runs the Python program of a completion against the row's tests, in a sandbox: 1 if all pass, else 0."""
+    """Executes the Python program of a completion against the row's tests, in a sandbox: 1 if all pass, else 0."""
 
     type: Literal["code"] = "code"
     tests: str = Field("tests", min_length=1)
-    """Field of the row that holds the tests: assertions, pairs of standard input and output, or calls."""
+    """Field of the row with the tests: assertions, pairs of standard input and output, or calls."""
     partial: bool = False
     """Score the fraction of tests passed instead."""
     time_limit_s: float = Field(6.0, gt=0, le=600)
-    """Wall-clock time for all tests of one completion; tests not finished by then have failed."""
+    """Wall-clock limit for all tests of one completion (seconds); unfinished tests fail."""
     memory_bytes: int = Field(512 << 20, ge=64 << 20)
-    """Address space of one process of the program."""
+    """Address space of each process of the program (bytes)."""
     scratch_bytes: int = Field(16 << 20, ge=4096)
-    """Files in the program's private /tmp, all together; in memory, gone after each run."""
+    """Total size of files in the program's private /tmp (bytes); held in memory and removed after each run."""
     output_bytes: int = Field(1 << 20, ge=1024)
-    """A program that writes more than this is ended and has failed."""
+    """Largest output (bytes); a program that writes more is killed and fails."""
     max_processes: int = Field(1, ge=1, le=256)
-    """1: a program may start threads, no processes. More: processes and threads together, each with `memory_bytes`;
-    needs namespaces."""
+    """1: a program may start threads but no processes. More: processes and threads together, each with
+    `memory_bytes`; needs namespaces."""
     site_packages: bool = False
-    """Let programs import what is installed beside the reward service (numpy, ...), not only the standard library."""
+    """Allow imports of packages installed beside the reward service (numpy, ...), not only of the standard library."""
     preload: list[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")]] = Field(default_factory=list)
-    """Modules imported once for all runs, such as `numpy`: programs find them ready."""
+    """Modules such as `numpy` to import once for all runs, so that programs start faster."""
 
     @property
     def budget_s(self) -> float:
-        """Its time limit."""
+        """Time limit of the tests (seconds)."""
         return self.time_limit_s
 
 
 class RewardModelScorer(_Scorer):
-    """The output of a sequence classifier (Hugging Face directory) for prompt and completion."""
+    """Reward model: a sequence classifier (Hugging Face directory) applied to prompt and completion."""
 
     type: Literal["reward_model"] = "reward_model"
     path: FileName
     """Directory with config, weights and tokenizer, as seen by the reward service."""
     format: Literal["chat", "plain"] = "chat"
-    """`chat`: user and assistant turns in the tokenizer's chat template; `plain`: prompt and completion, joined."""
+    """`chat`: user and assistant turns in the tokenizer's chat template; `plain`: prompt and completion,
+    concatenated."""
     messages: str | None = None
     """With `chat`: field of the row with the messages before the completion; null: the prompt is one user message."""
     label: int | None = Field(None, ge=0)
-    """Which output to use; needed where the model has more than one."""
+    """Index of the output to use; required if the model has several."""
     output: Literal["logit", "probability"] = "logit"
-    """`probability`: sigmoid of the only output, or softmax over several."""
+    """`logit`, or `probability`: sigmoid of the only output, or softmax over several."""
     batch_size: int = Field(16, ge=1)
-    """Completions of one forward pass."""
+    """Completions per forward pass."""
     max_tokens: int = Field(4096, ge=1)
-    """A longer text fails: it is never cut in silence."""
+    """Longest input in tokens; a longer one fails and is never truncated silently."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes a GPU where torch sees one."""
+    """Device; `auto` uses a GPU if torch finds one."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights while computing."""
+    """Dtype of weights and computation."""
     threads: int = Field(1, ge=1)
     """torch threads of each scorer process on a CPU."""
 
 
 class JudgeScorer(_Scorer):
-    """A grade from a language model behind an OpenAI-compatible endpoint, mapped to 0..1."""
+    """LLM judge: a grade from a language model behind an OpenAI-compatible endpoint, mapped to 0..1."""
 
     type: Literal["judge"] = "judge"
     base_url: WebAddress
-    """Address up to and with `/v1`; `/chat/completions` is added."""
+    """Base address, including `/v1`; `/chat/completions` is appended."""
     model: str = Field(min_length=1)
     """Model name in the request."""
     template: str = Field(min_length=1)
     """User message: a format string over `prompt`, `completion`, `answer` and the row's fields."""
     system: str | None = None
-    """System message before it."""
+    """System message; null: none."""
     pattern: str = r"(?i)score\s*[:=]\s*(-?\d+(?:\.\d+)?)"
-    """Regular expression with one group: the grade. Its last match counts. Not used with `json_schema`."""
+    """Regular expression with one group, the grade; its last match counts. Ignored with `json_schema`."""
     json_schema: dict[str, Any] | None = None
-    """Ask for JSON of this schema (`response_format`) and read the grade from `json_field`."""
+    """JSON schema of the reply (`response_format`); the grade is read from `json_field`. null: plain text."""
     json_field: str = "score"
-    """Field of that JSON object with the grade."""
+    """Field of the JSON reply with the grade."""
     scale: tuple[float, float] = (0.0, 10.0)
-    """Lowest and highest grade, mapped to 0 and 1; a grade outside fails."""
+    """Lowest and highest grade, mapped to 0 and 1; a grade outside is a failure."""
     temperature: float | None = Field(0.0, ge=0)
-    """Sampling temperature; null leaves it out, for models that refuse it."""
+    """Sampling temperature; null: not sent, for models that reject it."""
     max_tokens: int | None = Field(512, ge=1)
-    """Longest reply; null leaves it out."""
+    """Longest reply in tokens; null: not sent."""
     request: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of the request, for example `seed` or `max_completion_tokens`."""
+    """Additional fields of the request, for example `seed` or `max_completion_tokens`."""
     api_key_env: VariableName | None = None
-    """NAME of the environment variable of the reward service that holds the key."""
+    """Name of the environment variable of the reward service that contains the API key."""
     concurrency: int = Field(8, ge=1, le=256)
-    """Requests at once of each scorer process."""
+    """Concurrent requests of each scorer process."""
     timeout_s: float = Field(30.0, gt=0, le=3600)
-    """Limit of one request; then it is tried again while the deadline allows."""
+    """Timeout of one request (seconds); it is retried while the deadline allows."""
     deadline_s: float = Field(60.0, gt=0, le=3600)
-    """Limit for all completions of a group, retries included."""
+    """Deadline for all completions of a group, retries included (seconds)."""
     cache: bool = True
-    """Remember replies by model and request: in Redis or Valkey where the service has one, else in memory."""
+    """Cache replies by model and request: in Redis or Valkey if the service has one, else in memory."""
 
     @field_validator("pattern")
     @classmethod
@@ -226,55 +227,55 @@ class JudgeScorer(_Scorer):
 
     @property
     def budget_s(self) -> float:
-        """Its deadline."""
+        """Deadline for a group (seconds)."""
         return self.deadline_s
 
 
 class HttpScorer(_Scorer):
-    """Scores from a web service of the user, by POST (docs/rewards.md has the messages)."""
+    """Scores from a web service of the user, by POST (docs/rewards.md defines the messages)."""
 
     type: Literal["http"] = "http"
     url: WebAddress
-    """Where requests go."""
+    """Address of the requests."""
     batch_size: int = Field(64, ge=1)
-    """Most completions of one request; larger groups are split."""
+    """Largest number of completions per request; larger groups are split."""
     send_row: bool = True
-    """Send the data row along."""
+    """Include the data row in the request."""
     api_key_env: VariableName | None = None
-    """NAME of an environment variable of the reward service; its value is sent as bearer token."""
+    """Name of an environment variable of the reward service; its value is sent as bearer token."""
     secret_env: VariableName | None = None
-    """NAME of an environment variable of the reward service; requests are signed with it (HMAC-SHA256)."""
+    """Name of an environment variable of the reward service; its value signs requests (HMAC-SHA256)."""
     concurrency: int = Field(8, ge=1, le=256)
-    """Requests at once of each scorer process."""
+    """Concurrent requests of each scorer process."""
     timeout_s: float = Field(5.0, gt=0, le=3600)
-    """Limit of one request."""
+    """Timeout of one request (seconds)."""
     deadline_s: float = Field(8.0, gt=0, le=3600)
-    """Limit for all completions of a group, retries included."""
+    """Deadline for all completions of a group, retries included (seconds)."""
 
     @property
     def budget_s(self) -> float:
-        """Its deadline."""
+        """Deadline for a group (seconds)."""
         return self.deadline_s
 
 
 class GraderScorer(_Scorer):
-    """A grader in the format of OpenAI's fine-tuning API: string check, text similarity, Python, model, or several."""
+    """Grader in the format of OpenAI's fine-tuning API: string check, text similarity, Python, model, or several."""
 
     type: Literal["grader"] = "grader"
     grader: Grader
     """The grader. `item` is the data row, `sample.output_text` the completion, `sample.output_json` its JSON."""
     base_url: WebAddress | None = None
-    """Address up to and with `/v1` where the models of `score_model` graders are asked."""
+    """Base address, including `/v1`, of the models of `score_model` graders."""
     api_key_env: VariableName | None = None
-    """NAME of the environment variable of the reward service that holds the key for that."""
+    """Name of the environment variable of the reward service that contains the API key of `base_url`."""
     concurrency: int = Field(8, ge=1, le=256)
-    """Requests to models at once of each scorer process."""
+    """Concurrent requests to models of each scorer process."""
     timeout_s: float = Field(30.0, gt=0, le=3600)
-    """Limit of one request to a model; then it is tried again while the deadline allows."""
+    """Timeout of one request to a model (seconds); it is retried while the deadline allows."""
     time_limit_s: float = Field(6.0, gt=0, le=600)
-    """Wall-clock limit of a Python grader for one completion."""
+    """Wall-clock limit of a Python grader for one completion (seconds)."""
     deadline_s: float = Field(8.0, gt=0, le=3600)
-    """Limit for all completions of a group."""
+    """Deadline for all completions of a group (seconds)."""
 
     @model_validator(mode="after")
     def _models_have_an_address(self) -> GraderScorer:
@@ -284,13 +285,13 @@ class GraderScorer(_Scorer):
 
     @property
     def budget_s(self) -> float:
-        """Its deadline."""
+        """Deadline for a group (seconds)."""
         return self.deadline_s
 
 
 class EnvironmentScorer(_Scorer):
-    """The environment's own verdict on an episode: the rewards of a task of `verifiers`, or `reward(answer)` of the
-    object behind tools of type `method`. Where several objects judge, the sum."""
+    """Reward of the environment itself: the rewards of a task of `verifiers`, or `reward(answer)` of the object
+    behind tools of type `method`; with several objects, the sum."""
 
     type: Literal["environment"] = "environment"
 

@@ -1,4 +1,4 @@
-"""Texts with slots in double braces, ``{{ item.answer }}``, as graders in OpenAI's format write them."""
+"""Texts with slots in double braces, ``{{ item.answer }}``, as in graders of OpenAI's format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAMPLE = ("output_text", "output_json")
 
 
 def check_slots(text: str) -> str:
-    """``text``. Raises ValueError where a slot is neither ``item.FIELD`` nor one of the sample."""
+    """Return ``text``. Raises ValueError if a slot is neither ``item.FIELD`` nor one of the sample."""
     for root, steps in _paths(text):
         if root == "sample" and steps[0] not in _SAMPLE:
             raise ValueError(f"'sample.{steps[0]}' does not exist; there are: sample.output_text, sample.output_json")
@@ -26,15 +26,15 @@ def check_slots(text: str) -> str:
 
 
 def item_fields(text: str) -> set[str]:
-    """Fields of the data row that the slots name."""
+    """Return the fields of the data row that the slots name."""
     return {str(steps[0]) for root, steps in _paths(text) if root == "item"}
 
 
 def fill_slots(text: str, item: Mapping[str, Any], sample: Mapping[str, Any]) -> str:
-    """``text`` with its slots filled in: text as it is, anything else as JSON.
+    """Fill in the slots of ``text``: strings verbatim, other values as JSON.
 
     Raises:
-        LookupError: the row or the sample lacks something; says what.
+        LookupError: the row or the sample lacks a value; the message names it.
     """
     roots = {"item": item, "sample": sample}
 
