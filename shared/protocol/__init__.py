@@ -1,1 +1,1 @@
-"""Wire contracts: every message, name and byte layout. No sockets, no torch."""
+"""Wire contracts: every message, name and byte layout. Imports neither sockets nor torch."""

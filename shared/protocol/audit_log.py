@@ -1,4 +1,4 @@
-"""Requests over HTTP that changed something and who made them: the records of AUDIT."""
+"""Records of the stream AUDIT: HTTP requests that changed something, with their sender."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ __all__ = ["AuditRecord", "decode_record", "encode_record"]
 
 
 class AuditRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. It holds names and ids and nothing of what was sent; users stand under their pseudonyms."""
+    """Record of one request. Contains names and ids but no content of the request; users appear under their
+    pseudonyms."""
 
     request: str
-    """Its own id, `req_` and 32 hex digits; the reply has it as `x-request-id`."""
+    """Request id, `req_` and 32 hex digits; the reply carries it as `x-request-id`."""
     time: float
-    """When the reply began (Unix seconds)."""
+    """Time at which the reply began (Unix seconds)."""
     key: str
-    """Id of the key that sent it; `local`: from this machine, where no keys are configured."""
+    """Id of the key that sent the request; `local`: a client of this machine, where no keys are configured."""
     key_name: str = ""
     address: str = ""
-    """Of the client, as far as proxies are believed; '' where the server knows none."""
+    """Address of the client, as reported by trusted proxies; '' if the server does not know it."""
     method: str
     route: str
-    """Template of the path."""
+    """Path template of the route."""
     path: dict[str, str] = {}
-    """Values of the template's places."""
+    """Values of the template's placeholders."""
     query: dict[str, str] = {}
-    """Parameters that the route knows."""
+    """Query parameters that the route defines."""
     status: int
     job: str = ""
-    """The job that it is about, or that it made; '' for none."""
+    """Id of the job that the request concerns or created; '' for none."""
     location: str = ""
-    """Path of what it made."""
+    """Path of the created resource."""
     replayed: bool = False
-    """An earlier request with this Idempotency-Key was answered again; nothing was done."""
+    """True if an earlier reply was replayed for the same Idempotency-Key and nothing was done."""
     idempotency_key: str = ""
     body_sha256: str = ""
-    """Of the body as far as it was read, in hex; '' where there was none."""
+    """SHA-256 of the body as far as it was read, in hex; '' without a body."""
     trace: str = ""
 
 
 def encode_record(record: AuditRecord) -> bytes:
-    """As stored: JSON, which other tools read, too."""
+    """Encode a record for storage: JSON, which other tools can read."""
     return msgspec.json.encode(record)
 
 
 def decode_record(data: bytes) -> AuditRecord:
-    """A stored record. Raises ProtocolError."""
+    """Decode a stored record. Raises ProtocolError."""
     try:
         return msgspec.json.decode(data, type=AuditRecord)
     except msgspec.DecodeError as error:

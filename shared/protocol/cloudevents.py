@@ -1,4 +1,4 @@
-"""Events of jobs as CloudEvents 1.0 (JSON): what webhooks are sent, and what the API shows on request."""
+"""Job events as CloudEvents 1.0 (JSON), for webhooks and, on request, for the API."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.shared.protocol.jobs import PHASES
 __all__ = ["CLOUD_EVENT", "EVENT_TYPES", "cloud_event"]
 
 CLOUD_EVENT = "application/cloudevents+json"
-"""Media type of one."""
+"""Media type of a CloudEvent."""
 _NAMES = {
     "best": "checkpoint.best",
     "canary": "policy.canary",
@@ -23,7 +23,7 @@ _NAMES = {
     "worker_lost": "worker.unhealthy",
     "worker_back": "worker.recovered",
 }
-"""Events whose type does not say of what they tell."""
+"""Names of events whose type in the stream is ambiguous outside of it."""
 _OTHERS = (
     "asked", "blocked", "clock_skew", "dead_letter", "dropped", "evaluation", "extended", "halted", "health",
     "ledger_filling", "lineage_forked", "metric", "phase", "settings", "step", "submitted", "tracking",
@@ -31,15 +31,15 @@ _OTHERS = (
 EVENT_TYPES = tuple(
     f"rl.{name}.v1" for name in (*(f"job.{phase}" for phase in PHASES), *sorted({*_NAMES.values(), *_OTHERS}))
 )
-"""Types of all events that there are."""
+"""All event types."""
 
 
 def cloud_event(job: str, seq: int, row: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of EVENTS. Its ``id`` is its place there: the same wherever it is shown, for receivers to tell repeats.
+    """Convert an entry of EVENTS. Its ``id`` derives from its sequence, so that receivers recognise repeats.
 
     Args:
         seq: sequence in the stream.
-        row: what the stream holds, with at least ``time`` (Unix seconds), ``type`` and ``message``.
+        row: stored entry, with at least ``time`` (Unix seconds), ``type`` and ``message``.
     """
     return {
         "specversion": "1.0",
@@ -54,7 +54,7 @@ def cloud_event(job: str, seq: int, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _type_of(row: Mapping[str, Any]) -> str:
-    """``rl.job.PHASE.v1`` where a job entered a phase, else the event's name, or ``rl.TYPE.v1``."""
+    """Return ``rl.job.PHASE.v1`` for a change of phase, else the name of the event, or ``rl.TYPE.v1``."""
     phase = str(row["message"]).partition(":")[0]
     if row["type"] == "phase" and phase in PHASES:
         return f"rl.job.{phase}.v1"

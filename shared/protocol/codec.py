@@ -1,4 +1,4 @@
-"""The envelope: everything that crosses the bus, as msgpack. An unknown schema is refused, never guessed."""
+"""Envelope of all bus messages, as msgpack. Messages with an unknown schema number are rejected."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from penstock.shared.protocol.trace import current_trace
 __all__ = ["MAX_INLINE_BYTES", "SCHEMA", "Envelope", "pack", "unpack"]
 
 SCHEMA = 1
-"""Version of every message layout in this package. Bytes of version 1 are pinned by a contract test."""
+"""Version of every message layout in this package. A contract test pins the bytes of version 1."""
 MAX_INLINE_BYTES = 1 << 20
-"""Larger payloads go by reference (bulk plane) or in parts; never inline."""
+"""Largest inline payload (bytes); larger ones go by reference (bulk plane) or in parts."""
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """Schema, job, kind, id, epoch and trace id around a body that only its reader decodes."""
+    """Envelope with schema, job, kind, id, epoch and trace id around a body that only its receiver decodes."""
 
     schema: int
     job: str
@@ -37,7 +37,7 @@ _decoders: dict[type, Any] = {}
 
 
 def pack(body: msgspec.Struct, *, job: str = "", id: str = "", epoch: int = 0, trace: str = "") -> bytes:
-    """Wrap ``body`` into an envelope; its kind is the name of its class, its trace that of the task by default."""
+    """Wrap ``body`` into an envelope. Its kind is the name of its class; the default trace is that of the task."""
     raw = msgspec.Raw(_encoder.encode(body))
     return _encoder.encode(Envelope(SCHEMA, job, type(body).__name__, id, epoch, trace or current_trace(), raw))
 
@@ -46,7 +46,7 @@ def unpack(data: bytes | memoryview, kind: type[T]) -> tuple[T, Envelope]:
     """Decode a message that must be of ``kind``.
 
     Raises:
-        ProtocolError: not an envelope, another schema number, another kind, or a body that does not fit.
+        ProtocolError: the data is not an envelope, or has another schema number, another kind, or an invalid body.
     """
     try:
         envelope = _envelopes.decode(data)

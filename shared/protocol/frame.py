@@ -1,4 +1,4 @@
-"""The frame: one format for tensors inline in a message, in shared memory, over TCP and on disk.
+"""Frame: one format for tensors inline in a message, in shared memory, over TCP and on disk.
 
 ::
 
@@ -6,10 +6,10 @@
 
 The header is the user's tree with every tensor replaced by a msgpack extension ``(dtype, shape, offset, nbytes)``;
 offsets count from the first blob and are multiples of 64. A tensor is an extension, not a dict with a reserved key, so
-no user data can be mistaken for one. Numbers are little endian.
+user data cannot be mistaken for one. Numbers are little endian.
 
-Decoding trusts nothing: sizes, offsets, dtypes, dimensions and nesting are checked before an array is made, and what it
-allocates is bounded by the size of the buffer. There is no pickle.
+Decoding trusts no input: sizes, offsets, dtypes, dimensions and nesting are checked before an array is made, and
+allocations are bounded by the size of the buffer. There is no pickle.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-"""Anything that a frame is written to or read from."""
+"""Buffer that a frame is written to or read from."""
 
 MAGIC = b"PSF1"
 BLOB_ALIGN = 64
-"""Blobs start at multiples of this many bytes from the start of the frame."""
+"""Alignment of blobs from the start of the frame (bytes)."""
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMS = 8
 MAX_DEPTH = 32
@@ -58,7 +58,7 @@ _DTYPE_NAMES = (
 )
 _DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in _DTYPE_NAMES}
 _NAMES = {np.dtype(name): name for name in _DTYPE_NAMES}
-"""NumPy makes the name anew whenever it is asked."""
+"""Cache, because NumPy builds the name of a dtype on every access."""
 _MAX_ITEM_BYTES = 8
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the second one for text that is not UTF-8
 
@@ -81,7 +81,7 @@ _tensors = msgspec.msgpack.Decoder(_Tensor)
 
 
 def is_frame(data: Buffer) -> bool:
-    """True if the bytes begin as a frame does; an envelope never does."""
+    """Return True if the bytes begin like a frame; an envelope never does."""
     return bytes(data[: len(MAGIC)]) == MAGIC
 
 
@@ -153,12 +153,12 @@ class _Encoder:
 
 
 def decode_frame(data: Buffer) -> Any:
-    """Inverse of ``encode_frame``. Arrays are views of ``data`` (read-only where it is) and keep it alive.
+    """Inverse of ``encode_frame``. Arrays are views of ``data`` (read-only if it is) and keep it alive.
 
-    If ``data`` itself starts at an odd address, its blobs are copied once so that every array is aligned.
+    If ``data`` starts at an odd address, its blobs are copied once so that every array is aligned.
 
     Raises:
-        FrameError: ``data`` is not a frame, is cut short, or claims something that is out of bounds.
+        FrameError: ``data`` is not a frame, is truncated, or has values out of bounds.
     """
     try:
         buffer = memoryview(data).cast("B")
@@ -182,7 +182,7 @@ def decode_frame(data: Buffer) -> Any:
 
 
 def _check_tree(tree: Any) -> None:
-    """Refuse what ``encode_frame`` would never have written (other keys, timestamps, deep nesting)."""
+    """Raise FrameError for anything that ``encode_frame`` never writes (other keys, timestamps, deep nesting)."""
     level, depth = [tree], 0
     while level:
         below: list[Any] = []
@@ -201,7 +201,7 @@ def _check_tree(tree: Any) -> None:
 
 
 class _Blobs:
-    """Makes an array of each tensor extension; called by the msgpack decoder."""
+    """Converts each tensor extension to an array; called by the msgpack decoder."""
 
     def __init__(self, body: memoryview) -> None:
         self._body = body

@@ -1,4 +1,4 @@
-"""Requests to a rollout engine and what it answers. Token ids in, token ids out: text is never re-tokenized."""
+"""Requests to a rollout engine and its responses. Token ids in, token ids out: text is never re-tokenized."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ __all__ = [
 ]
 
 PauseMode = Literal["abort", "drain", "keep"]
-"""abort: running requests end with their partial tokens. drain: they finish first. keep: they wait and go on."""
+"""abort: running requests end with their partial tokens. drain: they finish first. keep: they are suspended and
+resume."""
 
 
 Likely = list[tuple[int, float]]
-"""The likeliest tokens at one position and their log-probs, the likeliest first."""
+"""Most likely tokens at one position with their log-probs, in descending order."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How to sample; ``temperature`` 0 is greedy. Log-probs are of logits / temperature (greedy: of logits).
+    """Sampling parameters; ``temperature`` 0 is greedy. Log-probs are of logits / temperature (greedy: of logits).
 
-    Penalties are taken off the logits of tokens that the completion has already: ``frequency_penalty`` for each time,
-    ``presence_penalty`` once. ``logit_bias`` is added to logits. All of them change what is drawn, not the log-probs.
+    Penalties are subtracted from the logits of tokens that the completion already contains: ``frequency_penalty`` per
+    occurrence, ``presence_penalty`` once. ``logit_bias`` is added to logits. They change the sampling distribution but
+    not
+    the reported log-probs.
     """
 
     max_new_tokens: int
@@ -52,9 +55,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Output tokens [start, end) were produced by policy ``version``, whose weights have the short digest ``weights``.
+    """Output tokens [start, end) came from policy ``version``, whose weights have the short digest ``weights``.
 
-    ``weights`` is empty where nobody knows it: in records of earlier versions, and for what was not sampled here.
+    ``weights`` is empty if unknown: in records of earlier versions, and for posted answers.
     """
 
     version: int
@@ -64,26 +67,28 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """The form of an answer: JSON of a schema, calls of some tools, or, with both, either of them.
+    """Prescribed form of an answer: JSON of a schema, calls of some tools, or, with both, either of them.
 
-    Schemas are JSON. ``asked_by`` is the field of the request that asks for it.
+    Schemas are JSON. ``asked_by`` is the field of the request that prescribes it.
     """
 
     asked_by: Literal["response_format", "tool_choice"]
     json_schema: str = ""
     tools: tuple[tuple[str, str], ...] = ()
-    """Name and schema of the arguments of those that may be called."""
+    """Name and argument schema of the tools that may be called."""
     parallel: bool = True
     """True if several calls may follow each other."""
 
 
 class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """``n`` completions of one prompt. Sample i uses seed + i: a result depends on prompt, seed and weights only.
+    """Request for ``n`` completions of a prompt. Sample i uses seed + i: results depend only on prompt, seed and
+    weights.
 
-    ``top_logprobs`` tokens are reported at each position beside the sampled one. The prompt of a request may go on from
-    what the last one of the same ``session`` ended with (n = 1): an engine that kept its cache computes only the rest.
-    After the ``last`` one nothing is kept. ``constraint``: only tokens are drawn that keep to it; log-probs remain
-    those of the policy. The last ``answered`` tokens of the prompt are a begun answer that it is the form of.
+    ``top_logprobs``: alternatives reported per position, beside the sampled token. The prompt of a request may extend
+    the
+    tokens of the previous one of the same ``session`` (n = 1): an engine that kept its cache computes only the rest.
+    After the ``last`` one the cache is dropped. ``constraint``: only tokens that fit it are sampled; log-probs remain
+    those of the policy. The last ``answered`` tokens of the prompt are the beginning of the constrained answer.
     """
 
     request_id: str
@@ -98,9 +103,9 @@ class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """One token of sample ``index``, as soon as it is sampled; see ``Span`` for version and weights.
+    """One token of sample ``index``, sent as soon as it is sampled; see ``Span`` for version and weights.
 
-    ``top`` is as long as the request's top_logprobs.
+    ``top`` has as many entries as the request's top_logprobs.
     """
 
     index: int
@@ -114,8 +119,8 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One completion: the stop token is included in ``token_ids``; spans cover every token.
 
-    ``experts`` is the router table where it is recorded, uint8 or uint16 [prompt + completion − 1, layers with experts,
-    experts of a token]: the last token went through no layer. ``top`` has an entry per token where it was asked for.
+    ``experts`` is the router table if it is recorded, uint8 or uint16 [prompt + completion − 1, layers with experts,
+    experts of a token]: the last token passed no layer. ``top`` has an entry per token if it was requested.
     """
 
     token_ids: list[int]
@@ -134,7 +139,7 @@ class GenResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probs of the tokens of a text under policy ``version``, without the first one, which has none."""
+    """Log-probs of the tokens of a text under policy ``version``, except of the first one, which has none."""
 
     version: int
     logprobs: list[float]
@@ -142,35 +147,35 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Caps(msgspec.Struct, frozen=True, kw_only=True):
-    """Capabilities of an engine. A job that asks for more is refused when it is submitted."""
+    """Capabilities of an engine. A job that needs others is rejected at submission."""
 
     transports: tuple[str, ...]
     pause_modes: tuple[str, ...]
     native_spans: bool
     sleep: bool
     staging: Literal["tensors", "reference"] = "tensors"
-    """tensors: the worker stages a version and hands its tensors to the engine. reference: processes of the engine open
-    the version themselves, hold it and prove its digest."""
+    """tensors: the worker stages a version and passes its tensors to the engine. reference: the engine's processes
+    open and hold the version themselves, and report its digest."""
     adapters: bool = True
-    """Takes low-rank adapters alone."""
+    """Accepts low-rank adapters without the base weights."""
     routers: bool = True
     """Records the experts of each token."""
     held: bool = True
     """Computes log-probs under weights that it does not serve."""
     candidates: bool = True
-    """A second engine, for versions that are not served yet, fits beside it."""
+    """Allows a second engine beside it, for versions that are not served yet."""
     fp32_head: bool = True
     """Computes the logits of a bfloat16 model in float32."""
     forms: bool = True
-    """Keeps an answer to a form."""
+    """Constrains an answer to a form."""
     plain_logprobs: bool = True
-    """Log-probs are of logits / temperature, however tokens are drawn from them."""
+    """Log-probs are of logits / temperature, whatever the sampling parameters."""
 
 
 class WeightInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Version the engine serves; ``dirty`` after a failed in-place update until a full one succeeds.
+    """Version that the engine serves; ``dirty`` from a failed in-place update until a full one succeeds.
 
-    ``base`` is the digest of the frozen weights under an adapter; empty where whole weights are updated.
+    ``base`` is the digest of the frozen weights under an adapter; empty if whole weights are updated.
     """
 
     version: int

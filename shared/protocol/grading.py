@@ -1,4 +1,4 @@
-"""One answer graded on request, and the kinds of errors that graders have (OpenAI's fine-tuning API, 2026-08)."""
+"""Grading of one answer on request, and the error kinds of graders (OpenAI's fine-tuning API, 2026-08)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 __all__ = ["GRADER_ERRORS", "OPEN_S", "GradeReply", "GradeRequest", "error_text", "split_error"]
 
 OPEN_S = 20.0
-"""Limit of opening the scorers of a request: a process starts, and a sandbox proves itself."""
+"""Time limit of opening the scorers of a request (seconds): a process starts, and checks its sandbox."""
 GRADER_ERRORS = (
     "formula_parse_error",
     "invalid_variable_error",
@@ -23,12 +23,12 @@ GRADER_ERRORS = (
     "truncated_observation_error",
     "unresponsive_reward_error",
 )
-"""Flags of the reply to a grader that is run."""
+"""Error flags in the reply to a grader run."""
 
 
 class GradeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Score ``sample`` with each of ``scorers`` (configurations) within ``deadline_s``, once they are open; without a
-    sample only open them. Its sender waits ``wait_s`` for the reply."""
+    """Request to score ``sample`` with each of ``scorers`` (configurations) within ``deadline_s`` after they are
+    open; without a sample, to open them only. The sender waits ``wait_s`` for the reply."""
 
     scorers: list[dict[str, Any]]
     sample: str | None
@@ -40,8 +40,8 @@ class GradeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GradeReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One score for each scorer, or none and the error of the first that failed; how long it took, in seconds.
-    ``opened``: all scorers could be opened."""
+    """One score per scorer, or none and the error of the first that failed; duration in seconds. ``opened``: all
+    scorers could be opened."""
 
     scores: list[float] = []
     error: str = ""
@@ -50,12 +50,13 @@ class GradeReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def error_text(flag: str, detail: str) -> str:
-    """The text of an error of a grader: its kind stands at the front, so that it survives where only texts go."""
+    """Return the text of a grader error, with its kind as prefix, so that it survives where only texts are
+    transmitted."""
     assert flag in GRADER_ERRORS
     return f"{flag}: {detail}"
 
 
 def split_error(text: str) -> tuple[str, str]:
-    """Kind and detail of such a text; any other text is an ``other_error``."""
+    """Split such a text into kind and detail; any other text is an ``other_error``."""
     flag, colon, detail = text.partition(": ")
     return (flag, detail) if colon and flag in GRADER_ERRORS else ("other_error", text)

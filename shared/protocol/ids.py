@@ -1,4 +1,4 @@
-"""Names of jobs, draws and attempts."""
+"""Ids of jobs, draws and attempts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["Draw", "derive_seed", "new_attempt", "new_job_id"]
 
 
 class Draw(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
-    """``(ordinal, n)``: the n-th attempt to get a group for a place in the data order.
+    """Draw ``(ordinal, n)``: the n-th attempt to get a group for a position in the data order.
 
-    Allocated only by a ledger event. Ordered by ordinal, then n.
+    Only a ledger event allocates one. Ordered by ordinal, then n.
     """
 
     ordinal: int
@@ -30,21 +30,21 @@ class Draw(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
         return cls(int(ordinal), int(n))
 
     def again(self) -> Draw:
-        """The draw that replaces this one after it was dropped."""
+        """Return the draw that replaces this one after it was dropped."""
         return Draw(self.ordinal, self.n + 1)
 
 
 def new_job_id() -> str:
-    """``job_`` + UUIDv7 in hex: sorts by time and is one subject token."""
+    """Return ``job_`` + UUIDv7 in hex: sorts by time and is one subject token."""
     return f"job_{uuid6.uuid7().hex}"
 
 
 def new_attempt() -> str:
-    """Random id of one generation of a draw."""
+    """Return a random id for one generation of a draw."""
     return secrets.token_hex(8)
 
 
 def derive_seed(seed: int, *parts: int | str) -> int:
-    """A 63-bit seed for one purpose, from the job's one seed: a pure function, the same on every host."""
+    """Derive a 63-bit seed for one purpose from the job's seed: a pure function, equal on every host."""
     text = "/".join(str(part) for part in (seed, *parts))
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1

@@ -1,4 +1,4 @@
-"""The job record: desired spec and observed status, as stored and as the API shows it."""
+"""Job record: desired spec and observed status, as stored and as returned by the API."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ WarningKind = Literal[
 
 
 class HealthWarning(BaseModel):
-    """A sign that training goes wrong or learns nothing; the job goes on."""
+    """Sign that training diverges or learns nothing; the job continues."""
 
     model_config = ConfigDict(frozen=True)
 
     kind: WarningKind
     """``no_signal``: most groups have no variance; ``reward_stuck``: the reward does not rise; ``scorer_failures``:
-    completions without a score; ``entropy_collapse``: the policy says always the same; ``truncation``: many
-    completions are cut off; ``kl_spike``, ``gradient_spike``: one update was far larger than those before."""
+    completions without a score; ``entropy_collapse``: the policy's outputs hardly vary; ``truncation``: many
+    completions hit the length limit; ``kl_spike``, ``gradient_spike``: one update was far larger than those before."""
     message: str
     since: datetime
 
 
 class Condition(BaseModel):
-    """One aspect of a job, in the manner of Kubernetes."""
+    """One condition of a job, as in Kubernetes."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -78,8 +78,8 @@ class Condition(BaseModel):
 
 
 class Operation(BaseModel):
-    """Something asked of a job that is over when it was done: a checkpoint now, the prompt of a dead letter again, a
-    version to be served, to go back to a checkpoint, or another number of workers."""
+    """One-time operation on a job: write a checkpoint, redraw the prompt of a dead letter, serve a version, roll
+    back to a checkpoint, or change the number of workers."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -88,7 +88,7 @@ class Operation(BaseModel):
     kind: OperationKind
     args: dict[str, Any] = Field(default_factory=dict)
     by: str = ""
-    """Id of the key that asked for it; `local`: somebody on this machine, where no keys are configured."""
+    """Id of the key that requested it; `local`: a client of this machine, where no keys are configured."""
     created_at: datetime
     state: Literal["pending", "succeeded", "failed"] = "pending"
     message: str = ""
@@ -97,45 +97,45 @@ class Operation(BaseModel):
 
 
 class JobFailure(BaseModel):
-    """Why a job failed."""
+    """Cause of the failure of a job."""
 
     model_config = ConfigDict(frozen=True)
 
     code: ErrorCode
-    """``timeout``: `limits.timeout_s` is over; ``invalid_data``: a data set cannot be used; ``not_scored``: no scorer
-    could score what was sampled; ``trainer_failed``, ``rollout_failed``: a worker cannot go on with the job;
+    """``timeout``: `limits.timeout_s` was exceeded; ``invalid_data``: a data set cannot be used; ``not_scored``: no
+    scorer could score the samples; ``trainer_failed``, ``rollout_failed``: a worker cannot continue the job;
     ``internal``: a defect."""
     message: str
     service: Literal["coordinator", "rollout", "trainer"] | None = None
-    """Which service could not go on; None where none is at fault."""
+    """Service that failed; None if no service is at fault."""
 
 
 class ModelOrigin(BaseModel):
-    """Checkpoint of another job that a job began with, as it was found when the job was submitted."""
+    """Checkpoint of another job that the job started from, as found at submission."""
 
     model_config = ConfigDict(frozen=True)
 
     model: str
-    """As the job file names it: `job:NAME@final`."""
+    """Reference in the job file: `job:NAME@final`."""
     job: str
-    """Id of the other job, and ``name`` its name."""
+    """Id of the other job; ``name`` is its name."""
     name: str
     number: int
     """Policy updates before the checkpoint."""
     version: int
     digest: str
-    """Digest of the weights, as the ledger has it."""
+    """Digest of the weights, as recorded in the ledger."""
     path: str
     """Directory of the checkpoint on the coordinator's host."""
 
     @property
     def checkpoint(self) -> str:
-        """The checkpoint by id and number, which always mean the same one."""
+        """Checkpoint by id and number, a reference that never changes its meaning."""
         return f"job:{self.job}@{self.number}"
 
 
 class JobLinks(BaseModel):
-    """Where the rest of a job is."""
+    """API paths of a job's resources."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -147,81 +147,82 @@ class JobLinks(BaseModel):
 
 
 class JobProgress(BaseModel):
-    """How far a job is."""
+    """Progress of a job."""
 
     model_config = ConfigDict(frozen=True)
 
     step: int
     """Policy updates completed."""
     max_steps: int | None
-    """Those that it is to have at most; None where their number is not set."""
+    """Largest number of policy updates; None if not set."""
     fraction: float | None
-    """Of ``max_steps``, 0 to 1; a job may end earlier."""
+    """Fraction of ``max_steps``, 0 to 1; a job may end earlier."""
     groups: int
-    """Groups that were trained."""
+    """Groups trained."""
 
 
 class JobStatus(BaseModel):
-    """The coordinator's last observation."""
+    """Last status observed by the coordinator."""
 
     model_config = ConfigDict(frozen=True)
 
     observed_generation: int = 0
-    """Generation of the record that the run follows."""
+    """Generation of the record that the run has applied."""
     applies_at_step: int | None = None
-    """First update, counted from 1, that generation ``observed_generation`` of the job file holds for; None where it
-    changed nothing of the training."""
+    """First update, counted from 1, to which generation ``observed_generation`` of the job file applies; None if it
+    did not change the training."""
 
     phase: Phase = "pending"
     message: str = ""
     error: JobFailure | None = None
-    """Of a job that failed."""
+    """Cause of the failure; None unless the job failed."""
     attempt: int = 0
-    """Control loops that led the job in turn: 1, and one more each time that another coordinator, or the same one after
-    a fault of its own, took it up. 0: none yet."""
+    """Number of control loops that have led the job: increases each time that another coordinator, or the same one
+    after an internal fault, takes it up. 0: none yet."""
     heartbeat_at: datetime | None = None
-    """When the coordinator that leads the job last wrote this, at least every 10 s while it leads."""
+    """Time at which the leading coordinator last wrote this status, at least every 10 s while it leads."""
     step: int = 0
     """Policy updates completed."""
     policy_version: int = 0
     served_version: int | None = None
-    """The version that agents are answered with, of a job with `online.promotion`; else they get the newest."""
+    """Version served to agents, in jobs with `online.promotion`; null: the newest."""
     promoted_at: datetime | None = None
-    """Since when that version is served."""
+    """Time since which that version is served."""
     canary: dict[str, Any] | None = None
-    """The version on trial, the share of the conversations that it answers, and what was said of both arms so far."""
+    """Version in a canary trial, its share of the conversations, and the feedback on both arms so far."""
     total_steps: int | None = None
     expected_end: datetime | None = None
-    """While it runs, of a run with ``total_steps``: when it is over, should it go on as fast as lately."""
+    """Expected end of a running job with ``total_steps``, at its recent speed."""
     reward: float | None = None
-    """Mean sampled reward of the newest batch."""
+    """Mean reward of the samples in the newest batch."""
     draws: dict[str, Any] = Field(default_factory=dict)
-    """drawn, trained, in_flight and dropped by reason: the ledger equation."""
+    """Numbers of draws: drawn, trained, in_flight, and dropped by reason; they satisfy the ledger equation."""
     queues: dict[str, int] = Field(default_factory=dict)
-    """Work waiting at each stage: tickets without a group, groups without a batch, batches that are not trained."""
+    """Work waiting at each stage: tickets without a group, groups without a batch, untrained batches."""
     checkpoint: str | None = None
     best_checkpoint: dict[str, Any] | None = None
-    """number, path, and by which metric, value and update: where `checkpoint.keep_best` is set."""
+    """Best checkpoint if `checkpoint.keep_best` is set: number, path, metric, value and update."""
     conditions: list[Condition] = Field(default_factory=list)
     warnings: list[HealthWarning] = Field(default_factory=list)
-    """Those that hold; of a job that is over, those that held at its end."""
+    """Current warnings; for a job that is over, those at its end."""
     started_at: datetime | None = None
     finished_at: datetime | None = None
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def progress(self) -> JobProgress:
-        """How far it is."""
+        """Progress of the job."""
         fraction = min(1.0, self.step / self.total_steps) if self.total_steps else None
         trained = self.draws.get("trained", 0)
         return JobProgress(step=self.step, max_steps=self.total_steps, fraction=fraction, groups=trained)
 
 
 class JobRecord(BaseModel):
-    """A job. ``spec`` is the validated job file; ``revision`` is the store's and serves as ETag.
+    """Job. ``spec`` is the validated job file; ``revision`` is that of the store and serves as ETag.
 
-    ``generation`` counts what the user changed. ``changed_from`` is the revision that the newest such change replaced:
-    whoever knows a later one knows that change, whatever the coordinator observed since.
+    ``generation`` counts changes by users. ``changed_from`` is the revision that the newest such change replaced: a
+    client
+    with a later revision has seen that change, whatever the coordinator observed since.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -236,21 +237,21 @@ class JobRecord(BaseModel):
     spec: dict[str, Any]
     desired_state: DesiredState = "running"
     force: bool = False
-    """Cancel without training what is sealed and without a last checkpoint."""
+    """Cancel without training sealed batches and without a last checkpoint."""
     last_checkpoint: bool = True
-    """A cancelled job writes one more checkpoint, of what is trained by then."""
+    """Write a checkpoint of the trained state when the job is cancelled."""
     extensions: int = 0
-    """How often it was asked to go on after it had ended."""
+    """Number of times that the job was extended after it had ended."""
     extended_at: datetime | None = None
-    """When that was asked last."""
+    """Time of the last extension."""
     operations: list[Operation] = Field(default_factory=list)
-    """The newest ones, oldest first."""
+    """Newest operations, oldest first."""
     origin: ModelOrigin | None = None
-    """Checkpoint that `model.path: job:NAME@WHICH` named."""
+    """Checkpoint that `model.path: job:NAME@WHICH` was resolved to."""
     fine_tuning: dict[str, Any] | None = None
-    """Body of `POST /v1/fine_tuning/jobs`, where the job came from there."""
+    """Body of `POST /v1/fine_tuning/jobs`, if the job was submitted there."""
     trace: str = ""
-    """Trace id of the request that submitted it: in everything that is sent and logged for the job."""
+    """Trace id of the request that submitted the job, included in all its messages and log lines."""
     status: JobStatus = JobStatus()
 
     @property
@@ -261,11 +262,11 @@ class JobRecord(BaseModel):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def links(self) -> JobLinks:
-        """Paths of the API."""
+        """API paths of the job's resources."""
         own = f"/v1/jobs/{self.id}"
         parts = {name: f"{own}/{name}" for name in ("events", "metrics", "checkpoints", "logs")}
         return JobLinks(**{"self": own, **parts})
 
     def stored(self) -> bytes:
-        """As the store keeps it: without what follows from the rest."""
+        """Serialise the record for the store, without derived fields."""
         return self.model_dump_json(exclude={"links": True, "status": {"progress"}}).encode()

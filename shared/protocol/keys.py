@@ -1,4 +1,4 @@
-"""API keys: what each may do, as stored and as the API shows it. The secret itself is never stored."""
+"""API keys and their permissions, as stored and as returned by the API. The secret itself is never stored."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ Scope = Literal[
     "admin",
 ]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-"""``admin`` includes all the others."""
+"""Scopes of keys. ``admin`` includes all the others."""
 
 _KEY = re.compile(r"rlk_([0-9a-f]{16})_([A-Za-z0-9_-]{43})", re.ASCII)
 PREFIX = "rlk_"
 
 
 class KeyRecord(BaseModel):
-    """A key as people see it. ``rate_limit`` (like ``600/minute``) replaces the deployment's.
+    """Key as returned by the API. ``rate_limit`` (such as ``600/minute``) replaces the deployment's.
 
-    ``models`` (names or ids of jobs) are the only ones that it reaches, None: all. ``max_weight`` is what its
-    feedback counts at most. ``code_modules`` are those whose functions its job files may name, None: those of the
-    deployment, or where it has ``models`` none.
+    ``models`` (names or ids of jobs) are the only ones that it may access, None: all. ``max_weight`` is the upper bound
+    of
+    the weight of its feedback. ``code_modules`` are those whose functions its job files may name, None: those of the
+    deployment, or none if ``models`` is set.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -58,26 +59,26 @@ class KeyRecord(BaseModel):
 
 
 class StoredKey(KeyRecord):
-    """A key as it is stored: with the SHA-256 (hex) of its whole text, which has 256 random bits."""
+    """Key as stored: with the SHA-256 (hex) of its whole text, which contains 256 random bits."""
 
     digest: str = Field(repr=False)
 
     def fits(self, text: str) -> bool:
-        """True if ``text`` is this key; compares in constant time."""
+        """Return True if ``text`` is this key; compares in constant time."""
         return hmac.compare_digest(_digest(text), self.digest)
 
     @property
     def expired(self) -> bool:
-        """True if the key is past its end."""
+        """True if the key has expired."""
         return self.expires_at is not None and self.expires_at <= bus_datetime()
 
     def shown(self) -> KeyRecord:
-        """Without the digest."""
+        """Return the record without the digest."""
         return KeyRecord(**{name: getattr(self, name) for name in KeyRecord.model_fields})
 
 
 def key_id(text: str) -> str | None:
-    """Id of the key that ``text`` claims to be; '' for a malformed one, None for what is no key of this kind."""
+    """Return the id in ``text``; '' if it is malformed, None if it does not have the form of such a key."""
     if not text.startswith(PREFIX):
         return None
     found = _KEY.fullmatch(text)
@@ -85,7 +86,7 @@ def key_id(text: str) -> str | None:
 
 
 def new_key() -> tuple[str, str, str]:
-    """``(id, text, digest)`` of a new key, ``rlk_<id>_<32 random bytes>``."""
+    """Make a new key: ``(id, text, digest)``, with the text ``rlk_<id>_<32 random bytes>``."""
     id = secrets.token_hex(8)
     text = f"{PREFIX}{id}_{secrets.token_urlsafe(32)}"
     return id, text, _digest(text)

@@ -1,13 +1,13 @@
 """Simulators over the bus: open a session, reset and step its environments.
 
-Arrays travel as frames; in the place of one above 1 MiB stands a claim check of the bulk plane.
+Arrays travel as frames; an array above 1 MiB is replaced by a claim check of the bulk plane.
 
-Semantics, whatever a simulator does inside: ``step`` executes up to C actions of a chunk and stops for an environment
-at its first termination or truncation; rewards after that are 0 and not ``valid``. The observations at that moment are
-in ``final_observations``. With ``auto_reset`` a new episode begins in the same step and ``observations`` shows its
-first ones; without, the environment must be reset before it is stepped again.
+Semantics, for every simulator: ``step`` executes up to C actions of a chunk and stops an environment at its first
+termination or truncation; rewards after that are 0 and not ``valid``. The observations at that moment are in
+``final_observations``. With ``auto_reset`` a new episode begins in the same step and ``observations`` has its first
+ones; without it, the environment must be reset before it is stepped again.
 
-An episode whose simulator raises, hangs or dies is ``lost``: it has no result, ``reasons`` says why, and the
+An episode whose simulator raises, hangs or dies is ``lost``: it has no result, ``reasons`` has the cause, and the
 environment must be reset. The other environments of the request are not affected.
 
 Shapes: n environments of a request, C actions of a chunk, k episodes that ended, ... the shape of one observation.
@@ -53,9 +53,9 @@ Observations = dict[str, NDArray[Any]]
 
 
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for an observation ``image``: uint8 [height, width, frames x (1 if grey, else 3)], the newest frame last.
+    """Request for an observation ``image``: uint8 [height, width, frames x (1 if grey, else 3)], the newest frame last.
 
-    Before the second step of an episode its first picture stands for the ones before.
+    Before the second step of an episode, its first picture also fills the places of the earlier frames.
     """
 
     height: int
@@ -65,9 +65,11 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for a session: ``num_envs`` copies of ``env_id``; closed after ``idle_s`` without a request.
+    """Request for a session of ``num_envs`` copies of ``env_id``, which closes after ``idle_s`` without a request.
 
-    ``host`` is the host id of who asks: observations above 1 MiB reach it through shared memory, others by TCP.
+    ``host`` is the host id of the requester: observations above 1 MiB reach it through shared memory on the same host,
+    by
+    TCP otherwise.
     """
 
     env_id: str
@@ -76,15 +78,15 @@ class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Keyword arguments of the environment."""
     num_processes: int = 1
-    """Child processes over which the environments are spread."""
+    """Child processes over which the environments are distributed."""
     step_limit_s: float = 60.0
-    """A simulator that takes longer for one request has hung and is killed."""
+    """Time limit of one request to a simulator (seconds); a simulator that exceeds it is killed."""
     idle_s: float = 60.0
     host: str = ""
     camera: bool = False
-    """Film every episode; only for sessions that make videos, for a picture takes longer than a step."""
+    """Film every episode; only for sessions that make videos, because rendering takes longer than a step."""
     picture: Picture | None = None
-    """The environments observe what their camera sees, too."""
+    """Camera images as an additional observation; None: none."""
 
 
 class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
@@ -95,21 +97,21 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_image(self) -> bool:
-        """True of uint8 [H, W, C], which a policy reads through convolutions."""
+        """True for uint8 [H, W, C], which a policy reads through convolutions."""
         return self.dtype == "uint8" and len(self.shape) == 3
 
 
 class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of an environment for a policy. ``num_actions`` is set for discrete actions, bounds for others.
+    """Properties of an environment that a policy needs. ``num_actions`` is set for discrete actions, bounds for others.
 
-    ``has_success``: the simulator tells whether the task is solved.
+    ``has_success``: the simulator reports whether the task is solved.
     """
 
     env_id: str
     backend: str
     num_envs: int
     observations: dict[str, ArraySpec]
-    """By name; a simulator with a single vector calls it ``state``."""
+    """Observations by name; a simulator with a single vector calls it ``state``."""
     action_shape: tuple[int, ...]
     action_dtype: str
     num_actions: int | None
@@ -119,11 +121,11 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
     has_success: bool
     versions: dict[str, str]
     no_video: str = ""
-    """Why its episodes cannot be filmed, where a client asked for a camera; '' otherwise."""
+    """Reason why its episodes cannot be filmed, if a client requested a camera; '' otherwise."""
 
 
 class EnvOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """The session, whose subject is ``subjects.env(session)``."""
+    """Reply to ``OpenEnv``: the session, whose subject is ``subjects.env(session)``."""
 
     session: str
     spec: EnvSpec
@@ -131,10 +133,12 @@ class EnvOpened(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ResetRequest:
-    """Start new episodes. ``state_ids`` [n] are the only source of randomness: equal ids give equal episodes.
+    """Request to start new episodes. ``state_ids`` [n] are the only source of randomness: equal ids give equal
+    episodes.
 
-    ``seq`` counts the requests of a session from 0. A repeated one is answered from memory, a refused one does not
-    count.
+    ``seq`` numbers the requests of a session from 0. The server answers a repeated request from memory; a rejected
+    request
+    does not increase the number.
     """
 
     seq: int
@@ -144,14 +148,14 @@ class ResetRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ResetReply:
-    """How n episodes began.
+    """Initial state of n episodes.
 
     Attributes:
         observations: the first ones by name, [n, ...].
         episode_ids: int64 [n].
-        state_hashes: uint64 [n], of the simulator's states; a caller asserts with them that a group starts equal.
-        tasks: n texts, '' where a task has no words.
-        lost: bool [n], the simulator could not begin the episode; reasons: n texts, '' where it did.
+        state_hashes: uint64 [n], of the simulator's states; callers check with them that a group starts equal.
+        tasks: n texts, '' if a task has no description.
+        lost: bool [n], the simulator could not begin the episode; reasons: n texts, '' for the others.
     """
 
     seq: int
@@ -165,7 +169,8 @@ class ResetReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRequest:
-    """Execute a chunk: ``actions`` [n, C, ...]. ``next_state_ids`` [n] (or none: [0]) are used by ``auto_reset``."""
+    """Request to execute a chunk: ``actions`` [n, C, ...]. ``next_state_ids`` [n] (or none: [0]) serve
+    ``auto_reset``."""
 
     seq: int
     auto_reset: bool
@@ -181,14 +186,14 @@ class StepReply:
     Attributes:
         observations: by name, [n, ...], after the chunk; of the next episode where ``ended`` and auto-reset.
         rewards: float32 [n, C]; terminated, truncated, success: bool [n, C].
-        valid: int32 [n], actions that were executed.
+        valid: int32 [n], number of executed actions.
         ended: bool [n], episodes over; ``final_observations`` by name, [k, ...], are their last ones, in order.
         lost: bool [n], episodes that broke off, and next ones that did not begin; reasons: n texts, '' for the others.
         state_ids, episode_ids: int64 [n], of the episode that was stepped.
         returns: float32 [n], undiscounted reward sum of that episode so far; lengths: int32 [n], its steps.
         succeeded: bool [n], the task was solved at some step of that episode so far.
         next_episode_ids: int64 [n], of the episode that the next step belongs to.
-        state_hashes: uint64 [n], of the state in which the next episode began, 0 where none did; tasks: its words.
+        state_hashes: uint64 [n], of the initial state of the next episode, 0 if none began; tasks: its description.
     """
 
     seq: int
@@ -214,14 +219,15 @@ class StepReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CloseRequest:
-    """End the session; answered by the same message."""
+    """Request to end the session; the reply is the same message."""
 
     seq: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FilmRequest:
-    """Ask for the film of the newest episode of an environment, in a session with a camera; counts as a step does."""
+    """Request for the film of the newest episode of an environment, in a session with a camera; numbered like a
+    step."""
 
     seq: int
     env_id: int
@@ -229,7 +235,7 @@ class FilmRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FilmReply:
-    """``film``: uint8 [bytes], an MP4 file; ``reasons``: [why there is none] or []."""
+    """Reply with ``film``: uint8 [bytes], an MP4 file; ``reasons``: [why there is none] or []."""
 
     seq: int
     film: NDArray[np.uint8]
@@ -238,7 +244,7 @@ class FilmReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeepRequest:
-    """A client that has nothing to do now is still there; answered by the same message. Does not count."""
+    """Keep-alive of a client without other requests; the reply is the same message. Not numbered."""
 
     seq: int
 
@@ -249,7 +255,7 @@ _DTYPES = {
     "truncated": "bool", "success": "bool", "succeeded": "bool", "lost": "bool", "valid": "int32", "ended": "bool",
     "returns": "float32", "lengths": "int32", "actions": "", "film": "uint8",
 }  # fmt: skip
-"""Of every array field, whatever message it stands in; the simulator decides where it is empty."""
+"""Dtype of every array field of all messages; the simulator decides where it is empty."""
 _NAMED = ("observations", "final_observations")
 _TEXTS = ("tasks", "reasons")
 
@@ -262,13 +268,13 @@ B = TypeVar("B", bound=Body)
 
 
 def env_frame(body: Body) -> list[Buffer]:
-    """One frame, as buffers that alias the arrays of ``body``."""
+    """Encode ``body`` as one frame, in buffers that alias its arrays."""
     tree = {f.name: getattr(body, f.name) for f in dataclasses.fields(body)}
     return encode_frame({"schema": SCHEMA, "kind": type(body).__name__, **tree})
 
 
 def encode_env(body: Body) -> bytes:
-    """One frame."""
+    """Encode ``body`` as one frame."""
     return b"".join(env_frame(body))
 
 

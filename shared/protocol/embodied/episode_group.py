@@ -1,7 +1,7 @@
-"""Groups of episodes in a simulator: what a policy observed, did and earned, and under which versions.
+"""Groups of episodes in a simulator: observations, actions, rewards, and the policy versions that acted.
 
 A group is columnar: flat arrays over all decisions of its episodes plus ``cu_seqlens``. Its header is that of a group
-of completions (``trajectory.GroupHeader``) with decisions in the place of tokens and returns in that of rewards, so
+of completions (``trajectory.GroupHeader``), with decisions instead of tokens and returns instead of rewards, so that
 gate, ledger and audit treat both alike.
 
 Shapes: G episodes of the group, D decisions of all of them, C actions of a decision, A numbers of an action, S version
@@ -34,29 +34,29 @@ class EpisodeGroup:
     """The G episodes of one draw; all begin from the same reset id.
 
     Attributes:
-        draw: which draw this group answers; ``attempt`` is the random id of this generation.
-        cu_seqlens: int32 [G+1], cuts the decisions into episodes.
-        observations: [D, ...] by name, before each decision, as the simulator gave them.
+        draw: the draw that this group answers; ``attempt`` is the random id of this generation.
+        cu_seqlens: int32 [G+1], splits the decisions into episodes.
+        observations: [D, ...] by name, before each decision, as the simulator returned them.
         final_observations: [G, ...] by name, after the last step of each episode.
-        actions: [D, C, A] as the policy drew them, before they were clipped or scaled: float32, or int64 where an
-            action is a choice or a bin.
-        logprobs: float32 [D, C, A], of each number of the action under the policy that drew it, in nats.
-        valid: int32 [D], actions of the chunk that were executed; those after the end of the episode were not.
-        rewards: float32 [D, C]; terminated, truncated: bool [D, C], at the step where an episode ended.
-            ``terminated``: the task is over, no value beyond. ``truncated``: cut off, the value of the final
-            observation still counts.
+        actions: [D, C, A] as sampled from the policy, before clipping and scaling: float32, or int64 if an action is a
+            choice or a bin.
+        logprobs: float32 [D, C, A], of each number of the action under the policy that sampled it, in nats.
+        valid: int32 [D], number of executed actions of the chunk; those after the end of the episode were not executed.
+        rewards: float32 [D, C]; terminated, truncated: bool [D, C], at the step where an episode ended. ``terminated``:
+            the task is over, with no value beyond. ``truncated``: cut off, the value of the final observation still
+            counts.
         returns: float32 [G], undiscounted sum of the rewards.
         succeeded: bool [G], the task was solved at some step; solved_at_end: bool [G], at the last one.
-        failed: bool [G], episodes that must not train: the simulator lost them.
-        spans: int32 [S, 4]: episode, version, start, end; decisions [start, end) came from that policy version.
-        weights: short digest of the weights behind each span, "" where it is not known; () where none is.
-        reset_id: where all of them began; state_hashes: uint64 [G], of the simulator's state there.
-        extras: [D, ...] by name: what a policy needs to evaluate its actions again.
-        objective: which loss trains it.
-        meta: small JSON-like facts for people: task, worker, seconds, error, skipped.
+        failed: bool [G], episodes that must not be trained on because the simulator lost them.
+        spans: int32 [S, 4]: episode, version, start, end; policy ``version`` made decisions [start, end).
+        weights: short digest of the weights behind each span, "" if unknown; () if all are.
+        reset_id: initial state of all episodes; state_hashes: uint64 [G], of the simulator's state there.
+        extras: [D, ...] by name: inputs that a policy needs to evaluate its actions again.
+        objective: the loss that trains the group.
+        meta: small JSON-like facts for display: task, worker, seconds, error, skipped.
 
     Raises:
-        ProtocolError: from ``check``, where arrays do not fit together.
+        ProtocolError: from ``check``, if arrays do not fit together.
     """
 
     job: str
@@ -86,7 +86,7 @@ class EpisodeGroup:
 
     @property
     def num_trajectories(self) -> int:
-        """G."""
+        """Number of episodes, G."""
         return len(self.cu_seqlens) - 1
 
     @property
@@ -125,7 +125,7 @@ class EpisodeGroup:
             raise ProtocolError(f"group {self.draw}: each decision executes 1 to {chunk} actions")
 
     def header(self, *, digest: str, nbytes: int) -> GroupHeader:
-        """The facts for the gate: decisions as lengths, returns as rewards."""
+        """Return the header for the gate: decisions as lengths, returns as rewards."""
         versions = self.spans[:, 1]
         floats = [self.logprobs, self.rewards, self.returns, self.actions, *self.observations.values()]
         floats += self.final_observations.values()
@@ -161,7 +161,7 @@ _SCALARS = {"job": str, "attempt": str, "epoch": int, "reset_id": int, "meta": d
 
 
 def encode_episode_group(group: EpisodeGroup) -> tuple[bytes, GroupHeader]:
-    """One frame and its header; the header's digest is the xxh3-128 of the frame."""
+    """Encode a group as one frame with its header; the header's digest is the xxh3-128 of the frame."""
     group.check()
     tree: dict[str, Any] = {
         "schema": SCHEMA,
@@ -199,7 +199,7 @@ def decode_episode_group(data: bytes | bytearray | memoryview) -> EpisodeGroup:
 
 
 AnyGroup = Group | EpisodeGroup
-"""Whatever a training job stores in EXPERIENCE."""
+"""Group of any training job, as stored in EXPERIENCE."""
 
 
 def decode_any_group(data: bytes | bytearray | memoryview, *, temperature: float = 1.0) -> AnyGroup:

@@ -1,4 +1,4 @@
-"""Films of held-out episodes in the stream VIDEOS: an MP4 file in the data, its facts in one header."""
+"""Films of held-out episodes in the stream VIDEOS: an MP4 file as data, its metadata in one header."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ HEADER = "Penstock-Video"
 
 
 class Video(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of one film.
+    """Metadata of one film.
 
     Attributes:
         name: of the file, `VERSION-RESET_ID.mp4`.
-        version: the policy that acted, by its mean; reset_id: where the episode began; task: in words, or ''.
-        success: it solved its task at some step; total: undiscounted return; steps: executed actions.
-        error: why there is no film, whose data are empty then; '' otherwise.
+        version: the policy that acted, with its mean actions; reset_id: initial state; task: description, or ''.
+        success: the task was solved at some step; total: undiscounted return; steps: executed actions.
+        error: the reason why there is no film, and the data are empty; '' otherwise.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Video(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def video_headers(video: Video) -> dict[str, str]:
-    """Headers of the message that carries it."""
+    """Return the headers of the message that carries the film."""
     return {HEADER: msgspec.json.encode(video).decode("ascii", "replace")}
 
 

@@ -1,6 +1,6 @@
-"""Ledger events: the decisions of a job, in the order in which they were made. The ledger is the only commit point.
+"""Ledger events: the decisions of a job, in order. The ledger is the only commit point.
 
-An event is per decision (a range, a batch), never per group. Folding the events from the start gives the state.
+An event records one decision (a range, a batch), never one group. Folding the events from the start gives the state.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _decoder = msgspec.msgpack.Decoder(list[AnyEvent])
 
 
 def encode_events(events: Sequence[Event]) -> bytes:
-    """Bytes of one ledger entry: the events of one atomic decision, in order."""
+    """Encode one ledger entry: the events of one atomic decision, in order."""
     return msgspec.msgpack.encode(list(events))
 
 
@@ -100,7 +100,7 @@ def decode_events(data: bytes) -> list[Event]:
     """Inverse of ``encode_events``.
 
     Raises:
-        ProtocolError: not a ledger entry of this version.
+        ProtocolError: the data is not a ledger entry of this version.
     """
     try:
         return list(_decoder.decode(data))

@@ -1,4 +1,4 @@
-"""Fields of every ledger event."""
+"""Common fields of all ledger events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Event"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base: who wrote it (monotone leader epoch) and when (Unix seconds, for people and deadlines)."""
+    """Base of events: the writer (monotone leader epoch) and the time (Unix seconds, for display and deadlines)."""
 
     writer_epoch: int
     time: float

@@ -1,4 +1,4 @@
-"""Decisions on live interactions and feedback."""
+"""Ledger events about live interactions and feedback."""
 
 from __future__ import annotations
 
@@ -21,31 +21,37 @@ __all__ = [
 
 ID_BYTES, ID_LENGTH = 16, 36
 DIGITS = [place for place in range(ID_LENGTH) if place not in (8, 13, 18, 23)]
-"""Places of the digits in the text of a UUID."""
+"""Positions of the digits in the text of a UUID."""
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True):
-    """Contents of one draw of an online job: turns of an episode that were not trained before, and their feedback.
+    """One draw of an online job: turns of an episode that were not trained on before, and their feedback.
 
-    ``interactions`` (in turn) and ``feedback`` map ids to sequences in their streams. ``reward`` is the return of the
-    turns; ``lag`` how many versions lie between the oldest token and the update that was next. ``key_id`` and ``user``
-    say whose feedback, on whose conversation, decided; ``reason`` says by which rule: `feedback`, `default`, `invalid`,
-    `credit` (only what was said of later turns). ``time`` is when it was admitted.
+    ``interactions`` (in turn order) and ``feedback`` map ids to sequences in their streams. ``reward`` is the return of
+    the
+    turns; ``lag`` the number of versions between the oldest token and the next update. ``key_id`` and ``user`` are the
+    key
+    whose feedback decided, and the user of the conversation; ``reason`` is the rule: `feedback`, `default`, `invalid`,
+    `credit` (only from feedback on later turns). ``time`` is the time of admission.
 
-    ``objective`` says which loss it is for. ``context`` are interactions that it only refers to: one that is corrected,
-    or two that are compared; each may be admitted for itself, too. Without ``interactions`` the material is in the
-    feedback; ``version`` is the policy version that it is taken to be from, -1: any. ``bucket``: the
-    kind of prompt, where values are tracked. ``group``: what answers have in common that are compared with each other;
-    ``origin``: episode and request of such an answer, for turns of one episode are not; of posted turns, their episode
-    and their items.
+    ``objective`` is the loss. ``context`` are interactions that the draw only refers to: one that is corrected, or two
+    that
+    are compared; each may be admitted by itself, too. Without ``interactions``, the feedback contains the text;
+    ``version`` is the policy version that it is attributed to, -1: any. ``bucket``: kind of prompt for tracked values.
+    ``group``: id shared by answers that are compared with each other; ``origin``: episode and request of such an
+    answer,
+    because turns of one episode are not compared; for posted turns, their episode and their items.
 
-    ``weight`` scales its advantages: ``share``, what it weighs beside the rest of its episode (0: of an earlier build,
-    as 1), times less than 1 where a source that is not known yet judged. ``compared`` is what sources
-    said and what the reference keys said of the same: ``(key, reward, reward)``.
+    ``weight`` scales the advantages: ``share``, the weight relative to the rest of its episode (0: written by an
+    earlier
+    version, means 1), times a factor below 1 if a new source judged. ``compared`` pairs the verdict of a source with
+    that
+    of the reference keys on the same target: ``(key, reward, reward)``.
 
-    ``judges`` are all keys whose feedback the reward comes from, ``askers`` those that the answers were served to,
-    ``users`` whose conversations they are from where there may be several; empty: ``user``. ``refused`` are turns of
-    the same episode that are never trained on, by id, and why.
+    ``judges`` are all keys whose feedback contributes to the reward, ``askers`` those that requested the answers,
+    ``users`` the users of the conversations if there may be several; empty: ``user``. ``refused`` maps turns of the
+    same
+    episode that are never trained on to the reason.
     """
 
     ordinal: int
@@ -75,7 +81,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
 class Admitted(Event, frozen=True, kw_only=True, tag=True):
     """Live interactions were admitted to training: one draw each, opened in the same decision.
 
-    Below ``low_interactions`` and ``low_feedback`` (sequences) everything is decided: a new leader reads from there.
+    All items below ``low_interactions`` and ``low_feedback`` (sequences) are decided: a new leader reads from there.
     """
 
     admissions: list[Admission]
@@ -84,13 +90,14 @@ class Admitted(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Quarantined(Event, frozen=True, kw_only=True, tag=True):
-    """Feedback is held back until somebody releases or drops it: id -> sequence in FEEDBACK."""
+    """Feedback is held until a user releases or drops it: id -> sequence in FEEDBACK."""
 
     items: dict[str, int]
 
 
 class PackedIds(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Ids of items, 16 bytes each. ``texts`` has those that are no UUID in canonical form; no API takes such."""
+    """Packed ids of items, 16 bytes each. ``texts`` has those that are no UUID in canonical form; no API accepts
+    such."""
 
     packed: bytes = b""
     texts: tuple[str, ...] = ()
@@ -114,7 +121,7 @@ class PackedIds(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return PackedIds(self.packed + other.packed, self.texts + other.texts)
 
     def unpack(self) -> list[str]:
-        """Return the ids. Digits move by columns, in half the time that slices of each id take."""
+        """Return the ids. Moving digits by columns takes half the time of slicing each id."""
         digits = self.packed.hex().encode()
         found = bytearray(b"-") * (len(self.packed) // ID_BYTES * ID_LENGTH)
         for place, column in enumerate(DIGITS):
@@ -137,11 +144,13 @@ def _id_bytes(id: str) -> bytes | None:
 
 
 class EndedFeedback(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Items of feedback that end without training, all with one status and reason.
+    """Feedback items that end without training, all with one status and reason.
 
-    ``revision`` is set where only that revision, which came too late, is refused. ``time`` is set where an item may
-    count again if it is revised later; 0 is the time of the entry. Where ``others`` has an id for each item, it follows
-    the reason: an item is retracted `by` it, or `retracts` it.
+    ``revision`` is set if only that revision, which came too late, is rejected. ``time`` is set if a later revision of
+    an
+    item may count again; 0: the time of the entry. If ``others`` has an id for each item, it completes the reason: an
+    item
+    is retracted `by` it, or `retracts` it.
     """
 
     ids: PackedIds
@@ -153,7 +162,7 @@ class EndedFeedback(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EndedInteractions(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Interactions that are never trained, all for one reason."""
+    """Interactions that are never trained on, all for one reason."""
 
     ids: PackedIds
     reason: str
@@ -162,8 +171,9 @@ class EndedInteractions(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Decided(Event, frozen=True, kw_only=True, tag=True):
     """Live items end without training: feedback is rejected, expired or retracted, interactions are refused.
 
-    ``episodes`` are the posted episodes that closed with them, 16 bytes each: the xxh3-128 of the key and the name. The
-    leader had read INTERACTIONS and FEEDBACK below the sequences ``read_to`` when it decided.
+    ``episodes`` are the posted episodes that closed with them, 16 bytes each: the xxh3-128 of key and name. The leader
+    had
+    read INTERACTIONS and FEEDBACK below the sequences ``read_to`` when it decided.
     """
 
     feedback: list[EndedFeedback] = []

@@ -1,4 +1,4 @@
-"""Decisions on which version is served: the gate, and trials on live traffic."""
+"""Ledger events about served versions: promotion gate and canary trials."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["CanaryBegun", "CanaryJudged", "Judged", "Promoted", "PromotionRefuse
 
 
 class Promoted(Event, frozen=True, kw_only=True, tag=True):
-    """``version``, whose weights batch ``number`` made, is served from now on. Only of jobs with a promotion gate.
+    """``version``, made by batch ``number``, is served from now on. Only in jobs with a promotion gate.
 
-    ``figures`` is what was measured of it; ``reason`` is initial, passed, canary timed out, by request, rolled back, or
-    measured: it was served already, and only now its held-out reward is known.
+    ``figures`` are its measured values; ``reason`` is initial, passed, canary timed out, by request, rolled back, or
+    measured: the version was already served, and its held-out reward is known only now.
     """
 
     version: int
@@ -24,7 +24,7 @@ class Promoted(Event, frozen=True, kw_only=True, tag=True):
 
 
 class PromotionRefused(Event, frozen=True, kw_only=True, tag=True):
-    """``version`` is not served: ``reason`` names the bounds that it breaks, ``figures`` is what was measured of it."""
+    """``version`` is not served: ``reason`` names the violated bounds, ``figures`` are its measured values."""
 
     version: int
     number: int
@@ -33,10 +33,11 @@ class PromotionRefused(Event, frozen=True, kw_only=True, tag=True):
 
 
 class CanaryBegun(Event, frozen=True, kw_only=True, tag=True):
-    """``version`` kept every bound on ``figures``: it answers ``share`` of the conversations until it is decided on.
+    """Start of a canary trial: ``version`` met every bound on ``figures`` and answers ``share`` of the conversations.
 
-    ``served``: the version that answers the others. Nothing is sealed until ``Promoted``, ``PromotionRefused`` or a
-    fork ends it.
+    ``served``: the version that answers the others. No batch is sealed until ``Promoted``, ``PromotionRefused`` or a
+    fork
+    ends the trial.
     """
 
     version: int
@@ -48,10 +49,11 @@ class CanaryBegun(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Judged(msgspec.Struct, frozen=True, array_like=True):
-    """Reward of one conversation, or without credit over turns of one answer, while a version was tried.
+    """Reward of one conversation during a trial; in jobs without credit over turns, of one answer.
 
-    ``interactions`` are its answers, all by the version of its arm; ``judges``, ``askers`` and ``users`` own it, as in
-    ``Admission``.
+    ``interactions`` are its answers, all by the version of its arm; ``judges``, ``askers`` and ``users`` are its
+    owners, as
+    in ``Admission``.
     """
 
     conversation: str
@@ -64,7 +66,7 @@ class Judged(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CanaryJudged(Event, frozen=True, kw_only=True, tag=True):
-    """Conversations of both arms were judged while ``version`` is tried."""
+    """Conversations of both arms were judged during the trial of ``version``."""
 
     version: int
     judged: list[Judged]

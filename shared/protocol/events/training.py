@@ -1,4 +1,4 @@
-"""Decisions of every job that trains: draws, batches, checkpoints, the lineage, its end."""
+"""Ledger events of every training job: draws, batches, checkpoints, the lineage, and the end."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ __all__ = [
 
 
 class JobStarted(Event, frozen=True, kw_only=True, tag=True):
-    """First event of a job; ``config_digest`` pins what was asked for.
+    """First event of a job; ``config_digest`` pins the job file.
 
-    ``settings`` are the values of those keys of the job file that may change during the run. ``environment`` describes
-    the simulator of an embodied job (``EnvSpec``), whose policy is built after it; empty for other jobs.
+    ``settings`` are the values of the keys that may change during the run. ``environment`` describes the simulator of
+    an
+    embodied job (``EnvSpec``), from which its policy is built; empty for other jobs.
     """
 
     config_digest: str
@@ -44,7 +45,7 @@ class JobStarted(Event, frozen=True, kw_only=True, tag=True):
 
 
 class SettingsChanged(Event, frozen=True, kw_only=True, tag=True):
-    """The user changed the job file: ``settings``, complete, hold for every batch from ``number`` on.
+    """A user changed the job file: ``settings``, complete, apply to every batch from ``number`` on.
 
     ``update_index``: updates before that batch in the lineage.
     """
@@ -68,19 +69,19 @@ class Drawn(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Dropped(Event, frozen=True, kw_only=True, tag=True):
-    """These draws end without training. Where ``redraw`` is set, each ordinal is drawn again in the same decision."""
+    """These draws end without training. If ``redraw`` is set, each ordinal is drawn again in the same decision."""
 
     draws: list[Draw]
     reason: str
     lengths: list[int]
-    """Mean completion length of each dropped group, 0 where unknown: dropping must not hide a length bias."""
+    """Mean completion length of each dropped group, 0 if unknown, so that a length bias of dropping remains visible."""
     redraw: bool
     min_version: int
     deadline: float
 
 
 class Redrawn(Event, frozen=True, kw_only=True, tag=True):
-    """A user has the prompt of dead letter ``letter`` asked for again, as a draw that never was; its ticket follows."""
+    """A user requested the prompt of dead letter ``letter`` again, as a new draw; its ticket follows."""
 
     letter: int
     draw: Draw
@@ -89,7 +90,7 @@ class Redrawn(Event, frozen=True, kw_only=True, tag=True):
 
 
 class SealedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One group of a batch: where it lies, what it must hash to, and its facts for the books."""
+    """One group of a batch: its sequence, its digest, and its facts for the ledger."""
 
     draw: Draw
     attempt: str
@@ -102,20 +103,20 @@ class SealedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     worker: str
     objective: Objective = "policy"
     baseline: float | None = None
-    """Tracked value of its kind before this batch, where the algorithm has one."""
+    """Tracked value of its kind before this batch, if the algorithm tracks values."""
     temperature: float | None = None
-    """At which it was sampled and is trained; None in ledgers of earlier versions."""
+    """Temperature of sampling and training; None in ledgers of earlier versions."""
     weight: float = 1.0
     """Factor of its advantages."""
     nbytes: int = 0
-    """Size of its payload in EXPERIENCE; 0 in ledgers of earlier versions."""
+    """Size of its payload in EXPERIENCE (bytes); 0 in ledgers of earlier versions."""
 
 
 class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
     """Settings of an update: peak learning rate, weight of the KL, length of the run.
 
-    ``learning_rate`` is None where each network has its own; ``kl_coef`` without a KL and where the trainer adapts it;
-    ``max_updates`` where only the data ends it.
+    ``learning_rate`` is None if each network has its own; ``kl_coef`` without a KL or if the trainer adapts it;
+    ``max_updates`` if only the data ends the run.
     """
 
     learning_rate: float | None
@@ -124,10 +125,11 @@ class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Tracking(msgspec.Struct, frozen=True, array_like=True):
-    """Additions of a batch to tracked values; not the values themselves, for a batch before it may be refused.
+    """Increments that a batch adds to tracked values; not the values themselves, because an earlier batch may be
+    refused.
 
-    ``rewards``: by kind of prompt, ``(sum of rewards, how many)``. ``keep``: how much of what was tracked of these
-    kinds remains. See algorithms.baseline.
+    ``rewards``: by kind of prompt, ``(sum of rewards, count)``. ``keep``: decay applied to the tracked values of these
+    kinds. See algorithms.baseline.
     """
 
     rewards: dict[str, tuple[float, float]] = {}
@@ -135,23 +137,23 @@ class Tracking(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BatchSealed(Event, frozen=True, kw_only=True, tag=True):
-    """The groups of one policy update, in order. This event IS the commit. A higher revision replaces a refused one."""
+    """The groups of one policy update, in order. This event is the commit. A higher revision replaces a refused one."""
 
     number: int
     revision: int
     start_version: int
-    """Policy version from which this update starts."""
+    """Policy version that this update starts from."""
     update_index: int
-    """Updates before this one in the lineage: the position in the learning-rate schedule."""
+    """Number of updates before this one in the lineage: the position in the learning-rate schedule."""
     groups: list[SealedGroup]
     hyperparameters: Hyperparameters | None = None
-    """Those of this update; None in ledgers of earlier versions: those of the job file."""
+    """Settings of this update; None in ledgers of earlier versions: those of the job file."""
     tracking: Tracking = Tracking()
-    """Additions of the batch to the tracked values of kinds of prompts, once it is trained."""
+    """Increments of tracked values, applied once the batch is trained."""
 
 
 class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
-    """The trainer could not train a sealed batch; ``bad`` draws are dropped, the others return to the pool."""
+    """The trainer could not train a sealed batch; the ``bad`` draws are dropped, the others return to the pool."""
 
     number: int
     revision: int
@@ -163,10 +165,11 @@ class BatchRefused(Event, frozen=True, kw_only=True, tag=True):
 
 
 class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
-    """The update was made: all draws of the batch are terminal. ``version`` carries ``digest``.
+    """The update was made: all draws of the batch are terminal. ``digest`` is that of the weights of ``version``.
 
-    ``figures`` are those metrics of the update that decide on the promotion of its version; ``metrics`` are all. A
-    leader writes the row of METRICS from them, and its successor a row that is missing there.
+    ``metrics`` are all metrics of the update; ``figures`` are those that decide on the promotion of its version. The
+    leader
+    writes the row of METRICS from them; after a takeover, the new leader writes a missing row.
     """
 
     number: int
@@ -179,7 +182,7 @@ class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Checkpointed(Event, frozen=True, kw_only=True, tag=True):
-    """The state after batch ``number`` is durable. Only now does that checkpoint exist."""
+    """The state after batch ``number`` is durable. The checkpoint exists from this event on."""
 
     number: int
     version: int
@@ -187,13 +190,13 @@ class Checkpointed(Event, frozen=True, kw_only=True, tag=True):
     path: str
     trainer_epoch: int
     low_seq: int
-    """Lowest EXPERIENCE sequence still needed after it."""
+    """Lowest sequence in EXPERIENCE that is still needed after it."""
     reason: str = ""
-    """Why it was taken: initial, interval, a new best, room, pause, the end."""
+    """Reason of the checkpoint: initial, interval, a new best, room, pause, the end."""
 
 
 class BestCheckpoint(Event, frozen=True, kw_only=True, tag=True):
-    """Checkpoint ``number`` is the best one so far by ``metric``, whose ``value`` was measured after batch ``step``."""
+    """Checkpoint ``number`` is the best so far by ``metric``, with ``value`` measured after batch ``step``."""
 
     number: int
     metric: str
@@ -202,12 +205,13 @@ class BestCheckpoint(Event, frozen=True, kw_only=True, tag=True):
 
 
 class LineageForked(Event, frozen=True, kw_only=True, tag=True):
-    """Updates from ``from_batch`` on are rolled back: a trainer did not reproduce them, or somebody wanted it.
+    """Updates from ``from_batch`` on are rolled back: a trainer did not reproduce them, or a user requested it.
 
-    Their draws, and those of batches sealed after them, become dropped(rolled_back). Where ``redraw`` is set they are
-    drawn again; where it is not, because this material is what training is to be rid of, they are ``draws``. The
-    weights before ``from_batch`` go on under the number ``version``, which lies above the clock. ``operation`` is the
-    request of a user who wanted it.
+    Their draws, and those of batches sealed after them, become dropped(rolled_back). With ``redraw`` they are drawn
+    again;
+    without, because the rollback is meant to remove this material, ``draws`` lists them. The weights before
+    ``from_batch``
+    continue under the number ``version``, which is above the clock. ``operation`` is the user's request.
     """
 
     from_batch: int
@@ -223,7 +227,8 @@ class LineageForked(Event, frozen=True, kw_only=True, tag=True):
 
 
 class PhaseChanged(Event, frozen=True, kw_only=True, tag=True):
-    """running | paused | cancelled | failed, and why; ``code`` and ``service`` as in ``JobFailure``, of what failed."""
+    """New phase (running | paused | cancelled | failed) with its reason; ``code`` and ``service`` as in
+    ``JobFailure``."""
 
     phase: str
     reason: str
@@ -232,16 +237,16 @@ class PhaseChanged(Event, frozen=True, kw_only=True, tag=True):
 
 
 class Finished(Event, frozen=True, kw_only=True, tag=True):
-    """Nothing will be drawn or trained any more; what was in flight is dropped by the event before."""
+    """End of drawing and training; the event before it dropped the draws in flight."""
 
     reason: str
     summary: dict[str, Any]
 
 
 class Extended(Event, frozen=True, kw_only=True, tag=True):
-    """A job that had finished goes on for the ``number``-th time, until ``max_updates`` are done.
+    """A finished job continues, for the ``number``-th time, until ``max_updates`` are done.
 
-    Optimizer, position in schedules, data order and numbering go on where they were; what was dropped stays dropped.
+    Optimizer, schedule position, data order and numbering continue; dropped draws stay dropped.
     """
 
     number: int
