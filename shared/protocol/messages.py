@@ -1,4 +1,4 @@
-"""The small messages between services: tickets, scoring, reports, commands, heartbeats."""
+"""Small messages between services: tickets, scoring, reports, commands, heartbeats."""
 
 from __future__ import annotations
 
@@ -31,45 +31,44 @@ __all__ = [
 
 
 DRAW_HEADER = "Penstock-Draw"
-"""Header of a training ticket: its draw, readable where the ticket is not."""
+"""Header of a training ticket with its draw, readable even if the ticket is not."""
 JUDGEMENTS = "environment_rewards"
-"""Field of the row in a request to score: what the environment says of each completion, where it judges."""
+"""Field of the row in a scoring request: the environment's reward of each completion, if it gives any."""
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks a rollout worker for one draw, or for one evaluation prompt.
+    """Work for a rollout worker: one draw, or one evaluation prompt.
 
-    A worker whose engine is older than ``min_version`` does not start it. Work past the deadline is worthless; the
-    coordinator decides when that is, and a worker gives a late ticket back.
+    A worker whose engine is older than ``min_version`` does not start it. Results after the deadline are useless; the
+    coordinator sets the deadline, and a worker returns a late ticket.
     """
 
     draw: Draw
     min_version: int
     deadline: float
-    """In bus time, by the clock of the coordinator (Unix seconds). Read where ``deadline_s`` is missing, in tickets of
-    0.1 and by workers of 0.1."""
+    """Deadline in bus time, by the clock of the coordinator (Unix seconds). Read only if ``deadline_s`` is missing,
+    in tickets of 0.1 and by workers of 0.1."""
     epoch: int
     purpose: Literal["train", "eval"] = "train"
     version: int | None = None
-    """Evaluation only: the exact policy version asked for."""
+    """Evaluation only: the exact policy version to use."""
     temperature: float | None = None
-    """At which to sample; None: what the job file says for this purpose."""
+    """Sampling temperature; None: the setting of the job file for this purpose."""
     deadline_s: float | None = None
-    """Seconds left when it was published: its stream says when that was."""
+    """Seconds from the publication of the ticket to its deadline; the stream stores the time of publication."""
 
     def left_s(self, published: float) -> float:
-        """Seconds that a worker has for it where its stream stored it at ``published`` (bus time), however often and
-        late it is delivered. The wall clock of the worker's host has no part in it.
-        """
-        if self.deadline_s is None:  # made by 0.1
+        """Return the seconds left for a ticket that its stream stored at ``published`` (bus time), however often and
+        late it is delivered. The wall clock of the worker's host is not used."""
+        if self.deadline_s is None:  # written by version 0.1
             return max(0.0, self.deadline - bus_time())
-        if clock_skew_s() is None:  # a server that does not tell its time
+        if clock_skew_s() is None:  # a server without the time in its messages
             return self.deadline_s
         return min(self.deadline_s, max(0.0, published + self.deadline_s - bus_time()))
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Score the completions of one prompt. ``row`` is the data row, for user functions."""
+    """Request to score the completions of one prompt. ``row`` is the data row, for user functions."""
 
     prompt: str
     completions: list[str]
@@ -78,12 +77,12 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def row_for(row: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """The row of a group for some of its completions only."""
+    """Return the row of a group restricted to some of its completions."""
     return {**row, JUDGEMENTS: [row[JUDGEMENTS][place] for place in places]} if JUDGEMENTS in row else row
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One reward per completion; where ``failed`` is set it is 0 and means nothing. ``errors``: why, per failure."""
+    """One reward per completion; where ``failed`` is set it is a meaningless 0. ``errors``: one cause per failure."""
 
     rewards: list[float]
     failed: list[bool]
@@ -94,7 +93,7 @@ class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
 class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
     """Scores of one evaluation prompt at one version; ``greedy`` marks the completion decoded at temperature 0.
 
-    ``parts``: of an episode in a simulator `return`, `success` and `length`.
+    ``parts``: for an episode in a simulator, `return`, `success` and `length`.
     """
 
     version: int
@@ -106,7 +105,7 @@ class EvalResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A sealed batch as the trainer reads it; derived from the ledger and re-emitted idempotently."""
+    """Sealed batch for the trainer; derived from the ledger and published idempotently."""
 
     number: int
     revision: int
@@ -117,22 +116,25 @@ class BatchManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Report of a trainer to the coordinator; answered by an Ack once it is in the ledger. Safe to repeat.
+    """Report of a trainer to the coordinator, which acknowledges it once it is in the ledger. Safe to repeat.
 
-    ``hello``: a trainer holds the lease and asks where to start; the Ack's data holds a checkpoint, the last trained
-    batch, the digests recorded after that checkpoint, and where the lineage is to be given up.
+    ``hello``: the trainer holds the lease and requests its starting point; the Ack's data has a checkpoint, the last
+    trained batch, the digests recorded after that checkpoint, and the batch at which the lineage must be forked, if
+    any.
     ``trained``: batch ``batch`` (``revision``) made ``version``.
-    ``refused``: batch cannot be trained because of ``bad`` draws.
-    ``checkpointed``: state after ``batch`` is durable at ``path``; ``reason`` is the one of the command that asked for
-    it. The data of its Ack, as of ``hello``'s, names the checkpoints that must stay (``pinned``).
-    ``forked``: replay after a crash does not reproduce the ledger, or the coordinator wanted to go back to the state
-    after batch ``rollback``; numbering goes on above the clock from ``version``. ``bad``: draws of ``batch`` whose
-    groups are gone.
-    ``halted``: batch cannot be trained as it is (a loss that is not finite, a backend that cannot hold the job); it
-    stays sealed, if it is, and the job is paused.
-    ``not_rolled_back``: the checkpoint that a user wants to go back to cannot be read.
-    ``fell_back``: checkpoint ``batch`` cannot be read; the trainer goes on from an older one.
-    ``failed``: the trainer cannot go on with this job.
+    ``refused``: the batch cannot be trained because of ``bad`` draws.
+    ``checkpointed``: the state after ``batch`` is durable at ``path``; ``reason`` is that of the command that requested
+    it.
+    Like that of ``hello``, the data of its Ack lists the checkpoints that must stay (``pinned``).
+    ``forked``: the replay after a crash does not reproduce the ledger, or the coordinator requested the state after
+    batch
+    ``rollback``; numbering continues above the clock from ``version``. ``bad``: draws of ``batch`` whose groups are
+    lost.
+    ``halted``: the batch cannot be trained as it is (a non-finite loss, a backend that cannot hold the job); if it was
+    sealed it stays so, and the job is paused.
+    ``not_rolled_back``: the checkpoint of a requested rollback cannot be read.
+    ``fell_back``: checkpoint ``batch`` cannot be read; the trainer continues from an older one.
+    ``failed``: the trainer cannot continue the job.
     """
 
     kind: Literal[
@@ -154,10 +156,10 @@ CommandKind = Literal["checkpoint", "rollback", "leave_out"]
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """Command of the coordinator to a job's trainer; ``args["reason"]`` says why.
+    """Command of the coordinator to a job's trainer; ``args["reason"]`` is the reason.
 
-    ``rollback``: a trainer at ``args["version"]`` starts over; the answer to its `hello` says from where.
-    ``leave_out``: it refuses batches with any of ``args["draws"]`` that it has not begun.
+    ``rollback``: a trainer at ``args["version"]`` restarts; the answer to its `hello` says from where.
+    ``leave_out``: the trainer refuses batches with any of ``args["draws"]`` that it has not begun.
     """
 
     kind: CommandKind
@@ -166,7 +168,7 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Ask any trainer to repeat batches ``from_batch`` to ``to_batch`` of a job; None: as far as the log goes."""
+    """Request to any trainer to replay batches ``from_batch`` to ``to_batch`` of a job; None: to the end of the log."""
 
     id: str
     from_batch: int | None = None
@@ -176,8 +178,9 @@ class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ReplayRow(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a replay; the last row has ``done``.
 
-    ``match``: the weight digest is the one in the ledger. ``near``: it is not, on another environment than that of the
-    training, and whether what was recorded of the update is within the bound that ``detail`` names.
+    ``match``: the weight digest equals that in the ledger. ``near``: it differs, on another environment than that of
+    the
+    training; True if the recorded values of the update are within the bound that ``detail`` names.
     """
 
     batch: int = 0
@@ -199,7 +202,7 @@ class Ack(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
-    """A process is alive, what it does, and what it waits for."""
+    """Heartbeat of a process, with its activity and what it waits for."""
 
     service: str
     worker: str
@@ -212,7 +215,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     jobs: dict[str, dict[str, Any]]
     """Per job: policy `version`, `running`, `waiting_for`, `since`, `holds` (draws), counters and stage seconds."""
     packages: list[str] | None = None
-    """Packages of which a job may need some and a process may lack some (`config.needs.ANNOUNCED`), as far as they are
-    installed; null: unknown."""
+    """Installed packages out of those that jobs may need and processes may lack (`config.needs.ANNOUNCED`); null:
+    unknown."""
     clock_skew_s: float | None = None
-    """Seconds that the wall clock of its host is ahead of the bus's; null: unknown."""
+    """Seconds that the wall clock of its host is ahead of bus time; null: unknown."""

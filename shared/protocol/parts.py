@@ -1,8 +1,8 @@
-"""Payloads above 1 MiB as consecutive messages of one stream, stored all or none.
+"""Payloads above 1 MiB as consecutive messages of one stream, stored atomically.
 
-The first part carries the headers of the whole and ``Penstock-Parts``, the number of messages. The later ones stand on
-a subject of their own, so that who follows payloads sees one message for each; they carry ``Penstock-Part``, their
-place from 1. Part ``i`` has the sequence of the first one plus ``i``.
+The first part has the headers of the whole and ``Penstock-Parts``, the number of messages. The others are published on
+a separate subject, so that followers of payloads see one message each; they have ``Penstock-Part``, their index from 1.
+Part ``i`` has the sequence of the first one plus ``i``.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ __all__ = ["MAX_PARTS", "PART", "PARTS", "count_of", "num_parts", "part_subject"
 PARTS = "Penstock-Parts"
 PART = "Penstock-Part"
 MAX_PARTS = 1000
-"""Messages that NATS stores all or none."""
+"""Largest number of messages that NATS stores atomically."""
 
 
 def part_subject(subject: str) -> str:
-    """Where the later parts of a payload on ``subject`` stand."""
+    """Return the subject of the later parts of a payload on ``subject``."""
     return f"{subject}.part"
 
 
 def num_parts(nbytes: int) -> int:
-    """Messages that a payload of ``nbytes`` bytes takes."""
+    """Return the number of messages of a payload of ``nbytes`` bytes."""
     return max(1, -(-nbytes // MAX_INLINE_BYTES))
 
 
 def count_of(headers: Mapping[str, str]) -> int:
-    """Messages of the payload that a message with these headers begins.
+    """Return the number of messages of the payload whose first message has these headers.
 
     Raises:
         ProtocolError: the header is not a number from 2 to 1000.

@@ -1,9 +1,10 @@
-"""The users of NATS: what each role may publish and subscribe to. The only place where a role meets a subject.
+"""Users of NATS, with the subjects that each role may publish and subscribe to. Only this module maps roles to
+subjects.
 
-A deployment has one user for each role, with a password of its own. Answers to requests go to an inbox below
-``_INBOX.ROLE``, which only that role hears. The permissions hold for what a client sends by itself; the server answers
-a request of its own API on whatever subject the request names. So only the coordinator and the trainer may read raw
-messages through ``DIRECT.GET``, the one answer whose bytes the requester can choose.
+A deployment has one user per role, each with its own password. Responses to requests go to an inbox below
+``_INBOX.ROLE``, which only that role can subscribe to. The permissions apply to messages that a client itself sends;
+the server answers a request to its own API on any subject that the request names. So only the coordinator and the
+trainer may read raw messages through ``DIRECT.GET``, the only response whose bytes the requester can choose.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from penstock.shared.protocol import subjects
 __all__ = ["OPERATOR", "ROLES", "SUPERVISOR", "Permissions", "inbox_of", "nats_users", "permissions"]
 
 SUPERVISOR = "supervisor"
-"""The process that starts the services of a host and scales them."""
+"""Role of the process that starts and scales the services of a host."""
 OPERATOR = "operator"
-"""People and their tools: backups, benchmarks, ``nats`` on the command line. May do everything."""
+"""Role of users and their tools: backups, benchmarks, the ``nats`` command. May do everything."""
 ROLES = ("coordinator", "rollout", "env", "reward", "trainer", SUPERVISOR, OPERATOR)
 
 _API = "$JS.API"
@@ -28,32 +29,32 @@ _API = "$JS.API"
 
 @dataclass(frozen=True)
 class Permissions:
-    """Subjects (with wildcards) that a role may publish and subscribe to; everything else is refused."""
+    """Subjects (with wildcards) that a role may publish and subscribe to; others are refused."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
 
 
 def inbox_of(role: str) -> str:
-    """Prefix of the inboxes of a role; '': of a client without a user."""
+    """Return the prefix of a role's inboxes; for '', that of a client without a user."""
     return f"_INBOX.{role}" if role else "_INBOX"
 
 
 def permissions(role: str) -> Permissions:
-    """Permissions of a role. Raises KeyError for a role that is none of ROLES."""
+    """Return the permissions of a role. Raises KeyError if it is not in ROLES."""
     publish, subscribe = _TABLE[role]
     if role == OPERATOR:
         return Permissions(publish, subscribe)
     inbox = f"{inbox_of(role)}.>"
     beats = () if role == SUPERVISOR else (_all(partial(subjects.heartbeat, role)),)
-    asks = (f"{_API}.STREAM.NAMES", f"{_API}.STREAM.INFO.{subjects.TICKETS}")  # what there is, and the time of the bus
+    asks = (f"{_API}.STREAM.NAMES", f"{_API}.STREAM.INFO.{subjects.TICKETS}")  # info of streams, and bus time
     return Permissions((inbox, *_answers(OPERATOR), *asks, *beats, *publish), (inbox, *subscribe))
 
 
 def nats_users(passwords: Mapping[str, str]) -> str:
-    """The ``authorization`` block of a NATS configuration, with a user for each role in ``passwords``.
+    """Return the ``authorization`` block of a NATS configuration, with a user for each role in ``passwords``.
 
-    A password that begins with ``$`` names a variable of the server's environment.
+    A password that begins with ``$`` is the name of a variable of the server's environment.
     """
     lines = ["authorization {", "  users: ["]
     for role, password in passwords.items():
@@ -72,22 +73,22 @@ def nats_users(passwords: Mapping[str, str]) -> str:
 
 
 def _all(subject_of: Callable[[str], str]) -> str:
-    """Every subject that a function of one name makes."""
+    """Return a wildcard for all subjects that ``subject_of``, a function of one name, makes."""
     return subject_of("x").rpartition(".")[0] + ".*"
 
 
 def _stream(stream: str) -> str:
-    """Every subject of a stream."""
+    """Return a wildcard for all subjects of a stream."""
     return f"{stream.lower()}.>"
 
 
 def _key(bucket: str, keys: str = ">") -> str:
-    """Keys of a bucket."""
+    """Return a wildcard for keys of a bucket."""
     return f"$KV.{bucket}.{keys}"
 
 
 def _reads(stream: str, subject: str, *, direct: bool = False) -> tuple[str, ...]:
-    """Read the subjects of a stream through consumers of one's own, and single messages."""
+    """Allow reading subjects of a stream through own consumers, and single messages."""
     return (
         f"{_API}.STREAM.INFO.{stream}",
         f"{_API}.STREAM.MSG.GET.{stream}",
@@ -99,12 +100,12 @@ def _reads(stream: str, subject: str, *, direct: bool = False) -> tuple[str, ...
 
 
 def _bucket(name: str) -> tuple[str, ...]:
-    """Read a bucket."""
+    """Allow reading a bucket."""
     return _reads(f"KV_{name}", _key(name))
 
 
 def _works(queue: str) -> tuple[str, ...]:
-    """Take work from a work queue and acknowledge it (also as servers with a domain name the subject)."""
+    """Allow taking and acknowledging work of a work queue (also in the form of servers with a domain)."""
     return (
         f"{_API}.CONSUMER.CREATE.{queue}.*.{_stream(queue)}",
         f"{_API}.CONSUMER.MSG.NEXT.{queue}.*",
@@ -114,7 +115,7 @@ def _works(queue: str) -> tuple[str, ...]:
 
 
 def _answers(*roles: str) -> tuple[str, ...]:
-    """Answer the requests of these roles."""
+    """Allow answering requests of these roles."""
     return tuple(f"{inbox_of(role)}.>" for role in roles)
 
 

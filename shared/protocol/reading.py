@@ -1,6 +1,6 @@
-"""Text to token ids and token ids to log-probs, asked of a rollout worker: it has the tokenizer and weights.
+"""Tokenization and log-probs computed by a rollout worker, which has the tokenizer and the weights.
 
-Request/reply on ``subjects.reading(job)`` (core NATS); asking again is harmless.
+Request/reply on ``subjects.reading(job)`` (core NATS); requests are idempotent.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = ["ReadReply", "ReadRequest"]
 class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt, as ``messages`` or ``prompt_ids``, and an answer to it, as ``answer`` (a message) or ``token_ids``.
 
-    ``score``: log-probs of the answer's tokens are wanted, too, by the policy ``version`` if the worker holds it, else
-    by the one that it serves. ``template``: digest of tokenizer and template that the tokens were made with; '' where
-    nobody says.
+    ``score``: also compute log-probs of the answer's tokens, under policy ``version`` if the worker holds it, else
+    under
+    the served one. ``template``: digest of the tokenizer and template that made the tokens; '' if unknown.
     """
 
     messages: list[dict[str, Any]] = []
@@ -30,10 +30,12 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens of both, an answer that came as text with the end of sequence; or the ``flaw`` that they have.
+    """Tokens of prompt and answer (an answer given as text ends with the end of sequence), or the ``flaw`` that they
+    have.
 
-    ``logprobs`` are of logits (temperature 1), by the policy ``version``. ``prompt`` and ``text`` are what the tokens
-    say, for people, cut where it is long.
+    ``logprobs`` are of logits (temperature 1), under policy ``version``. ``prompt`` and ``text`` are the decoded tokens
+    for
+    display, shortened if long.
     """
 
     flaw: str = ""

@@ -1,4 +1,4 @@
-"""How many workers of a service there are: asked of whoever starts the processes of this deployment."""
+"""Number of workers of a service: requests to the supervisor that starts the processes of this deployment."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import msgspec
 __all__ = ["POOLS", "Pool", "ScaleReply", "ScaleRequest"]
 
 Pool = Literal["rollout", "reward", "env"]
-"""Services whose workers hold only leases: any number of them may come and go while jobs run."""
+"""Services whose workers hold only leases, so that workers may come and go while jobs run."""
 POOLS: tuple[Pool, ...] = get_args(Pool)
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Have ``replicas`` workers; None only asks. Safe to repeat.
+    """Request for ``replicas`` workers; None: only report. Safe to repeat.
 
-    ``wish``: id of the operation. Ids are ordered by time, and a wish that is older than one that was taken is refused.
+    ``wish``: id of the operation. Ids are ordered by time, and a wish older than an applied one is rejected.
     """
 
     pool: Pool
@@ -25,7 +25,7 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaleReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers that stay, those of them that can work, and others that finish what they have in hand."""
+    """Numbers of workers that stay, of those that are ready, and of others that are draining."""
 
     replicas: int
     ready: int

@@ -1,4 +1,4 @@
-"""Every stream, bucket and subject, as constants and functions. No other module spells one."""
+"""All streams, buckets and subjects, as constants and functions. Other modules contain no subject literals."""
 
 from __future__ import annotations
 
@@ -73,238 +73,241 @@ __all__ = [
 ]
 
 # Streams (JetStream, file storage).
-TICKETS = "TICKETS"  # work queue: what asks for a draw
-RAW = "RAW"  # work queue: generated groups that wait for a slow scorer
+TICKETS = "TICKETS"  # work queue: tickets, one per draw
+RAW = "RAW"  # work queue: generated groups for a slow scorer
 EXPERIENCE = "EXPERIENCE"  # scored groups
 BATCHES = "BATCHES"  # sealed batches, derived from the ledger
 LEDGER = "LEDGER"  # the only commit point
-SNAPSHOTS = "SNAPSHOTS"  # folds of the ledger, so that a leader need not start at its first event
-EVENTS = "EVENTS"  # what people see of a job: phases, checkpoints, warnings
+SNAPSHOTS = "SNAPSHOTS"  # states of the ledger, so that a new leader need not fold all events
+EVENTS = "EVENTS"  # events of a job for users: phases, checkpoints, warnings
 METRICS = "METRICS"  # one row per update or evaluation
 INTERACTIONS = "INTERACTIONS"  # live requests served to agents
-FEEDBACK = "FEEDBACK"  # what arrives later about them
-DECISIONS = "DECISIONS"  # what became of each item of feedback
+FEEDBACK = "FEEDBACK"  # feedback on live requests
+DECISIONS = "DECISIONS"  # status of each item of feedback
 DEAD = "DEAD"  # dead letters
-VIDEOS = "VIDEOS"  # films of held-out episodes; the oldest make room
-AUDIT = "AUDIT"  # who asked for what over HTTP
+VIDEOS = "VIDEOS"  # films of held-out episodes; the oldest are removed for new ones
+AUDIT = "AUDIT"  # HTTP requests and their senders
 
 # Key-value buckets.
-JOBS = "jobs"  # job records: the truth about what was asked for
+JOBS = "jobs"  # job records: the desired state of each job
 POLICY = "policy"  # the policy clock of each job
 MANIFESTS = "manifests"  # newest weight manifest of each job
-EPISODES = "episodes"  # sessions of agents that were opened by request
+EPISODES = "episodes"  # sessions of agents, opened by request
 KEYS = "keys"  # API keys: digests, scopes, expiry
-PRIVACY = "privacy"  # the key of pseudonyms; what users consented to, and what was deleted of them
-WEBHOOKS = "webhooks"  # where events are posted, and how far that is
-LEASES = "leases"  # who may write: coordinator and trainer, with epochs
-ANSWERS = "answers"  # which replica has which answer, and which episode a conversation is; entries expire
+PRIVACY = "privacy"  # key of pseudonyms; consent and deletions of users
+WEBHOOKS = "webhooks"  # webhooks with their delivery state
+LEASES = "leases"  # leases of coordinators and trainers, with epochs
+ANSWERS = "answers"  # replica of each answer, episode of each conversation; entries expire
 
 HEARTBEATS = "heartbeat.>"
 ANNOUNCE = "weights.>"
 
 
 def tickets(job: str) -> str:
-    """Tickets of a job."""
+    """Return the subject of the tickets of a job."""
     return f"tickets.{job}"
 
 
 def raw(job: str) -> str:
-    """Unscored groups of a job."""
+    """Return the subject of the unscored groups of a job."""
     return f"raw.{job}"
 
 
 def experience(job: str) -> str:
-    """Scored groups of a job."""
+    """Return the subject of the scored groups of a job."""
     return f"experience.{job}"
 
 
 def batches(job: str) -> str:
-    """Sealed batches of a job."""
+    """Return the subject of the sealed batches of a job."""
     return f"batches.{job}"
 
 
 def ledger(job: str) -> str:
-    """The ledger of a job."""
+    """Return the subject of the ledger of a job."""
     return f"ledger.{job}"
 
 
 def snapshots(job: str) -> str:
-    """Snapshots of the ledger of a job."""
+    """Return the subject of the ledger snapshots of a job."""
     return f"snapshots.{job}"
 
 
 def events(job: str) -> str:
-    """Events of a job."""
+    """Return the subject of the events of a job."""
     return f"events.{job}"
 
 
 def metrics(job: str) -> str:
-    """Metric rows of a job."""
+    """Return the subject of the metric rows of a job."""
     return f"metrics.{job}"
 
 
 def dead(job: str) -> str:
-    """Dead letters of a job."""
+    """Return the subject of the dead letters of a job."""
     return f"dead.{job}"
 
 
 def videos(job: str) -> str:
-    """Films of held-out episodes of a job."""
+    """Return the subject of the films of held-out episodes of a job."""
     return f"videos.{job}"
 
 
 def audit(key: str, job: str) -> str:
-    """A request that a key sent about a job ('': about none)."""
+    """Return the subject of audit records: requests of a key about a job ('': about none)."""
     return f"audit.{token(key)}.{token(job)}"
 
 
 def audits(key: str, job: str) -> str:
-    """Those of one key ('': of all), about one job ('': about any, or none)."""
+    """Return a filter for audit records of one key ('': of all), about one job ('': about any, or none)."""
     return f"audit.{token(key) if key else '*'}.{token(job) if job else '*'}"
 
 
 def interaction(job: str, interaction: str) -> str:
-    """One interaction of a job: the newest message of this subject is its record."""
+    """Return the subject of one interaction of a job; its newest message is the record."""
     return f"interactions.{job}.{token(interaction)}"
 
 
 def interactions(job: str) -> str:
-    """All interactions of a job."""
+    """Return a filter for all interactions of a job."""
     return f"interactions.{job}.*"
 
 
 def feedback(job: str) -> str:
-    """Feedback of a job, in group commits."""
+    """Return the subject of the feedback of a job, in group commits."""
     return f"feedback.{job}"
 
 
 def erasures(job: str) -> str:
-    """Deletions among the interactions and the feedback of a job, in FEEDBACK."""
+    """Return the subject of deletions in the interactions and feedback of a job, in FEEDBACK."""
     return f"feedback.{job}.erased"
 
 
 def feedback_ids(job: str) -> str:
-    """Ids of feedback of a job that was decided and made room, in FEEDBACK."""
+    """Return the subject of the ids of decided feedback of a job that was removed, in FEEDBACK."""
     return f"feedback.{job}.ids"
 
 
 def decisions(job: str) -> str:
-    """Outcomes of the feedback of a job."""
+    """Return the subject of the feedback statuses of a job."""
     return f"decisions.{job}"
 
 
 def inference(job: str) -> str:
-    """Requests of live clients to any rollout worker that serves the job (core NATS)."""
+    """Return the subject of live requests to any rollout worker that serves the job (core NATS)."""
     return f"inference.{job}"
 
 
 def inference_chunks(gateway: str) -> str:
-    """Chunks of rollout workers for one HTTP gateway (core NATS)."""
+    """Return the subject of chunks from rollout workers to one HTTP gateway (core NATS)."""
     return f"inference.gateway.{token(gateway)}"
 
 
 def inference_claims(gateway: str) -> str:
-    """Request/reply: what one HTTP gateway asks of another one."""
+    """Return the subject of requests from other HTTP gateways to one gateway (request/reply)."""
     return f"inference.claims.{token(gateway)}"
 
 
 def reading(job: str) -> str:
-    """Request/reply to any rollout worker of a job: text to tokens, tokens to log-probs."""
+    """Return the subject of texts to tokenize and tokens to score, for any rollout worker of a job (request/reply)."""
     return f"reading.{job}"
 
 
 def inference_worker(worker: str) -> str:
-    """Notices of gateways to one rollout worker about requests that it has in hand (core NATS)."""
+    """Return the subject of notices from gateways to one rollout worker about its running requests (core NATS)."""
     return f"inference.worker.{token(worker)}"
 
 
 def inference_present(worker: str) -> str:
-    """Signs of life of the gateways that have requests at one rollout worker (core NATS)."""
+    """Return the subject of heartbeats of the gateways that have requests at one rollout worker (core NATS)."""
     return f"inference.present.{token(worker)}"
 
 
 def heartbeat(service: str, worker: str) -> str:
-    """Heartbeats of one process (core NATS, may be lost)."""
+    """Return the subject of heartbeats of one process (core NATS, may be lost)."""
     return f"heartbeat.{service}.{token(worker)}"
 
 
 def base_manifest(job: str) -> str:
-    """Key in MANIFESTS of the frozen weights under the adapters of a job, where workers cannot load them themselves."""
+    """Return the key in MANIFESTS of the base weights under a job's adapters, for workers that cannot load them."""
     return f"{job}.base"
 
 
 def candidate_manifest(job: str) -> str:
-    """Key in MANIFESTS of the newest version of a job with a promotion gate; the job's own key is what is served."""
+    """Return the key in MANIFESTS of the newest version of a job with a promotion gate; ``job`` is that of the
+    served one."""
     return f"{job}.candidate"
 
 
 def weight_routes(job: str) -> str:
-    """Key in MANIFESTS of the transports by which the workers of a job get their weights."""
+    """Return the key in MANIFESTS of the transports by which the workers of a job receive weights."""
     return f"{job}.routes"
 
 
 def weights(job: str) -> str:
-    """Announcements of new weights (core NATS; the manifest itself stands in the bucket)."""
+    """Return the subject of announcements of new weights (core NATS; the manifest itself is in the bucket)."""
     return f"weights.{job}"
 
 
 def report(job: str) -> str:
-    """Request/reply: what trainer and rollout workers tell the coordinator that leads the job."""
+    """Return the subject of reports from trainer and rollout workers to the job's leading coordinator
+    (request/reply)."""
     return f"report.{job}"
 
 
 def lost_weights(job: str) -> str:
-    """Request/reply: a worker cannot open the version that the job's trainer announced."""
+    """Return the subject of requests from workers that cannot open the trainer's announced version (request/reply)."""
     return f"lost_weights.{job}"
 
 
 def command(job: str) -> str:
-    """Request/reply: what the coordinator asks of the job's trainer (checkpoint, drain)."""
+    """Return the subject of commands from the coordinator to the job's trainer (request/reply): checkpoint, drain."""
     return f"command.{job}"
 
 
 def evaluation(job: str) -> str:
-    """Request/reply: results of evaluation prompts, to the coordinator that leads the job."""
+    """Return the subject of results of evaluation prompts, to the job's leading coordinator (request/reply)."""
     return f"evaluation.{job}"
 
 
-HOLD = "coordinator.hold"  # request/reply: a backup asks the leader to give up nothing for a while
-LEADER = "coordinator.leader"  # request/reply: what only the coordinator that leads can answer
-REPLAY = "replay.request"  # request/reply to any trainer: repeat batches of a job
+HOLD = "coordinator.hold"  # request/reply: a backup asks the leader to remove nothing for a while
+LEADER = "coordinator.leader"  # request/reply: queries that only the leading coordinator can answer
+REPLAY = "replay.request"  # request/reply to any trainer: replay batches of a job
 
 
 def replay_progress(request: str) -> str:
-    """Rows of progress of one replay (core NATS)."""
+    """Return the subject of progress rows of one replay (core NATS)."""
     return f"replay.progress.{token(request)}"
 
 
 def score(job: str) -> str:
-    """Request/reply to the reward pool: score the completions of a group."""
+    """Return the subject of requests to the reward pool to score the completions of a group (request/reply)."""
     return f"score.{job}"
 
 
 SCALE = "supervisor.scale"
-"""Request/reply to whoever starts the processes: have that many workers of a service."""
+"""Subject of requests to the supervisor to set the number of workers of a service (request/reply)."""
 
 GRADE = "grade.request"
-"""Request/reply to the reward pool: grade one answer outside of any job."""
+"""Subject of requests to the reward pool to grade one answer outside of any job (request/reply)."""
 
 ENV_OPEN = "env.open"
-"""Request/reply to the env pool: open a session of simulators; answered by whoever is free."""
+"""Subject of requests to the env pool to open a session of simulators (request/reply); any free worker answers."""
 ENV_DESCRIBE = "env.describe"
-"""Request/reply to the env pool: make a simulator, begin an episode, and say what it is like."""
+"""Subject of requests to the env pool to open a simulator, begin an episode, and describe it (request/reply)."""
 
 
 def env(session: str) -> str:
-    """Request/reply to the process that holds a session: step its simulators, or go on with its episodes."""
+    """Return the subject of requests to step simulators or episodes of a session, held by one process
+    (request/reply)."""
     return f"env.session.{token(session)}"
 
 
 def tools(job: str) -> str:
-    """Request/reply to the env pool: carry out one call of a tool of the job."""
+    """Return the subject of requests to the env pool to execute one tool call of the job (request/reply)."""
     return f"env.tools.{job}"
 
 
 def token(name: str) -> str:
-    """``name`` as one subject token."""
+    """Escape ``name`` for use as one token of a NATS subject."""
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in name) or "-"

@@ -1,7 +1,7 @@
-"""Requests of rollout workers to env workers: calls of tools, and the turns of episodes that keep state.
+"""Requests of rollout workers to env workers: tool calls, and turns of episodes with state.
 
-A call without state goes to any env worker. The first one of an episode that uses state does, too: who takes it holds
-the state from then on, says so (``ToolReply.holder``), and is asked for everything else of the episode.
+A stateless call goes to any env worker. So does the first stateful call of an episode: the worker that takes it holds
+the state from then on, names itself in ``ToolReply.holder``, and receives all further requests of the episode.
 """
 
 from __future__ import annotations
@@ -14,24 +14,26 @@ import msgspec
 __all__ = ["MAX_RESULT_CHARS", "MAX_STEP_BYTES", "EpisodeState", "Purpose", "Step", "ToolReply", "ToolRequest"]
 
 MAX_RESULT_CHARS = 1 << 16
-"""A longer result is cut before it is sent."""
+"""Longest result in characters; longer ones are cut before they are sent."""
 MAX_STEP_BYTES = 512 << 10
-"""An environment that says more at once has failed: what leads a conversation is never cut."""
+"""Largest message of an environment that leads the conversation (bytes). A larger one is a failure; it is never cut."""
 
 Purpose = Literal["call", "begin", "answer", "stop", "reward", "keep", "end"]
-"""``call``: carry out tool ``name``. ``reward``: what the objects say of the answer ``arguments["answer"]``. ``keep``:
-the first answer was heard, so the state is needed. ``end``: it is not needed any more. Neither of these is answered.
+"""``call``: execute tool ``name``. ``reward``: the objects' reward for the answer ``arguments["answer"]``. ``keep``:
+the client received the first answer, so the state is needed. ``end``: the state is no longer needed. ``keep`` and
+``end`` have no reply.
 
-In an environment that leads the conversation: ``begin`` task ``arguments["task"]``, ``answer`` with a turn of the
+For an environment that leads the conversation: ``begin`` task ``arguments["task"]``, ``answer`` with a turn of the
 policy, or ``stop`` because a budget is used up; the result is an environment's ``Step`` as JSON.
 """
 
 
 class EpisodeState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state that a request uses: that of ``episode``, after ``number`` requests.
+    """State that a request uses: that of ``episode``, after ``number`` requests.
 
-    A worker makes the state where ``number`` is 0, from ``seed`` and ``row`` alone. Where it has not answered that many
-    requests for this episode, the state is lost: nothing goes on from another one.
+    A worker creates the state if ``number`` is 0, from ``seed`` and ``row`` alone. A worker that has not answered
+    exactly
+    that many requests of this episode reports the state as lost and never continues from another one.
     """
 
     episode: str
@@ -39,13 +41,13 @@ class EpisodeState(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
     row: dict[str, Any] = {}
     holder: str = ""
-    """The worker that holds it, whose subject is ``subjects.env(holder)``; empty before the first answer."""
+    """Worker that holds the state, whose subject is ``subjects.env(holder)``; empty before the first answer."""
 
 
 class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request. The id of its envelope names it: a worker that is asked again carries it out once.
+    """One request. The id of its envelope identifies it: a worker executes a repeated request once.
 
-    After ``start_by`` (Unix seconds) nobody waits for it any more: a worker that has not begun then does not begin.
+    ``start_by`` (Unix seconds) is the time after which the caller no longer waits: a worker does not begin after it.
     """
 
     name: str = ""
@@ -58,24 +60,26 @@ class ToolRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ToolReply(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a request.
 
-    ``ok``: ``text`` is the result. ``error``: the call was wrong, ``text`` says why and is told to the policy.
-    ``failed``: the tool broke or took too long, which says nothing about the call. ``lost``: the state of the episode
-    is gone with the process that held it.
+    ``ok``: ``text`` is the result. ``error``: the call was wrong, ``text`` is the cause and is shown to the policy.
+    ``failed``: the tool broke or timed out, independent of the call. ``lost``: the state of the episode was lost with
+    the
+    process that held it.
     """
 
     status: Literal["ok", "error", "failed", "lost"]
     text: str
     holder: str = ""
-    """The worker that holds the state of the episode now."""
+    """Worker that now holds the state of the episode."""
     gone: bool = False
-    """The request failed because the state of the episode is gone, so that all that follow fail, too."""
+    """True if the request failed because the state of the episode is lost, so that all further ones fail, too."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """Step of an environment that leads the conversation: it says something, or the episode is over.
+    """Step of an environment that leads the conversation: new messages, or the end of the episode.
 
-    ``messages`` are new since the policy's last turn, in OpenAI's form; None: the episode is over, with a reward, or
-    with an error that says nothing about the policy.
+    ``messages`` are new since the policy's last turn, in OpenAI's format; None: the episode is over, with a reward, or
+    with
+    an error that is independent of the policy.
     """
 
     messages: list[dict[str, Any]] | None = None

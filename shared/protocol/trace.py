@@ -1,6 +1,6 @@
-"""Which request something is done for: a trace id that begins at the API and goes with the messages and the logs.
+"""Trace ids, created for a request at the API and propagated with messages and logs.
 
-It travels in a context variable, so tasks that are started for a request, or for the job that it submitted, have it.
+A context variable holds the id, so that tasks started for a request, or for the job that it submitted, inherit it.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from contextvars import ContextVar
 __all__ = ["TRACE_HEADER", "current_trace", "new_trace", "trace_of", "tracing"]
 
 TRACE_HEADER = "Penstock-Trace"
-"""Header of messages that have no envelope."""
+"""Header with the trace id, in messages without an envelope."""
 
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 _trace: ContextVar[str] = ContextVar("penstock_trace", default="")
 
 
 def current_trace() -> str:
-    """Id of the trace that this task belongs to, or ''."""
+    """Return the trace id of the current task, or ''."""
     return _trace.get()
 
 
 def new_trace() -> str:
-    """An id that nobody else has: 32 hex digits, as in the W3C's Trace Context."""
+    """Return a new unique id: 32 hex digits, as in the W3C's Trace Context."""
     return secrets.token_hex(16)
 
 
 def trace_of(traceparent: str) -> str:
-    """The trace id in a header ``traceparent`` (W3C Trace Context); '' where it has none that may be used."""
+    """Return the trace id in a header ``traceparent`` (W3C Trace Context), or '' if it has no valid one."""
     found = _TRACEPARENT.fullmatch(traceparent.strip())
     return found[1] if found is not None else ""
 
 
 @contextmanager
 def tracing(trace: str) -> Iterator[None]:
-    """Put messages and log lines inside, also those of tasks started inside, into this trace."""
+    """Set the trace id of messages and log lines inside the block, including those of tasks started inside."""
     token = _trace.set(trace)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Trajectories and groups: what a policy generated, under which versions, and what it earned.
+"""Trajectories and groups: tokens that a policy generated, the versions that generated them, and their rewards.
 
 A group is columnar: flat arrays over all tokens of its trajectories plus ``cu_seqlens``, never a tensor per token list.
 
@@ -38,22 +38,25 @@ __all__ = [
 ]
 
 GROUP_HEADER = "Penstock-Group"
-"""Message header that carries a GroupHeader as JSON."""
+"""Message header with a GroupHeader as JSON."""
 
 FINISH_REASONS = ("stop", "length", "abort")
-"""Index in ``Group.finish``: a stop token or string, the token limit, or cut off."""
+"""Values of ``Group.finish``, by index: stop token or string, token limit, aborted."""
 
 
 class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=False):
-    """Facts of a group for the gate; they travel as one message header, so no payload is read.
+    """Facts of a group for the gate; a message header contains them, so that readers need no payload.
 
-    ``lengths``, ``rewards``, ``failed`` and ``truncated`` have one entry per trajectory. ``skipped`` names why there is
-    no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not redrawn.
-    ``error`` is the first scoring error, for people. ``greedy`` marks completions decoded at temperature 0; empty means
-    that there are none. The gate's lag bound is one of ``objective`` `policy` alone. ``temperature`` is the group's;
-    earlier versions did not say it. ``source`` is the name of the source of its prompt; empty: a live agent sent it, or
-    an earlier version wrote this. ``weights`` are the versions in its spans with the short digests of their
-    weights, as far as its maker knew them.
+    ``lengths``, ``rewards``, ``failed`` and ``truncated`` have one entry per trajectory. ``skipped`` is the reason why
+    there
+    is no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not
+    redrawn.
+    ``error`` is the first scoring error, for display. ``greedy`` marks completions decoded at temperature 0; empty:
+    none.
+    The gate's lag bound applies only to ``objective`` `policy`. ``temperature`` is that of the group; earlier versions
+    did
+    not write it. ``source`` is the name of its prompt's source; empty: a live agent's prompt, or written by an earlier
+    version. ``weights`` are the versions in its spans with the short digests of their weights, if known.
     """
 
     draw: Draw
@@ -80,25 +83,25 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
 
     @property
     def num_messages(self) -> int:
-        """Messages of the stream that hold the group: consecutive ones from the one with this header on."""
+        """Number of consecutive stream messages that hold the group, from the one with this header on."""
         return num_parts(self.nbytes)
 
     @property
     def counted(self) -> list[int]:
-        """Trajectories that may be trained: sampled, not failed, not empty."""
+        """Trajectories that may be trained on: sampled, not failed, not empty."""
         greedy = self.greedy or [False] * len(self.lengths)
         rows = zip(self.failed, self.lengths, greedy, strict=True)
         return [i for i, (failed, length, is_greedy) in enumerate(rows) if not failed and length > 0 and not is_greedy]
 
     @property
     def baseline(self) -> float | None:
-        """Reward of the greedy completion; None where there is none or it could not be scored."""
+        """Reward of the greedy completion; None if there is none or it could not be scored."""
         rows = zip(self.rewards, self.failed, self.greedy, strict=False)
         return next((reward for reward, failed, is_greedy in rows if is_greedy and not failed), None)
 
     @property
     def has_signal(self) -> bool:
-        """True if the rewards that count, the baseline's among them, differ: without that no advantage is above 0."""
+        """True if the counted rewards, including the baseline's, differ: otherwise all advantages are 0."""
         rewards = {self.rewards[i] for i in self.counted}
         return len(rewards if self.baseline is None else rewards | {self.baseline}) > 1
 
@@ -108,26 +111,26 @@ class Group:
     """The G trajectories of one draw.
 
     Attributes:
-        draw: which draw this group answers; ``attempt`` is the random id of this generation.
+        draw: the draw that this group answers; ``attempt`` is the random id of this generation.
         prompt_ids: int32 [P].
-        token_ids: int32 [N], the completions one after another; ``cu_seqlens`` int32 [G+1] cuts them.
-        logprobs: float32 [N], behaviour log-probs: log softmax(logits / temperature) of the token sampled.
-        mask: uint8 [N], 1 where the policy chose the token, 0 for observations.
+        token_ids: int32 [N], the concatenated completions; ``cu_seqlens`` int32 [G+1] splits them.
+        logprobs: float32 [N], behaviour log-probs: log softmax(logits / temperature) of the sampled token.
+        mask: uint8 [N], 1 for tokens of the policy, 0 for observations.
         rewards: float32 [G]; ``parts`` float32 [G] per reward component.
-        failed: bool [G], trajectories that must not train (scorer failed, aborted).
+        failed: bool [G], trajectories that must not be trained on (scorer failed, aborted).
         finish: uint8 [G], index into FINISH_REASONS.
-        greedy: bool [G], completions decoded at temperature 0: never trained and outside every statistic of the group.
-            In training the reward of one is the group's baseline; default: none.
+        greedy: bool [G], completions decoded at temperature 0: never trained on and excluded from group statistics. In
+            training the reward of one is the group's baseline; default: none.
         experts: uint8 or uint16 [P + N, layers with experts, experts of a token], the router table of prompt and
-            completions where the job replays it; None otherwise.
-        spans: int32 [S, 4]: trajectory, version, start, end; tokens [start, end) came from that policy version.
-        weights: short digest of the weights behind each span, "" where it is not known; () where none is.
-        objective: which loss trains it. A preference has two trajectories, the better one first, whose reward is the
-            strength of the preference.
-        assumed: nobody knows which policy sampled it; taken as if the newest one had. Its log-probs mean nothing.
-        temperature: of its completions but the greedy one; the trainer's log-probs are of logits / temperature, too.
-            0: all are greedy, which is never trained.
-        meta: small JSON-like facts for people: prompt text, completions, answer, source, worker, seconds.
+            completions if the job replays it; None otherwise.
+        spans: int32 [S, 4]: trajectory, version, start, end; policy ``version`` generated tokens [start, end).
+        weights: short digest of the weights behind each span, "" if unknown; () if all are.
+        objective: the loss that trains the group. A preference has two trajectories, the better one first, whose reward
+            is the strength of the preference.
+        assumed: the sampling policy is unknown and taken to be the newest one; the log-probs are meaningless.
+        temperature: of its completions except the greedy one; the trainer's log-probs are of logits / temperature, too.
+            0: all are greedy, and none is trained on.
+        meta: small JSON-like facts for display: prompt text, completions, answer, source, worker, seconds.
     """
 
     job: str
@@ -158,7 +161,7 @@ class Group:
 
     @property
     def num_trajectories(self) -> int:
-        """G."""
+        """Number of trajectories, G."""
         return len(self.cu_seqlens) - 1
 
     @property
@@ -168,12 +171,12 @@ class Group:
 
     @property
     def baseline(self) -> float | None:
-        """Reward of the greedy completion (REMAX); None where there is none or it could not be scored."""
+        """Reward of the greedy completion (ReMax); None if there is none or it could not be scored."""
         scored = self.rewards[self.greedy & ~self.failed]
         return float(scored[0]) if len(scored) else None
 
     def scored(self, reply: ScoreReply) -> Group:
-        """A copy with rewards; a trajectory has failed where its score did, or where it had failed before."""
+        """Return a copy with rewards; a trajectory is failed if its score failed or if it was failed before."""
         scored = replace(
             self,
             rewards=np.asarray(reply.rewards, np.float32),
@@ -218,7 +221,7 @@ class Group:
             )
 
     def header(self, *, digest: str, nbytes: int) -> GroupHeader:
-        """The facts for the gate."""
+        """Return the header for the gate."""
         versions = self.spans[:, 1]
         finite = bool(np.isfinite(self.logprobs).all() and np.isfinite(self.rewards).all())
         return GroupHeader(
@@ -252,9 +255,9 @@ def check_spans(
     """Raise ProtocolError unless the version spans [S, 4] of a group cover it exactly once, in order.
 
     Args:
-        weights: short digest of the weights behind each span, or none at all.
-        cu_seqlens: [G+1], cuts the group into trajectories.
-        of, every: words for a trajectory and for one of its parts, for people.
+        weights: short digest of the weights behind each span, or empty.
+        cu_seqlens: [G+1], splits the group into trajectories.
+        of, every: words for a trajectory and for one of its elements, for error messages.
     """
     if spans.ndim != 2 or spans.shape[1] != 4 or len(weights) not in (0, len(spans)):
         raise ProtocolError(f"group {draw}: spans must be [S, 4], and weights one for each or none")
@@ -278,7 +281,7 @@ _DTYPES = {"prompt_ids": "int32", "token_ids": "int32", "cu_seqlens": "int32", "
 
 
 def encode_group(group: Group) -> tuple[bytes, GroupHeader]:
-    """One frame and its header; the header's digest is the xxh3-128 of the frame."""
+    """Encode a group as one frame with its header; the header's digest is the xxh3-128 of the frame."""
     group.check()
     tree: dict[str, Any] = {
         "schema": SCHEMA,
@@ -304,7 +307,7 @@ def decode_group(data: bytes | bytearray | memoryview, *, temperature: float = 1
     """Inverse of ``encode_group``; arrays are views of ``data`` where alignment allows.
 
     Args:
-        temperature: of a group that does not say its own: one stored by an earlier version, which had the job's.
+        temperature: default for groups stored by earlier versions, which had the temperature of the job.
 
     Raises:
         ProtocolError: another schema, wrong dtypes, or arrays that do not fit together.
@@ -338,7 +341,7 @@ def decode_group(data: bytes | bytearray | memoryview, *, temperature: float = 1
 
 
 def _check_tree(tree: dict[str, Any]) -> None:
-    """Raise ProtocolError unless every field of a group is of its type, and every array has its dimensions."""
+    """Raise ProtocolError unless every field of a group has its type, and every array its dimensions."""
     draw, experts = tree.get("draw"), tree.get("experts")
     for name, kind in _SCALARS.items():
         if not isinstance(tree.get(name), kind):
@@ -364,7 +367,7 @@ _header_decoder = msgspec.json.Decoder(GroupHeader)
 
 
 def group_headers(header: GroupHeader) -> dict[str, str]:
-    """Message headers of a published group, with the trace of the task that publishes it."""
+    """Return the message headers of a published group, including the trace id of the current task."""
     headers = {GROUP_HEADER: msgspec.json.encode(header).decode()}
     return {**headers, TRACE_HEADER: trace} if (trace := current_trace()) else headers
 

@@ -1,4 +1,4 @@
-"""A webhook: where events go, which ones, and how far it is; as stored and as the API shows it."""
+"""Webhooks: address, subscribed events and delivery state, as stored and as returned by the API."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ DEFAULT_TYPES = ("rl.job.succeeded.v1", "rl.job.failed.v1", "rl.job.cancelled.v1
 
 
 class DeliveryState(BaseModel):
-    """How far deliveries are. ``sequence``: the last event that is done with; later ones follow in their order."""
+    """Delivery state. ``sequence``: last event that was delivered or skipped; later ones follow in order."""
 
     model_config = ConfigDict(frozen=True)
 
     sequence: int
     delivered: int = 0
     attempts: int = 0
-    """Failed attempts of the event after ``sequence``."""
+    """Failed delivery attempts of the event after ``sequence``."""
     failing_since: datetime | None = None
     last_error: str = ""
     last_delivery_at: datetime | None = None
 
 
 class WebhookRecord(BaseModel):
-    """A webhook as people see it."""
+    """Webhook as returned by the API."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -38,19 +38,19 @@ class WebhookRecord(BaseModel):
     description: str = ""
     enabled: bool = True
     disabled_reason: str = ""
-    """Why the deployment switched it off; events wait until somebody enables it again."""
+    """Reason why the deployment disabled it; events wait until a user enables it again."""
     created_at: datetime
 
 
 class StoredWebhook(WebhookRecord):
-    """With the secret, which signs; whoever may read the bus's storage can read it."""
+    """Webhook as stored, with its signing secret, which anyone with access to the bus's storage can read."""
 
     secret: str = Field(repr=False)
 
     def shown(self) -> WebhookRecord:
-        """Without the secret."""
+        """Return the record without the secret."""
         return WebhookRecord(**{name: getattr(self, name) for name in WebhookRecord.model_fields})
 
     def wants(self, type: str) -> bool:
-        """True if events of a type go there; a trailing ``*`` stands for any ending."""
+        """Return True if events of this type are subscribed; a trailing ``*`` matches any ending."""
         return any(type == one or (one.endswith("*") and type.startswith(one[:-1])) for one in self.types)

@@ -1,4 +1,4 @@
-"""Weight manifests: what a trainer announces and a receiver stages. Opaque references, sizes and digests; no pickle."""
+"""Weight manifests, which trainers announce and receivers stage: opaque references, sizes and digests; no pickle."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ __all__ = [
 ]
 
 COLLECTIVES = ("gloo", "nccl")
-"""Transports whose receivers are one group."""
+"""Transports whose receivers form one group."""
 ALIGN = 64
-"""Tensors start at multiples of this many bytes inside a slot."""
+"""Alignment of tensors in a slot (bytes)."""
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1, "float64": 8}
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """Where one named tensor lies in the flat weight buffer."""
+    """Position of one named tensor in the flat weight buffer."""
 
     name: str
     dtype: str
@@ -42,7 +42,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """The table of tensors; ``id`` is the xxh3 of the table, so two processes agree by comparing one string."""
+    """Table of tensors; ``id`` is its xxh3, so that two processes can compare layouts by one string."""
 
     id: str
     tensors: tuple[TensorSpec, ...]
@@ -50,7 +50,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 class SlotRef(msgspec.Struct, frozen=True):
-    """Opaque handle of the bytes: transport, host, and a path or address that only that transport reads."""
+    """Opaque reference to the bytes: transport, host, and a path or address that only that transport interprets."""
 
     transport: str
     host: str
@@ -59,9 +59,9 @@ class SlotRef(msgspec.Struct, frozen=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A published policy version. ``epoch`` is the trainer's; receivers refuse lower ones.
+    """Published policy version. ``epoch`` is the trainer's; receivers reject lower ones.
 
-    ``base`` is the digest of the frozen weights where the tensors are adapters; empty where they are whole weights.
+    ``base`` is the digest of the frozen weights if the tensors are adapters; empty if they are whole weights.
     """
 
     job: str
@@ -69,31 +69,32 @@ class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     layout: Layout
     digest: str
-    """xxh3-128 of the flat buffer, padding included (zeros)."""
+    """xxh3-128 of the flat buffer, including padding (zeros)."""
     refs: tuple[SlotRef, ...]
     created: float
     base: str = ""
 
 
 class WeightRoutes(msgspec.Struct, frozen=True, kw_only=True):
-    """Transport that the coordinator chose for each worker of a job. ``epoch`` rises with every change."""
+    """Transport of each worker of a job, chosen by the coordinator. ``epoch`` rises with every change."""
 
     epoch: int
     transports: dict[str, str]
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Workers that take part in broadcasts, in the order of their ranks."""
+        """Workers that receive broadcasts, in the order of their ranks."""
         return tuple(sorted(worker for worker, transport in self.transports.items() if transport in COLLECTIVES))
 
 
 def short_digest(digest: str) -> str:
-    """The first 64 bits of a weight digest, in hex: enough to tell the weights that have one version number apart."""
+    """Return the first 64 bits of a weight digest, in hex: enough to distinguish weights with the same version
+    number."""
     return digest[:16]
 
 
 def make_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
-    """Lay out ``(name, dtype, shape)`` one after another, aligned; names keep their order."""
+    """Lay out tensors ``(name, dtype, shape)`` consecutively, aligned and in the given order."""
     specs, offset = [], 0
     for name, dtype, shape in tensors:
         nbytes = prod(shape) * ITEM_BYTES[dtype]
@@ -104,6 +105,6 @@ def make_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
 
 
 def slot_name(job: str, number: int, copies_of: str = "") -> str:
-    """File name of a slot. ``token`` leaves no dot in its text, so no job's names begin with another's."""
+    """Return the file name of a slot. ``token`` escapes dots, so that no job's names are a prefix of another's."""
     owner = f"copies-{token(copies_of)}.{token(job)}" if copies_of else f"weights-{token(job)}"
     return f"penstock-{owner}.{number}"

@@ -1,4 +1,4 @@
-"""Episodes that were opened by request, as stored and as the API shows them."""
+"""Episodes opened by request, as stored and as returned by the API."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from penstock.shared.protocol.bus_clock import bus_datetime
 __all__ = ["KEEP_S", "EpisodeRecord"]
 
 KEEP_S = 7 * 86400.0
-"""An episode that is over is remembered for so long."""
+"""Retention of an episode after its end (seconds)."""
 
 
 class EpisodeRecord(BaseModel):
-    """A session of an agent with a model. Requests after ``expires_at`` or ``ended_at`` are refused."""
+    """Session of an agent with a model. Requests after ``expires_at`` or ``ended_at`` are refused."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -35,5 +35,5 @@ class EpisodeRecord(BaseModel):
 
     @property
     def over(self) -> bool:
-        """True if the episode takes no more requests."""
+        """True if the episode accepts no more requests."""
         return self.ended_at is not None or self.expires_at < bus_datetime()

@@ -1,4 +1,4 @@
-"""Keys of one episode: signed, short-lived, stored nowhere. Every replica that has the secret can read them."""
+"""Keys of one episode: signed, short-lived, and never stored. Every replica with the secret can verify them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ __all__ = ["EPISODE_SCOPES", "PREFIX", "EpisodeGrant", "EpisodeScope", "episode_
 PREFIX = "rle_"
 EpisodeScope = Literal["inference:write", "feedback:write"]
 EPISODE_SCOPES: tuple[EpisodeScope, ...] = get_args(EpisodeScope)
-"""Uses of an episode's key."""
+"""Scopes of an episode key."""
 
 
 class EpisodeGrant(msgspec.Struct, frozen=True, array_like=True):
-    """Contents of a key: its episode (`ep_` and a UUID), the API key that made it (its id), its end (Unix seconds)."""
+    """Contents of a key: its episode (`ep_` and a UUID), the id of the API key that made it, its expiry (Unix
+    seconds)."""
 
     episode: str
     maker: str
@@ -29,10 +30,10 @@ _KEYS = SignedTexts(PREFIX, "episode key 1", EpisodeGrant)
 
 
 def episode_key(grant: EpisodeGrant, secret: bytes) -> str:
-    """The text of a key."""
+    """Return the text of a key."""
     return _KEYS.write(grant, secret)
 
 
 def read_episode_key(text: str, secret: bytes) -> EpisodeGrant | None:
-    """Contents of a key; None for one that was not signed with ``secret``. The caller checks whether it has expired."""
+    """Return the contents of a key, or None if it was not signed with ``secret``. The caller checks the expiry."""
     return _KEYS.read(text, secret)

@@ -1,4 +1,4 @@
-"""Tokens for one verdict on one answer or episode: for a page that asks its visitor and should hold no key."""
+"""Tokens for one item of feedback on one answer or episode, for pages that ask visitors and should hold no API key."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ PREFIX = "rlt_"
 
 
 class FeedbackGrant(msgspec.Struct, frozen=True, array_like=True):
-    """Contents of a token: the verdict that it allows, the API key that made it (its id), its end (Unix seconds).
+    """Contents of a token: the feedback it allows, the id of the API key that made it, its expiry (Unix seconds).
 
-    ``id`` is the item of feedback that it becomes, which is why it becomes only one. ``target`` (a canonical UUID) is
-    a response, or with ``by_episode`` an episode.
+    ``id`` is that of the resulting feedback item, so a token gives only one. ``target`` (a canonical UUID) is a
+    response,
+    or with ``by_episode`` an episode.
     """
 
     id: str

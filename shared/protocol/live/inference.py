@@ -1,9 +1,10 @@
-"""Live requests between the HTTP gateways and the rollout workers. Core NATS: what gets lost is asked for again.
+"""Live requests between the HTTP gateways and the rollout workers, over core NATS: lost messages are requested again.
 
-A gateway asks the queue `inference.<job>`; the worker that takes the request answers with ``InferenceReply`` and then
-sends ``Chunks`` to the gateway's own subject, one message per gateway and decode step, with what is new in all of the
-gateway's requests. Chunks of one choice follow each other without gaps: ``start`` says so. A worker gives a sign at
-least every ``SIGN_EVERY_S``, and names what it has in hand; so does a gateway to each worker that has requests of it.
+A gateway sends a request to the queue `inference.<job>`; the worker that takes it answers with ``InferenceReply`` and
+then sends ``Chunks`` to the gateway's own subject: one message per gateway and decode step, with the new tokens of all
+requests of that gateway. Chunks of one choice follow each other without gaps, which ``start`` proves. A worker sends a
+heartbeat at least every ``SIGN_EVERY_S`` with the ids of its running requests; so does a gateway to each worker that
+runs requests of it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ SIGN_EVERY_S = 1.0
 
 
 class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of a request; None leaves one to the job. The seed is always given."""
+    """Sampling parameters of a request; None: the job's setting. The seed is always set."""
 
     seed: int
     max_new_tokens: int | None = None
@@ -52,7 +53,7 @@ class ClientSampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Begun(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a choice that the client has already: the next worker goes on from there."""
+    """Part of a choice that the client has already received; another worker continues after it."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -60,13 +61,16 @@ class Begun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request of a client, ``n`` choices for each of its prompts (a chat is one prompt).
+    """One request of a client, with ``n`` choices for each of its prompts (a chat is one prompt).
 
-    ``ids`` are those of the interactions, by choice: choice c belongs to prompt c // n. ``logprobs`` is the number of
-    likeliest tokens to report beside each, -1 for no log-probs at all. Without ``stream`` a choice is sent whole.
-    ``alone``: the client named no episode. ``wanted``: the choices to answer, where not all of them. ``canary``: the
-    version on trial that answers this conversation, -1: none does; where a worker does not have it, the one served.
-    ``constraint``: the form that each choice must have.
+    ``ids`` are the interaction ids by choice: choice c belongs to prompt c // n. ``logprobs`` is the number of most
+    likely
+    tokens to report per position, -1: no log-probs. Without ``stream`` each choice is sent in one chunk. ``alone``: the
+    client named no episode. ``wanted``: the choices to answer; empty: all. ``canary``: the version on trial that
+    answers
+    this conversation, -1: none; a worker that does not have it uses the served version. ``constraint``: the form that
+    each
+    choice must have.
     """
 
     ids: list[str]
@@ -98,12 +102,12 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """Names the request."""
+        """Id of the request."""
         return self.ids[0]
 
 
 class InferenceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """True if ``worker`` (one session of one process) takes a request; if not, another one may."""
+    """Reply to a request: True if ``worker`` (one session of one process) accepts it; if not, another worker may."""
 
     worker: str
     accepted: bool
@@ -112,7 +116,7 @@ class InferenceReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ToolCall(msgspec.Struct, frozen=True, array_like=True):
-    """A call that the model wrote; ``arguments`` is JSON."""
+    """Tool call written by the model; ``arguments`` is JSON."""
 
     id: str
     name: str
@@ -120,10 +124,10 @@ class ToolCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
-    """New tokens of a choice. ``start`` counts its output tokens before these; -1: the prompt, echoed.
+    """New tokens of a choice. ``start`` is the number of its output tokens before these; -1: the echoed prompt.
 
-    ``pieces`` and ``top`` (texts and log-probs of tokens) are there where log-probs were asked for. The chunk with
-    ``finish`` is the last one of the choice, sent when its interaction is durable (``recorded``), or cannot be.
+    ``pieces`` and ``top`` (texts and log-probs of tokens) are present if log-probs were requested. The chunk with
+    ``finish`` is the last one of the choice; it is sent when its interaction is durable (``recorded``), or cannot be.
     """
 
     request: str
@@ -139,11 +143,11 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True):
     finish: str = ""
     recorded: bool = False
     weights: str = ""
-    """Short digest of the weights of ``version``; empty where it is not known."""
+    """Short digest of the weights of ``version``; empty if unknown."""
 
 
 class Failure(msgspec.Struct, frozen=True, array_like=True):
-    """A request that this worker gives up; ``error`` names a class of shared/errors.py."""
+    """Request that this worker cannot complete; ``error`` names a class of shared/errors.py."""
 
     request: str
     error: str
@@ -151,7 +155,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunks(msgspec.Struct, frozen=True):
-    """All that is new for one gateway, and what its requests in hand are (None: not said this time)."""
+    """All news for one gateway, with the ids of its requests that the worker runs (None: not included in this
+    message)."""
 
     worker: str
     chunks: list[Chunk] = []
@@ -160,14 +165,15 @@ class Chunks(msgspec.Struct, frozen=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True):
-    """A gateway does not want a request any more. ``gone``: its client went away, so what there is gets recorded."""
+    """Cancellation of a request by its gateway. ``gone``: the client disconnected, so the partial answer is
+    recorded."""
 
     request: str
     gone: bool
 
 
 class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Which gateway has a request whose client repeats requests by itself, and its ``ids`` and ``episode``."""
+    """Location of a request that the client repeats by itself: its gateway, ``ids`` and ``episode``."""
 
     gateway: str
     ids: list[str]
@@ -175,9 +181,9 @@ class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """A client that left a request unread at one gateway repeats it at another one, ``gateway``, which asks for it.
+    """Request of ``gateway`` for an unread answer held by another gateway, because the client repeats its request here.
 
-    ``key`` is what the tries of one request have in common, ``request`` the id of the earlier try.
+    ``key`` is common to all tries of one request, ``request`` is the id of the earlier try.
     """
 
     key: str
@@ -186,9 +192,9 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claimed(msgspec.Struct, frozen=True, kw_only=True):
-    """``given`` once the answer is handed over, and its facts; its chunks come from ``worker``.
+    """Reply to ``Claim``: ``given`` if the answer is transferred, with its facts; its chunks come from ``worker``.
 
-    It is not where it was read, or where another client waits for it.
+    The answer is not transferred if it was read already, or if another client waits for it.
     """
 
     given: bool
@@ -198,6 +204,6 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Present(msgspec.Struct, frozen=True, kw_only=True):
-    """A gateway is there, and so are the clients of its requests."""
+    """Heartbeat of a gateway, and of the clients of its requests."""
 
     gateway: str

@@ -1,4 +1,4 @@
-"""Live requests served to agents, what is said about them later, and what becomes of that."""
+"""Interactions of live agents, feedback on them, and the status of both."""
 
 from __future__ import annotations
 
@@ -51,33 +51,33 @@ __all__ = [
 FinishReason = Literal["stop", "length", "tool_calls", "abort", "client_disconnected"]
 MARK_BITS = 32
 _CANONICAL = re.compile("[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}").fullmatch
-"""Most ids are canonical already: a tenth of what parsing them costs."""
+"""Fast path, because most ids are canonical already: matching costs a tenth of parsing."""
 _DIGEST = re.compile("([0-9a-f]{2})*").fullmatch
 CANARY = "canary"
-"""Why an answer to a conversation is not trained on that a version on trial answers."""
+"""Reason why an answer is not trained on: a version in a canary trial produced it."""
 NOT_COMPARED = "canary_not_compared"
-"""As ``CANARY``, of an answer that could not be trained on anyway: its reward says nothing of the trial either."""
+"""Like ``CANARY``, for an answer that could not be trained on anyway; its reward does not count in the trial either."""
 CONSTRAINED = "constrained"
-"""Why an answer is not trained on-policy that had to have a given form: a mask chose its tokens, with the policy."""
+"""Reason why an answer is not trained on-policy: a mask for a prescribed form influenced its tokens."""
 USER_TAG = "user_id"
-"""The tag that names a user; stored as an HMAC, wherever it comes from."""
+"""Tag that names a user; stored as an HMAC, whatever its source."""
 EPISODE_HEADER = "Penstock-Episode"
-"""Header of an interaction's message: what an index of episodes needs without reading the interaction."""
+"""Header of an interaction's message with the data of the episode index, so that readers need no payload."""
 RESTORED_HEADER = "Penstock-Restored"
-"""Header of a message of FEEDBACK with what a deletion left of others: the sequences at which that stood before."""
+"""Header of a message in FEEDBACK that replaces messages after a deletion: the sequences of the original messages."""
 SENDERS_HEADER = "Penstock-Senders"
-"""Header of a message of FEEDBACK: bytes of its items by the number of the key that posted them: ``3f2:120 77a:4``."""
+"""Header of a message in FEEDBACK: bytes of its items by sender number of the posting key: ``3f2:120 77a:4``."""
 NUM_SENDERS = 4096
-"""So many numbers are given to keys, so that who counts by them has a bound. Two keys may have the same one."""
+"""Number of sender numbers, which bounds the size of statistics by sender. Two keys may have the same number."""
 
 TOO_LATE = "too_late"
 """Outcome of a revision of feedback that was decided before."""
 MAX_TURNS = 1000
-"""Turns of one episode, served or posted: those that come when it has so many are never trained on."""
+"""Largest number of turns of one episode, served or posted; later turns are never trained on."""
 
 
 class Redacted(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, stop) of a prompt or completion that were blanked before it was stored, and what they were."""
+    """Tokens [start, stop) of a prompt or completion that were redacted before storage, and the name of the pattern."""
 
     part: Literal["prompt", "completion"]
     start: int
@@ -86,11 +86,13 @@ class Redacted(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Interaction(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of one served request, recorded where its tokens were sampled, before the client has the last of them.
+    """One choice of a served request, recorded by the worker that sampled it before the client receives its last token.
 
-    ``token_ids`` and ``logprobs`` are as long as each other; ``spans`` cover them. ``request`` is shared by the choices
-    of one request: they are siblings of one prompt. ``episode`` is never empty: a request without one gets its own.
-    ``user`` is an HMAC. ``untrainable`` names why the interaction may not be trained on; empty where it may.
+    ``token_ids`` and ``logprobs`` have the same length; ``spans`` cover them. ``request`` is shared by the choices of
+    one
+    request: they are siblings of one prompt. ``episode`` is never empty: a request without one gets its own. ``user``
+    is an
+    HMAC. ``untrainable`` is the reason why the interaction may not be trained on; empty if it may.
     """
 
     id: str
@@ -99,7 +101,7 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     episode: str
     alone: bool = False
-    """The request named no episode: its own one is over with it."""
+    """True if the request named no episode: its own episode ends with it."""
     key_id: str
     user: str
     split: Literal["train", "val"]
@@ -110,20 +112,20 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     spans: list[Span]
     sampling: Sampling
     constraint: Literal["", "response_format", "tool_choice"] = ""
-    """The field of the request that prescribed the form of the answer; its log-probs are the policy's all the same."""
+    """Field of the request that prescribed the form of the answer; the log-probs are the policy's nevertheless."""
     finish: FinishReason
     template: str
     """Digest of tokenizer and chat template."""
     body_digest: str
-    """Digest of the request's body: the same again with a retry count is the same request."""
+    """Digest of the request's body; an equal body with a retry count is the same request."""
     text: str
-    """The completion as the client saw it, for people and preference losses."""
+    """Completion as the client saw it, for display and preference losses."""
     prompt: str = ""
-    """The prompt as the policy read it, special tokens included, for people; empty where a record cannot hold it."""
+    """Prompt as the policy read it, special tokens included, for display; empty if it exceeds the size of a record."""
     tool_calls_valid: bool | None = None
-    """True if the completion's tool calls could be parsed; None where there are none."""
+    """True if the completion's tool calls could be parsed; None if there are none."""
     calls: list[ToolCall] = []
-    """Those that could."""
+    """Parsed tool calls."""
     tags: dict[str, str] = msgspec.field(default_factory=dict)
     redacted: list[Redacted] = []
     started: float
@@ -131,18 +133,20 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     ended: float
 
     def row(self) -> dict[str, Any]:
-        """The record as the API shows it: each span is `[version, start, end]`."""
+        """Return the record as the API shows it: each span is `[version, start, end]`."""
         return {**msgspec.to_builtins(self), "spans": [[span.version, span.start, span.end] for span in self.spans]}
 
 
 class Feedback(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """One accepted item of feedback: durable in FEEDBACK before its sender has the 202.
+    """One accepted item of feedback, durable in FEEDBACK before its sender receives the 202.
 
-    ``retraction`` takes back the item that ``body`` names; ``release`` and ``drop`` decide on one that is held back.
-    ``metric`` is declared by the job, or `reward`, `comment`, `demonstration`. Exactly one of ``inference`` and
-    ``episode`` names the target of kind `metric`; ``body`` holds what other kinds carry. A `preference` without
-    ``inference`` is between texts: ``body`` has the prompt and ``answers``, the better one first. ``key_id`` is who
-    posted it.
+    ``retraction`` withdraws the item that ``body`` names; ``release`` and ``drop`` decide about a held one. ``metric``
+    is
+    declared by the job, or `reward`, `comment`, `demonstration`. Exactly one of ``inference`` and ``episode`` is the
+    target
+    of kind `metric`; ``body`` has the content of other kinds. A `preference` without ``inference`` compares texts:
+    ``body``
+    has the prompt and ``answers``, the better one first. ``key_id`` is the posting key.
     ``user`` is an HMAC, as in Interaction. Ids are canonical UUIDs without prefix.
     """
 
@@ -162,29 +166,29 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     turn: int = -1
     tags: dict[str, str] = msgspec.field(default_factory=dict)
     fingerprint: str = ""
-    """SHA-256 of the canonical body: the same id with another one is refused."""
+    """SHA-256 of the canonical body; the same id with another fingerprint is rejected."""
     body: dict[str, Any] = msgspec.field(default_factory=dict)
     seq: int = 0
-    """Sequence of its message in FEEDBACK, as its readers know it: of two words the one that came later counts. It is
-    stored only where a deletion stored an item anew, further on: then it says where it was."""
+    """Sequence of its message in FEEDBACK, set by readers: of two conflicting items the later one counts. It is
+    stored only if a deletion rewrote the item at a higher sequence; then it is the original one."""
 
 
 class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of FEEDBACK: what arrived within a moment, in order.
+    """One message of FEEDBACK: the items of one group commit, in order.
 
-    An id may come again: the first one counts, unless a later one has a higher revision.
+    An id may repeat: the first item counts, unless a later one has a higher revision.
     """
 
     items: list[Feedback]
 
 
 def sender_number(key_id: str) -> int:
-    """Number in [0, NUM_SENDERS) by which bytes of a key are counted."""
+    """Return the number in [0, NUM_SENDERS) under which bytes of a key are counted."""
     return xxhash.xxh3_64_intdigest(key_id.encode()) % NUM_SENDERS
 
 
 def senders_header(sizes: Iterable[tuple[str, int]]) -> str:
-    """Value of SENDERS_HEADER for items of ``(key_id, bytes)``."""
+    """Return the value of SENDERS_HEADER for items of ``(key_id, bytes)``."""
     total: Counter[int] = Counter()
     for key_id, nbytes in sizes:
         total[sender_number(key_id)] += nbytes
@@ -192,7 +196,7 @@ def senders_header(sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def senders_of(headers: Mapping[str, str]) -> dict[int, int]:
-    """Bytes by number of key; empty where the header is absent or cannot be read."""
+    """Return the bytes by sender number; empty if the header is absent or invalid."""
     try:
         pairs = (pair.split(":") for pair in headers.get(SENDERS_HEADER, "").split())
         return {int(number, 16) % NUM_SENDERS: max(0, int(nbytes)) for number, nbytes in pairs}
@@ -201,10 +205,11 @@ def senders_of(headers: Mapping[str, str]) -> dict[int, int]:
 
 
 class Erasure(msgspec.Struct, frozen=True, kw_only=True):
-    """Deletions of one user's data in one job, in FEEDBACK beside the feedback: ids only, which identify nobody.
+    """Deletion of one user's data in one job, stored in FEEDBACK: only ids, which identify no person.
 
-    ``user`` is an HMAC. Neither the interactions nor the feedback exist any more; feedback on them is refused. What was
-    admitted of the user's conversations by ``time`` (Unix seconds) goes, too, whether or not it is named.
+    ``user`` is an HMAC. The interactions and feedback no longer exist; feedback on them is rejected. Whatever was
+    admitted
+    of the user's conversations before ``time`` (Unix seconds) is deleted, too, even if not listed.
     """
 
     user: str
@@ -214,10 +219,10 @@ class Erasure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
-    """Ids of feedback that was decided and is no longer in FEEDBACK: they are not accepted again.
+    """Ids of decided feedback that was removed from FEEDBACK: they are not accepted again.
 
-    ``heads`` are the (kind, metric, key) that rows name by place; a row is (id of 16 bytes, fingerprint of 32 bytes,
-    revision, Unix seconds when it was received, sequence where it stood, place of its head). About 65 bytes an item.
+    ``heads`` are (kind, metric, key) triples, which rows refer to by index; a row is (id of 16 bytes, fingerprint of 32
+    bytes, revision, receive time in Unix seconds, original sequence, index of its head). About 65 bytes per item.
     """
 
     heads: list[tuple[str, str, str]]
@@ -225,7 +230,8 @@ class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, items: Iterable[tuple[int, Feedback]]) -> FeedbackIds:
-        """Of items, each with the sequence of its message; what no API took in (no canonical id) is left out."""
+        """Pack items, each with the sequence of its message; items without canonical id, which no API accepts, are
+        left out."""
         heads: dict[tuple[str, str, str], int] = {}
         rows = []
         for seq, item in items:
@@ -237,7 +243,7 @@ class FeedbackIds(msgspec.Struct, frozen=True, kw_only=True):
         return cls(heads=list(heads), rows=rows)
 
     def items(self, job: str) -> list[tuple[int, Feedback]]:
-        """The items, without what they said, each with the sequence where it stood."""
+        """Return the items without their content, each with its original sequence."""
         found = []
         for id, fingerprint, revision, received, seq, head in self.rows:
             kind, metric, key_id = self.heads[head]
@@ -253,13 +259,13 @@ StatusName = Literal["received", "matched", "admitted", "quarantined", "rejected
 
 
 UNDECIDED = frozenset({"received", "matched", "quarantined"})
-"""Statuses that others follow."""
+"""Non-final statuses."""
 
 
 class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Status of one item of feedback; the newest one of an id counts. Appended to DECISIONS, never changed.
+    """Status of one item of feedback, appended to DECISIONS and never changed; the newest one of an id counts.
 
-    Final ones follow from the ledger.
+    Final statuses follow from the ledger.
     """
 
     feedback: str
@@ -267,33 +273,32 @@ class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     interactions: list[str] = msgspec.field(default_factory=list)
     ordinal: int = -1
-    """Place in the job's data order, once admitted."""
+    """Position in the job's data order, once admitted."""
     batch: int = 0
     version: int = 0
-    """Version that the batch made, once trained."""
+    """Version made by the batch, once trained."""
     time: float
     revision: int = 0
-    """With the reason ``TOO_LATE``: the revision that came too late. The status of the item stays as it is."""
+    """With the reason ``TOO_LATE``: the late revision. The status of the item itself is unchanged."""
 
 
 class InteractionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Status of one interaction. One with an ``ordinal`` follows from the ledger, and the newest of these counts;
-    else the first one does.
-    """
+    """Status of one interaction. Those with an ``ordinal`` follow from the ledger, and the newest of them counts;
+    without any, the first one."""
 
     interaction: str
     status: Literal["admitted", "rejected", "trained"]
     reason: str = ""
     ordinal: int = -1
-    """Place in the job's data order, once admitted."""
+    """Position in the job's data order, once admitted."""
     batch: int = 0
     version: int = 0
-    """Version that the batch made, once trained."""
+    """Version made by the batch, once trained."""
     time: float
 
 
 class FateBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One message of DECISIONS: the statuses of items and interactions that one decision gave, in order.
+    """One message of DECISIONS: statuses of items and interactions set by one decision, in order.
 
     The name of the class is the kind of the message on the bus.
     """
@@ -303,29 +308,31 @@ class FateBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def named_tags(tags: Mapping[str, str], pseudonym: Callable[[str], str]) -> dict[str, str]:
-    """Tags as they may be stored: the user whom they name is a pseudonym."""
+    """Return the tags as they may be stored: the user's name is replaced by a pseudonym."""
     return {name: pseudonym(value) if name == USER_TAG else value for name, value in tags.items()}
 
 
 def named_users(user: str, tags: Mapping[str, str], pseudonym: Callable[[str], str]) -> set[str]:
-    """Pseudonyms of all whom a stored record names. Earlier versions stored the tag as it was sent."""
+    """Return the pseudonyms of all users in a stored record. Earlier versions stored the tag unchanged."""
     tag = tags.get(USER_TAG, "")
     return {user, tag, pseudonym(tag)} - {""}
 
 
 def job_mark(job: str) -> int:
-    """Common end of the ids of a job's interactions and episodes, by which feedback finds its job before its target."""
+    """Return the suffix shared by the ids of a job's interactions and episodes, which maps feedback to its job
+    before its target is known."""
     return xxhash.xxh32_intdigest(job.encode())
 
 
 def new_marked_id(job: str) -> str:
-    """A UUIDv7 (canonical form) whose last 32 bits are the mark of ``job``."""
+    """Return a new UUIDv7 (canonical form) whose last 32 bits are the mark of ``job``."""
     value = uuid6.uuid7().int
     return str(uuid6.UUID(int=(value >> MARK_BITS << MARK_BITS) | job_mark(job)))
 
 
 def marked_id(text: str) -> tuple[str, int] | None:
-    """``(canonical UUID, mark)`` of an id with or without prefix (`chatcmpl-`, `cmpl-`, `ep_`); None: not an id."""
+    """Parse an id with or without prefix (`chatcmpl-`, `cmpl-`, `ep_`) into ``(canonical UUID, mark)``; None: not an
+    id."""
     bare = bare_id(text)
     if bare is None:
         return None
@@ -333,13 +340,13 @@ def marked_id(text: str) -> tuple[str, int] | None:
 
 
 def time_of_id(id: str) -> float | None:
-    """When a canonical id was made (Unix seconds), as it tells; None of one that tells no time (not UUIDv7)."""
+    """Return the creation time in a canonical id (Unix seconds); None if it has none (not UUIDv7)."""
     number = uuid6.UUID(id)
     return (number.int >> 80) / 1000 if number.version == 7 else None
 
 
 def bare_id(text: str) -> str | None:
-    """The canonical UUID in ``text``; None where there is none."""
+    """Return the canonical UUID in ``text``, or None."""
     if _CANONICAL(text) is not None:
         return text
     for prefix in ("chatcmpl-", "cmpl-", "ep_", "fb_"):

@@ -1,4 +1,4 @@
-"""Signed texts: what they say can be read by whoever has the secret, and nothing of them is stored anywhere."""
+"""Signed texts: any process with the secret can verify and read them, and none of them is stored."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ G = TypeVar("G", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class SignedTexts(Generic[G]):
-    """Texts ``<prefix><grant>.<HMAC-SHA256>``, both in base64url.
+    """Texts ``<prefix><grant>.<HMAC-SHA256>``, both parts in base64url.
 
-    ``purpose`` is signed with the grant, so that a text for one purpose is none for another.
+    ``purpose`` is signed with the grant, so that a text for one purpose is invalid for another.
     """
 
     prefix: str
@@ -33,18 +33,18 @@ class SignedTexts(Generic[G]):
         object.__setattr__(self, "_pattern", pattern)
 
     def write(self, grant: G, secret: bytes) -> str:
-        """The text that says ``grant``."""
+        """Return the signed text of ``grant``."""
         body = _text(msgspec.msgpack.encode(grant))
         return f"{self.prefix}{body}.{self._signature(body, secret)}"
 
     def read(self, text: str, secret: bytes) -> G | None:
-        """Contents of a text; None for one that was not signed with ``secret`` for this purpose."""
+        """Return the grant in a text, or None if it was not signed with ``secret`` for this purpose."""
         found = self._pattern.fullmatch(text)
         if found is None or not hmac.compare_digest(self._signature(found[1], secret), found[2]):
             return None
         try:
             return msgspec.msgpack.decode(base64.urlsafe_b64decode(found[1] + "=="), type=self.kind)
-        except (msgspec.DecodeError, ValueError):  # signed by another version
+        except (msgspec.DecodeError, ValueError):  # written by another version
             return None
 
     def _signature(self, body: str, secret: bytes) -> str:
