@@ -1,1 +1,1 @@
-"""How bytes move: the message bus (NATS), embedded servers, and the bulk plane for large tensors."""
+"""Message bus (NATS), embedded servers, and the bulk plane for large tensors."""

@@ -1,6 +1,6 @@
-"""Where a request to an address that a user chose may go: not into the network of the service, unless that is allowed.
+"""Address checks of requests to URLs chosen by users: they must not reach the service's own network, unless allowed.
 
-A name is resolved, checked and connected to by the address that was checked, so that it cannot change in between.
+A host name is resolved once, and the connection uses the address that was checked, so that it cannot change in between.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from penstock.shared.errors import ConfigError, Unavailable
 __all__ = ["WEBHOOKS", "check_url", "pinned", "reachable_address"]
 
 WEBHOOKS = "PENSTOCK_WEBHOOK_PRIVATE"
-"""The setting that allows private addresses where a caller names no other."""
+"""Setting that allows private addresses, unless a caller names another one."""
 
 MAX_CHARS = 2000
 RESOLVE_S = 5.0
 RESOLVER = ThreadPoolExecutor(2, thread_name_prefix="resolve")
-"""Names that resolve slowly hold up such requests alone: the loop's own threads serve files and folds."""
+"""Separate threads for DNS, so that slow names delay only such requests and not files and folds of the loop's
+executor."""
 CARRIERS = tuple(ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96"))
-"""Whose last 32 bits are an IPv4 address: compatible, mapped, translated (RFC 2765), NAT64 (RFC 6052)."""
+"""IPv6 networks whose last 32 bits are an IPv4 address: compatible, mapped, translated (RFC 2765), NAT64 (RFC 6052)."""
 
 
 def check_url(url: str, *, private: bool) -> str:
-    """``url``. Raises ConfigError unless deliveries may go there, as far as can be told without asking for its name."""
+    """Return ``url``. Raises ConfigError unless deliveries may go there, as far as known without resolving its name."""
     try:
         parts = urlsplit(url)
         host, secret, _ = parts.hostname, parts.username or parts.password, parts.port
-        httpx.URL(url)  # what deliveries make of it
+        httpx.URL(url)  # as deliveries parse it
     except (ValueError, httpx.InvalidURL) as error:
         raise ConfigError(f"'{url[:200]}' is not a URL: {error}") from None
     if parts.scheme not in ("http", "https") or not host or len(url) > MAX_CHARS or not url.isprintable():
@@ -51,7 +52,7 @@ def check_url(url: str, *, private: bool) -> str:
 
 
 async def reachable_address(host: str, port: int, *, private: bool, setting: str = WEBHOOKS) -> str:
-    """An address of ``host`` to connect to: the one that was checked, so that a name cannot change in between.
+    """Resolve ``host`` and return a checked address to connect to, so that the name cannot change in between.
 
     Raises:
         Unavailable: the name has no address, or one of them is private.
@@ -69,12 +70,12 @@ async def reachable_address(host: str, port: int, *, private: bool, setting: str
 
 
 async def pinned(url: httpx.URL, *, private: bool, setting: str = WEBHOOKS) -> tuple[httpx.URL, str, str]:
-    """``(url, Host, name for TLS)`` of a request that goes to an address of ``url`` that was checked.
+    """Resolve and check ``url``; return ``(URL with the address, Host header, name for TLS)`` of a request.
 
     Raises:
         Unavailable: the name has no address, or one of them is private.
     """
-    host = url.raw_host.decode("ascii")  # a name in another script as punycode, for all that follows
+    host = url.raw_host.decode("ascii")  # a name in another script, as punycode from here on
     port = url.port or (443 if url.scheme == "https" else 80)
     address = await reachable_address(host, port, private=private, setting=setting)
     return url.copy_with(host=address), url.netloc.decode("ascii"), host
@@ -95,7 +96,8 @@ def _check(
 
 
 def _carried(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """The IPv4 address that an IPv6 address leads to; else itself. A site's own NAT64 (RFC 8215) counts as reserved."""
+    """Return the IPv4 address that an IPv6 address contains, else the address. A site's own NAT64 (RFC 8215) is
+    reserved."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
     if any(address in network for network in CARRIERS):

@@ -1,4 +1,4 @@
-"""Whole streams as bytes: JetStream's own snapshots, which keep sequences, headers and times."""
+"""Backup of whole streams as bytes: JetStream's own snapshots, which preserve sequences, headers and times."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["CHUNK_BYTES", "StreamImage", "load_stream", "save_stream"]
 
 CHUNK_BYTES = 512 << 10
 SILENCE_S = 30.0
-"""Longest wait for the next part of a stream, however large the whole is."""
+"""Timeout of the next part of a stream (seconds), whatever the size of the whole."""
 
 
 class StreamImage(msgspec.Struct, frozen=True):
-    """State of a saved stream: the server's own configuration and state, passed back to it as they are."""
+    """State of a saved stream: the server's own configuration and state, restored unchanged."""
 
     name: str
     config: dict[str, Any]
@@ -29,33 +29,33 @@ class StreamImage(msgspec.Struct, frozen=True):
 
     @property
     def last_seq(self) -> int:
-        """Sequence of the newest message that was ever stored."""
+        """Sequence of the newest message ever stored."""
         return int(self.state["last_seq"])
 
     @property
     def messages(self) -> int:
-        """How many it holds."""
+        """Number of messages."""
         return int(self.state["messages"])
 
 
 class _Parts:
-    """Receives the parts of a snapshot; each one is acknowledged once it was taken."""
+    """Receives the parts of a snapshot; each is acknowledged once it was consumed."""
 
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Raw] = asyncio.Queue()  # bounded by the server, which waits for acknowledgements
 
     async def on_message(self, raw: Raw) -> None:
-        """Take a part."""
+        """Queue a part."""
         self.queue.put_nowait(raw)
 
 
 async def save_stream(connection: Connection, stream: str) -> AsyncGenerator[StreamImage | bytes, None]:
-    """The image of a stream, then its bytes in parts.
+    """Yield the image of a stream, then its bytes in parts.
 
     Raises:
         NotFound: no such stream.
-        DeadlineError: the server fell silent in between.
-        Unavailable: it cannot be saved; says why.
+        DeadlineError: the server stopped sending.
+        Unavailable: the stream cannot be saved; the message has the cause.
     """
     parts = _Parts()
     async with await connection.subscribe(connection.inboxes.new(), parts.on_message) as inbox:
@@ -79,13 +79,15 @@ async def save_stream(connection: Connection, stream: str) -> AsyncGenerator[Str
 
 
 async def load_stream(connection: Connection, image: StreamImage, parts: Iterator[bytes]) -> StreamImage:
-    """Make a stream that does not exist yet out of the parts of an image; returns what it is then.
+    """Restore a stream that does not exist yet from the parts of an image; return its new state.
 
-    It has one replica, whatever it had: services raise that when they start, and the new bus may be a single server.
+    The stream has one replica, whatever it had: services raise the number when they start, and the new bus may be a
+    single
+    server.
 
     Raises:
-        ConfigError: there is a stream of this name, or the server has no room for it.
-        Unavailable: the server does not take it; says why.
+        ConfigError: a stream of this name exists, or the server has no room for it.
+        Unavailable: the server rejects it; the message has the cause.
     """
     what = f"restore stream {image.name}"
     body = {"config": image.config | {"num_replicas": 1}, "state": image.state}

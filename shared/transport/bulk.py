@@ -1,11 +1,11 @@
-"""The bulk plane: bytes above 1 MiB go into shared memory, and a small claim check goes over the bus.
+"""Bulk plane: bytes above 1 MiB go into shared memory, and a small claim check over the bus.
 
-The producer puts buffers into a segment of its pool and sends the claim; a consumer on the same host maps the segment
-(nothing is copied), one on another host pulls over TCP. A segment is written again only after the producer released its
-claim (or, for ``single_use``, after its consumer is done or dead) *and* no reader holds the kernel lock: no clock
-decides about memory, so a stalled reader never sees torn data. What lies here may be lost with its producer.
+The producer copies buffers into a segment of its pool and sends the claim; a consumer on the same host maps the segment
+(without a copy), one on another host pulls over TCP. A segment is reused only after the producer released its claim
+(or, for ``single_use``, after its consumer released it or died) *and* no reader holds the kernel lock: memory never
+depends on a clock, so that a stalled reader never sees torn data. The content may be lost with its producer.
 
-Calls block for at most a memory copy, except where they take ``timeout_s``: use ``asyncio.to_thread`` for those.
+Calls block for at most a memory copy, except those with ``timeout_s``: use ``asyncio.to_thread`` for these.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _POLL_S = 0.001
 
 
 class BulkStore:
-    """A pool of segments that this process writes; at most ``settings.bulk_bytes`` in all. Thread-safe.
+    """Pool of segments that this process writes; at most ``settings.bulk_bytes`` in total. Thread-safe.
 
-    Serves other hosts if ``settings.bulk_host`` is set. Segments of stores that died on this host are removed at start.
+    Serves other hosts if ``settings.bulk_host`` is set. On start it removes segments of dead stores on this host.
     """
 
     def __init__(self, settings: ServiceSettings) -> None:
@@ -52,19 +52,19 @@ class BulkStore:
             self._server = BlobServer(settings.bulk_host, self._serve, settings.bulk_tls_server)
         self._changed = threading.Condition()
         self._segments: dict[str, Segment] = {}
-        self._leased: dict[str, int] = {}  # name → generation that somebody may still read
+        self._leased: dict[str, int] = {}  # name → generation that a consumer may still read
         self._generation = 0
 
     def put(
         self, buffers: Iterable[Buffer], *, digest: bool = False, single_use: bool = False, timeout_s: float = 5.0
     ) -> Claim:
-        """Copy ``buffers`` one after another into a segment and return its claim check.
+        """Copy ``buffers`` consecutively into a segment and return its claim check.
 
-        It stays until ``release``; with ``single_use``, until its first consumer released it or died.
+        The segment stays until ``release``; with ``single_use``, until its first consumer released it or died.
 
         Raises:
             DeadlineError: all segments were in use for ``timeout_s``.
-            ConfigError: more bytes than the pool may ever hold.
+            ConfigError: more bytes than the size of the pool.
             Unavailable: the shared-memory directory is full.
         """
         parts = [np.frombuffer(buffer, np.uint8) for buffer in buffers if len(buffer)]
@@ -85,20 +85,20 @@ class BulkStore:
         return msgspec.structs.replace(claim, address=self._server.address, token=token)
 
     def release(self, claim: Claim) -> None:
-        """The bytes are not needed any more: new fetches fail, running readers keep them. May be called twice."""
+        """Release the bytes: new fetches fail, current readers keep them. Idempotent."""
         with self._changed:
             if self._leased.get(claim.name) == claim.generation:
                 self._free(self._segments[claim.name])
                 self._changed.notify()
 
     def reserve(self, nbytes: int, count: int = 1) -> None:
-        """Make ``count`` segments for ``nbytes`` bytes each now, so that no ``put`` pays for fresh memory."""
+        """Allocate ``count`` segments for ``nbytes`` bytes each, so that no later ``put`` waits for fresh memory."""
         with self._changed:
             for _ in range(count):
                 self._create(_round_up(nbytes))
 
     def close(self) -> None:
-        """Stop serving and remove the segments. Mapped ones live until their readers drop them."""
+        """Stop serving and remove the segments. Mapped ones live until their readers release them."""
         if self._server:
             self._server.close()
         with self._changed:
@@ -117,7 +117,7 @@ class BulkStore:
         self.close()
 
     def _acquire(self, nbytes: int, timeout_s: float) -> Segment:
-        """A segment for ``nbytes`` bytes, leased and exclusively locked."""
+        """Return a segment for ``nbytes`` bytes, leased and exclusively locked."""
         if _round_up(nbytes) > self._max_bytes:
             raise ConfigError(f"{nbytes} bytes exceed the whole bulk pool of {self._max_bytes} (PENSTOCK_BULK_BYTES)")
         deadline = time.monotonic() + timeout_s
@@ -182,7 +182,7 @@ class BulkStore:
 
     @contextlib.contextmanager
     def _serve(self, name: str, generation: int) -> Iterator[ServedBlob]:
-        """For the server: hold the reader's lock while the bytes are on their way."""
+        """Hold the reader's lock while the server sends the bytes."""
         with self._changed:
             if name not in self._segments:
                 raise NotFound(f"no segment '{name}' here")
@@ -194,6 +194,6 @@ class BulkStore:
 
 
 def _round_up(nbytes: int) -> int:
-    """Capacity for ``nbytes``: at most a quarter more, so that frames of similar size share segments."""
+    """Return the capacity for ``nbytes``: at most a quarter more, so that frames of similar size share segments."""
     step = max(_MIN_CAPACITY, 1 << max(nbytes - 1, 0).bit_length() - 2) if nbytes > 4 else _MIN_CAPACITY
     return max(-(-nbytes // step) * step, _MIN_CAPACITY)

@@ -1,4 +1,4 @@
-"""The header page of a bulk segment, read and written through the file so that no mapping is needed."""
+"""Header page of a bulk segment, read and written through the file so that no mapping is needed."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile
 __all__ = ["PREFIX", "SEGMENT_NAME", "BulkHeader", "lock_content", "read_header", "write_header"]
 
 PREFIX = "penstock-bulk-"
-"""File names of bulk segments start with this."""
+"""Prefix of the file names of bulk segments."""
 SEGMENT_NAME = re.compile(re.escape(PREFIX) + "[0-9a-f]{16}-[0-9]{1,12}")
-"""Form of the name in a claim."""
+"""Form of a segment's name in a claim."""
 _MAGIC = b"PSBULK01"
 _FORMAT = struct.Struct("<8sQQQQ")
 _TAKEN = struct.Struct("<Q")
@@ -24,9 +24,9 @@ _TAKEN_OFFSET = 24
 
 
 class BulkHeader(msgspec.Struct, frozen=True):
-    """Content of a segment: number ``generation`` (0: none) of ``nbytes`` bytes.
+    """Content of a segment: ``nbytes`` bytes of generation ``generation`` (0: empty).
 
-    ``single_use``: free once ``taken`` equals ``generation`` (a consumer locked it) and nobody holds a lock any more.
+    ``single_use``: free once ``taken`` equals ``generation`` (a consumer locked it) and no process holds a lock.
     """
 
     generation: int = 0
@@ -36,16 +36,16 @@ class BulkHeader(msgspec.Struct, frozen=True):
 
 
 def write_header(file: LockedFile, header: BulkHeader) -> None:
-    """Store ``header``."""
+    """Write ``header``."""
     packed = _FORMAT.pack(_MAGIC, header.generation, header.nbytes, header.taken, header.single_use)
     os.pwrite(file.fd, packed, 0)
 
 
 def read_header(file: LockedFile) -> BulkHeader:
-    """The header.
+    """Read the header.
 
     Raises:
-        NotFound: not a bulk segment, or cut short.
+        NotFound: the file is not a bulk segment, or is truncated.
     """
     data = os.pread(file.fd, _FORMAT.size, 0)
     if len(data) < _FORMAT.size or not data.startswith(_MAGIC):
@@ -57,10 +57,10 @@ def read_header(file: LockedFile) -> BulkHeader:
 
 
 def lock_content(file: LockedFile, generation: int) -> BulkHeader:
-    """Take the reader's lock on content ``generation``; a single-use content counts as taken from now on.
+    """Take the reader's lock on content ``generation``, and mark single-use content as taken.
 
     Raises:
-        NotFound: the segment holds something else by now.
+        NotFound: the segment has another content by now.
     """
     if not file.try_shared():
         raise NotFound(f"{file.path.name} is being written anew, its content {generation} is gone")
@@ -69,5 +69,5 @@ def lock_content(file: LockedFile, generation: int) -> BulkHeader:
         file.unlock()
         raise NotFound(f"{file.path.name} holds content {header.generation}, content {generation} was released")
     if header.single_use:
-        os.pwrite(file.fd, _TAKEN.pack(generation), _TAKEN_OFFSET)  # this field only: the producer may write the others
+        os.pwrite(file.fd, _TAKEN.pack(generation), _TAKEN_OFFSET)  # only this field: the producer writes the others
     return header

@@ -1,7 +1,7 @@
-"""Frames as messages: a small one inline, a large one in the bulk plane with its claim check in its place.
+"""Frames as messages: a small one inline, a large one in the bulk plane, with its claim check in the message.
 
-What a claim leads to belongs to its sender until it releases it; a reader that holds it keeps the memory whatever the
-sender does, and a reader that dies gives it back by dying.
+The sender owns the claimed memory until it releases it; a reader that holds it keeps it whatever the sender does, and
+the kernel releases it if the reader dies.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ __all__ = ["BulkFrame", "FrameMail", "Sent", "is_large"]
 
 
 class BulkFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """Stands for a frame that lies in the bulk plane."""
+    """Placeholder of a frame that lies in the bulk plane."""
 
     claim: Claim
 
 
 def is_large(frame: Sequence[Buffer]) -> bool:
-    """True if a frame goes through the bulk plane."""
+    """Return True if a frame is sent through the bulk plane."""
     return sum(len(buffer) for buffer in frame) > MAX_INLINE_BYTES
 
 
 class Sent:
-    """A frame as a message. ``release`` it once nobody will read it for the first time any more."""
+    """Frame as a message. ``release`` it once no further reader will open it."""
 
     def __init__(self, data: bytes, store: BulkStore | None = None, claim: Claim | None = None) -> None:
         self.data = data
         self._store, self._claim = store, claim
 
     def release(self) -> None:
-        """Give the memory back; who is reading it keeps it. May be called twice."""
+        """Release the memory; current readers keep it. Idempotent."""
         if self._store is not None and self._claim is not None:
             self._store.release(self._claim)
 
 
 class FrameMail:
-    """Packs and opens frames; one for each process. Thread-safe.
+    """Packs and opens frames; one per process. Thread-safe.
 
-    What concerns the bulk plane blocks, for a memory copy or a transfer: call it in a thread.
+    Operations on the bulk plane block for a memory copy or a transfer: call them in a thread.
     """
 
     def __init__(self, settings: ServiceSettings) -> None:
@@ -67,7 +67,7 @@ class FrameMail:
         self.close()
 
     def pack(self, frame: Sequence[Buffer], *, job: str) -> Sent:
-        """The message for a frame.
+        """Pack a frame into a message.
 
         Raises:
             DeadlineError: the whole bulk pool is in use.
@@ -80,22 +80,22 @@ class FrameMail:
         return Sent(pack(BulkFrame(claim=claim), job=job), self._store, claim)
 
     def open(self, data: bytes) -> Blob:
-        """The frame of a message; its arrays are valid until the blob is released.
+        """Open the frame of a message; its arrays are valid until the blob is released.
 
         Raises:
-            NotFound: its sender released or lost it.
-            Unavailable: it lies on a host that cannot be reached.
-            ProtocolError: neither a frame nor a claim check.
+            NotFound: the sender released or lost it.
+            Unavailable: the sender's host cannot be reached.
+            ProtocolError: the data is neither a frame nor a claim check.
         """
         if is_frame(data):
             return Blob(np.frombuffer(data, np.uint8), lambda: None)
         return self._reader.fetch(unpack(data, BulkFrame)[0].claim)
 
     def check(self, nbytes: int, peer_host: str, what: str) -> None:
-        """Refuse frames of up to ``nbytes`` bytes for ``peer_host`` that could never be sent.
+        """Check that frames of up to ``nbytes`` bytes can be sent to ``peer_host``.
 
         Raises:
-            ConfigError: names the setting.
+            ConfigError: they cannot; the message names the setting.
         """
         settings = self._settings
         if nbytes <= MAX_INLINE_BYTES:
@@ -112,6 +112,6 @@ class FrameMail:
             )
 
     def close(self) -> None:
-        """Remove what was packed and release what was opened."""
+        """Remove all packed frames and release all opened ones."""
         self._reader.close()
         self._store.close()

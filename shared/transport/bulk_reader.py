@@ -1,4 +1,4 @@
-"""The consumer's side of the bulk plane: from a claim check to bytes."""
+"""Consumer side of the bulk plane: fetches the bytes of a claim check."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MAX_MAPPINGS = 64
 class Blob:
     """Fetched bytes: ``data`` (read-only if it is shared memory) is valid and constant until ``release``.
 
-    Use it as a context manager, or release it when the last array made from ``data`` has served.
+    Use it as a context manager, or release it after the last use of the arrays made from ``data``.
     """
 
     def __init__(self, array: NDArray[np.uint8], on_release: Callable[[], None]) -> None:
@@ -35,7 +35,7 @@ class Blob:
         self._on_release: Callable[[], None] | None = on_release
 
     def release(self) -> None:
-        """Let the memory be used again. May be called twice."""
+        """Release the memory for reuse. Idempotent."""
         if self._on_release is not None:
             self._on_release()
             self._on_release = None
@@ -50,7 +50,7 @@ class Blob:
 
 
 class BulkReader:
-    """Fetches claims; keeps mappings of the segments it has seen. Thread-safe."""
+    """Fetches claims; caches mappings of segments. Thread-safe."""
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._host = settings.host_id
@@ -58,18 +58,18 @@ class BulkReader:
         self._tls = settings.bulk_tls_client
         self._mutex = threading.Lock()
         self._mappings: OrderedDict[str, NDArray[np.uint8]] = OrderedDict()
-        # The locks live here: a blob that is dropped without release keeps its segment, rather than losing the lock.
+        # Holds the locks: a blob that is dropped without release keeps its segment instead of losing the lock.
         self._locks: dict[int, LockedFile] = {}
         self._spare = np.empty(0, np.uint8)
 
     def fetch(self, claim: Claim, *, timeout_s: float = 10.0, verify: bool = True) -> Blob:
-        """The bytes of ``claim``; ``verify`` checks its digest if it has one.
+        """Fetch the bytes of ``claim``; ``verify`` checks its digest if it has one.
 
         Same host: takes microseconds. Another host: blocks for the transfer, at most ``timeout_s``.
 
         Raises:
             NotFound: the producer released or lost them.
-            Unavailable: the producer cannot be reached, or serves its own host only.
+            Unavailable: the producer cannot be reached, or serves only its own host.
             DeadlineError: the transfer took longer than ``timeout_s``.
             ProtocolError: the bytes do not match the claim.
         """
@@ -87,7 +87,7 @@ class BulkReader:
         return blob
 
     def close(self) -> None:
-        """Release every blob and forget the mappings."""
+        """Release every blob and drop the mappings."""
         with self._mutex:
             while self._locks:
                 self._locks.popitem()[1].close()
@@ -120,7 +120,7 @@ class BulkReader:
             lock.close()
 
     def _mapping(self, name: str, file: LockedFile) -> NDArray[np.uint8]:
-        """The data part of a segment; names are never used twice, so a cached mapping cannot be of another file."""
+        """Return the data part of a segment; names are never reused, so a cached mapping cannot be of another file."""
         with self._mutex:
             known = self._mappings.get(name)
             if known is not None:

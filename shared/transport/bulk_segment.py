@@ -1,8 +1,9 @@
 """Segments: files on tmpfs that processes of one host map, guarded by kernel locks.
 
-A lock is an ``flock`` of an open file: the kernel drops it when its holder unlocks, closes or dies, and never else. A
-stopped process keeps it. So a segment whose exclusive lock can be taken has no reader, with no clock involved.
-(A forked child shares the locks of its parent; children started with exec do not, descriptors are closed there.)
+A lock is an ``flock`` of an open file: the kernel releases it when its holder unlocks, closes or dies, and never
+otherwise; a stopped process keeps it. So a segment whose exclusive lock can be taken has no reader, independent of any
+clock. (A forked child shares the locks of its parent; children started with exec do not, because descriptors are closed
+there.)
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ __all__ = ["DATA_OFFSET", "Access", "LockedFile", "Owner", "Segment", "map_file"
 
 DATA_OFFSET = 4096
 """Data starts on the second page; the first one is the header."""
-_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module has no name for it
+_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module does not define it
 
 Access = Literal["write", "read", "private"]
-"""How to map: shared and writable, read-only, or writable with writes that stay in this process (copy on write)."""
+"""Mode of a mapping: shared and writable, read-only, or private copy-on-write."""
 
 
 class LockedFile:
-    """An open file with a kernel lock of its own; locks of one file in one process exclude each other as well."""
+    """Open file with its own kernel lock; locks of one file in one process exclude each other as well."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -43,8 +44,8 @@ class LockedFile:
         """Open an existing file.
 
         Raises:
-            NotFound: there is no such file.
-            Unavailable: it cannot be opened.
+            NotFound: the file does not exist.
+            Unavailable: the file cannot be opened.
         """
         try:
             return cls(path, os.open(path, os.O_RDWR))
@@ -54,11 +55,11 @@ class LockedFile:
             raise Unavailable(f"cannot open segment {path} (do both processes run as one user?): {error}") from None
 
     def try_exclusive(self) -> bool:
-        """Lock against everybody; False if somebody else holds a lock."""
+        """Take the exclusive lock; return False if another holder has a lock."""
         return self._try_lock(fcntl.LOCK_EX)
 
     def try_shared(self) -> bool:
-        """Lock against writers; False if a writer holds its lock."""
+        """Take a shared lock; return False if a writer holds its lock."""
         return self._try_lock(fcntl.LOCK_SH)
 
     def unlock(self) -> None:
@@ -66,7 +67,7 @@ class LockedFile:
         fcntl.flock(self.fd, fcntl.LOCK_UN)
 
     def holders(self) -> list[int]:
-        """Process ids that hold a lock, as far as this process may see them; for messages."""
+        """Return the ids of processes that hold a lock, as far as this process may see them; for messages."""
         stat = os.fstat(self.fd)
         file = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
         try:
@@ -85,20 +86,20 @@ class LockedFile:
             return False
 
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return os.fstat(self.fd).st_size
 
     def identity(self) -> tuple[int, int]:
-        """Device and inode: what the name is about."""
+        """Device and inode, which identify the file."""
         stat = os.fstat(self.fd)
         return stat.st_dev, stat.st_ino
 
     def unlink(self) -> None:
-        """Remove the name; the memory lives on until the last mapping is gone."""
+        """Remove the name; the memory is freed with the last mapping."""
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Drop the lock and the file; mappings stay."""
+        """Release the lock and close the file; mappings stay."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -115,10 +116,11 @@ class LockedFile:
 
 
 class Segment(LockedFile):
-    """A mapped segment: ``header`` (one page) and ``data``, uint8 [capacity].
+    """Mapped segment: ``header`` (one page) and ``data``, uint8 [capacity].
 
-    It is unmapped once no view of ``data`` is left, so arrays made from it stay valid as long as they live; what they
-    show may change after the lock is dropped.
+    The mapping lives until no view of ``data`` is left, so arrays made from it stay valid; their content may change
+    after
+    the lock is released.
     """
 
     def __init__(self, path: Path, fd: int, access: Access = "write") -> None:
@@ -129,11 +131,12 @@ class Segment(LockedFile):
 
     @classmethod
     def create(cls, path: Path, capacity: int) -> Segment:
-        """A new segment of zeros whose pages are allocated and mapped, so that the first write is as fast as the next.
+        """Create a segment of zeros with its pages allocated and mapped, so that the first write is as fast as later
+        ones.
 
         Raises:
             Unavailable: the directory has no room. (Without the reservation a write would end the process by SIGBUS.)
-            FileExistsError: there is such a file.
+            FileExistsError: the file exists.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
@@ -150,7 +153,8 @@ class Segment(LockedFile):
 
 
 class Owner:
-    """A living process behind a set of segments: a locked file ``<prefix><id>.owner`` beside ``<prefix><id>-<n>``."""
+    """Liveness mark of the process that owns a set of segments: a locked file ``<prefix><id>.owner`` beside
+    ``<prefix><id>-<n>``."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
         self.directory = directory
@@ -164,7 +168,7 @@ class Owner:
             self._file.close()  # a sweeper came between creation and lock and removed it
 
     def next_path(self) -> Path:
-        """A path that was never used and never will be again."""
+        """Return a path that was never used and never will be again."""
         self._count += 1
         return self.directory / f"{self.stem}-{self._count}"
 
@@ -177,12 +181,12 @@ class Owner:
 
 
 def sweep(directory: Path, prefix: str) -> list[Path]:
-    """Remove the segments of owners that died and return what was removed."""
+    """Remove the segments of dead owners and return their paths."""
     removed = []
     for path in directory.glob(f"{prefix}*.owner"):
         try:
             owner = LockedFile.open(path)
-        except (NotFound, Unavailable):  # gone meanwhile, or of another user
+        except (NotFound, Unavailable):  # removed by another process, or owned by another user
             continue
         if owner.try_exclusive():
             removed += [*directory.glob(f"{path.stem}-*"), path]
@@ -195,7 +199,7 @@ def sweep(directory: Path, prefix: str) -> list[Path]:
 def remove_unheld(paths: Iterable[Path]) -> None:
     """Remove those of these files that no process has locked."""
     for path in paths:
-        with contextlib.suppress(NotFound, Unavailable):  # gone meanwhile, or of another user
+        with contextlib.suppress(NotFound, Unavailable):  # removed by another process, or owned by another user
             file = LockedFile.open(path)
             if file.try_exclusive():
                 file.unlink()
@@ -205,8 +209,9 @@ def remove_unheld(paths: Iterable[Path]) -> None:
 def map_file(fd: int, access: Access) -> mmap.mmap:
     """Map a whole file with its pages in place.
 
-    A mapping keeps a duplicate of its descriptor and thereby the lock of that open file, so it gets one of its own:
-    otherwise closing ``fd`` would not drop the lock as long as an array of the mapping lives.
+    The mapping has its own open file: a mapping keeps a duplicate of its descriptor and thereby the lock of that open
+    file,
+    so closing ``fd`` would otherwise not release the lock while an array of the mapping lives.
     """
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
     try:

@@ -1,20 +1,20 @@
-"""Pulling bytes across hosts: a small server beside the producer, and the client's ``pull``.
+"""Transfer of blobs across hosts: a small server at the producer, and the client's ``pull``.
 
 ::
 
     greeting  b"PSB2" | 16 random bytes (nonce)
     request   b"PSB2" | u16 length of name | u64 generation | proof | name
     reply     u8 status (0 found, 1 not found, 2 refused) | u64 nbytes | bytes | seal
-    receipt   one byte, sent by the client when it has everything
+    receipt   one byte, sent by the client after the last byte
 
 Each blob has a token, which its claim or manifest carries over the bus. ``proof`` is the HMAC-SHA256 of nonce and
-request under that token: whoever was not given the claim gets nothing. ``seal`` is the one of nonce and bytes: whoever
-sits between the two cannot change them. The bytes themselves are encrypted where ``PENSTOCK_BULK_TLS_*`` is set: then
-all of the above goes through TLS, and where authorities are given each end proves who it is by a certificate.
+request under that token, so that only recipients of the claim can pull. ``seal`` is the HMAC of nonce and bytes, so
+that nobody on the path can change them. The bytes themselves are encrypted if ``PENSTOCK_BULK_TLS_*`` is set: then all
+of the above goes through TLS, and with authorities both ends authenticate by certificate.
 
-Blocking sockets in threads: a loop around ``recv_into`` reaches about 0.9 of what loopback TCP can do, asyncio streams
-less than 0.2. The segment stays locked until the receipt, because ``sendfile`` hands the kernel the pages themselves:
-rewriting them while they wait in a socket buffer would change what the peer reads.
+Blocking sockets in threads: a loop around ``recv_into`` reaches about 0.9 of loopback TCP's throughput, asyncio streams
+less than 0.2. The segment stays locked until the receipt, because ``sendfile`` passes the pages themselves to the
+kernel: rewriting them while they wait in a socket buffer would change the bytes that the peer reads.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _REQUEST = struct.Struct("<4sHQ32s")
 _REPLY = struct.Struct("<BQ")
 _FOUND, _NOT_FOUND, _REFUSED = 0, 1, 2
 _IDLE_S = 15.0
-"""A peer that takes nothing for this long is dropped."""
+"""Timeout of a peer that reads nothing (seconds)."""
 _PROOF_S = 5.0
-"""A peer has this long to prove that it may ask."""
+"""Time limit of a peer's request with its proof (seconds)."""
 _MAX_CONNECTIONS = 64
 _MAX_UNPROVEN = 64
-"""Beyond this the oldest of those that proved nothing yet is dropped: strangers cannot shut others out."""
+"""Largest number of peers without proof; beyond it the oldest is dropped, so that strangers cannot block others."""
 _CHUNK = 4 << 20
 
 
@@ -71,7 +71,7 @@ BlobSource = Callable[[str, int], AbstractContextManager[ServedBlob]]
 
 
 class BlobServer:
-    """Serves the blobs of one source on ``host``; ``address`` is what a peer needs."""
+    """Serves the blobs of one source on ``host``; peers connect to ``address``."""
 
     def __init__(self, host: str, source: BlobSource, tls: ssl.SSLContext | None = None) -> None:
         """Listen and start a thread.
@@ -95,11 +95,11 @@ class BlobServer:
         self._thread.start()
 
     def token(self, name: str, generation: int) -> str:
-        """Token that a peer needs to pull this blob, as hex digits."""
+        """Return the token that a peer needs to pull this blob, as hex digits."""
         return _mac(self._secret, generation.to_bytes(8, "little"), name.encode()).hex()
 
     def close(self) -> None:
-        """Stop listening, cut what is being sent, and wait for the threads."""
+        """Stop listening, abort running transfers, and wait for the threads."""
         self._closing = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
@@ -119,9 +119,9 @@ class BlobServer:
             except OSError:  # closed
                 return
             if self._tls is not None:
-                try:  # the thread of this peer shakes hands
+                try:  # the thread of this peer does the TLS handshake
                     peer = self._tls.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
-                except OSError:  # it went away already
+                except OSError:  # the peer disconnected already
                     peer.close()
                     continue
             thread = threading.Thread(target=self._serve, args=(peer,), name="bulk-peer", daemon=True)
@@ -137,7 +137,7 @@ class BlobServer:
         try:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._answer(peer)
-        except (OSError, UnicodeDecodeError):  # the peer went away, stood still or speaks another protocol
+        except (OSError, UnicodeDecodeError):  # the peer disconnected, stalled or speaks another protocol
             pass
         finally:
             with self._lock:
@@ -146,7 +146,7 @@ class BlobServer:
             peer.close()
 
     def _answer(self, peer: socket.socket) -> None:
-        """Hear one request and answer it."""
+        """Read one request and answer it."""
         nonce, deadline = secrets.token_bytes(_NONCE_BYTES), time.monotonic() + _PROOF_S
         peer.settimeout(_PROOF_S)
         if isinstance(peer, ssl.SSLSocket):
@@ -179,14 +179,14 @@ class BlobServer:
             if blob.nbytes:
                 pages = mmap.mmap(file.fileno(), blob.offset + blob.nbytes, access=mmap.ACCESS_READ)
                 with seal:
-                    seal.add(memoryview(pages)[blob.offset :])  # beside the transfer
+                    seal.add(memoryview(pages)[blob.offset :])  # concurrently with the transfer
                     peer.sendfile(file, blob.offset, blob.nbytes)
             peer.sendall(seal.digest())
             _receive(peer, 1)
 
 
 class _Seal:
-    """The HMAC of bytes that come in pieces, computed in a thread of its own."""
+    """HMAC of bytes that arrive in pieces, computed in a separate thread."""
 
     def __init__(self, token: bytes, nonce: bytes) -> None:
         self._mac = hmac.new(token, b"seal" + nonce, "sha256")
@@ -197,14 +197,14 @@ class _Seal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._thread.shutdown(cancel_futures=True)  # what is being hashed must outlive that
+        self._thread.shutdown(cancel_futures=True)  # the buffers being hashed must live until then
 
     def add(self, data: memoryview) -> None:
-        """Hash some more."""
+        """Add bytes."""
         self._pieces.append(self._thread.submit(self._mac.update, data))
 
     def digest(self) -> bytes:
-        """Of all there was. Inside or after the ``with``."""
+        """Return the HMAC of all bytes. Call inside or after the ``with``."""
         for piece in self._pieces:
             piece.result()
         return self._mac.digest()
@@ -224,15 +224,16 @@ def pull(
 ) -> None:  # fmt: skip
     """Fetch a blob into ``target``, uint8 [its size]; blocks. Memory that was used before is several times faster.
 
-    With ``tls`` the certificate of the producer must name the host in ``address``. ``on_bytes`` hears now and then how
-    many bytes have come.
+    With ``tls`` the certificate of the producer must name the host in ``address``. ``on_bytes`` is called repeatedly
+    with
+    the number of bytes received so far.
 
     Raises:
-        NotFound: the producer does not have it any more.
-        Unavailable: the producer cannot be reached or broke off, refuses the token or this process, or cannot prove who
-            it is.
+        NotFound: the producer no longer has it.
+        Unavailable: the producer cannot be reached or disconnected, rejects the token or this process, or cannot
+            authenticate itself.
         DeadlineError: not complete after ``timeout_s``.
-        ProtocolError: the producer has another size under this name, or the bytes were changed on their way.
+        ProtocolError: the producer has another size under this name, or the bytes were changed in transit.
     """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + timeout_s
@@ -272,7 +273,7 @@ def pull(
 
 
 def _connected(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> socket.socket:
-    """A connection to a producer, over TLS where there is a context. Raises OSError."""
+    """Connect to a producer, over TLS if there is a context. Raises OSError."""
     peer = socket.create_connection((host, port), timeout=timeout_s)
     try:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -283,7 +284,7 @@ def _connected(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | Non
 
 
 def _greeting(peer: socket.socket, deadline: float) -> bytes:
-    """The first bytes of a producer. One that speaks TLS waits for the peer to begin. Raises OSError."""
+    """Read the greeting of a producer. A producer with TLS waits for the client to begin. Raises OSError."""
     greeting = bytearray(len(MAGIC) + _NONCE_BYTES)
     try:
         _receive_into(peer, memoryview(greeting), deadline)
@@ -295,13 +296,13 @@ def _greeting(peer: socket.socket, deadline: float) -> bytes:
 
 
 def _cut(peer: socket.socket) -> None:
-    """End a connection that a thread may use. Below TLS: the shutdown of that leaves a socket that sends in clear."""
+    """Shut down a socket that a thread may use, below TLS: after a shutdown of TLS, the socket would send in clear."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(peer, socket.SHUT_RDWR)
 
 
 def _receive(peer: socket.socket, nbytes: int) -> bytes:
-    """Exactly ``nbytes`` bytes, or fewer if the peer closed."""
+    """Receive exactly ``nbytes`` bytes, or fewer if the peer closed."""
     data = b""
     while len(data) < nbytes:
         part = peer.recv(nbytes - len(data))

@@ -1,7 +1,7 @@
-"""The message bus: everything services say to each other, and everything that must not be lost.
+"""Message bus: all communication between services, and all durable messages.
 
-One ``Bus`` per process. It reconnects by itself. While it is down, what must not be lost waits up to a deadline, and
-what may be lost fails at once. Nothing else in Penstock speaks to NATS.
+One ``Bus`` per process. It reconnects by itself. While it is disconnected, durable operations wait up to a deadline,
+and others fail at once. All access to NATS goes through this package.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """State of a stream. ``bytes`` counts the server's overhead; ``max_bytes`` is -1 without a limit; ``created``
-    (RFC 3339) tells a stream from another one of its name; ``atomic``: it stores parts of a payload all or none.
-    """
+    """State of a stream. ``bytes`` includes the server's overhead; ``max_bytes`` is -1 without a limit; ``created``
+    (RFC 3339) distinguishes a stream from an earlier one of its name; ``atomic``: it stores the parts of a payload
+    atomically."""
 
     messages: int
     bytes: int
@@ -69,9 +69,9 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerState:
-    """Messages not delivered yet, delivered but not acknowledged, and delivered more than once.
+    """Numbers of messages not delivered yet, delivered but not acknowledged, and delivered more than once.
 
-    ``delivered_seq`` is the highest sequence that was ever delivered; the others are the consumer's settings.
+    ``delivered_seq`` is the highest sequence ever delivered; the others are the consumer's settings.
     """
 
     pending: int
@@ -85,11 +85,11 @@ class ConsumerState:
 log = logging.getLogger(__name__)
 
 CLOCK_SAMPLES = 3
-"""Questions of one measurement of the server's clock; the fastest answer counts."""
+"""Requests per measurement of the server's clock; the fastest counts."""
 
 
 class Bus:
-    """A connection to NATS as Penstock uses it. Use ``async with await Bus.connect(...)``."""
+    """Connection to NATS with the operations that Penstock needs. Use ``async with await Bus.connect(...)``."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -99,18 +99,18 @@ class Bus:
 
     @classmethod
     async def connect(cls, url: str, *, name: str, deadline_s: float = 10.0, tls: ssl.SSLContext | None = None) -> Bus:
-        """Connect to ``url`` (or several, comma-separated); ``name`` shows in NATS's monitoring.
+        """Connect to ``url`` (or several, comma-separated); ``name`` is shown in NATS's monitoring.
 
-        ``tls``: how to prove who is who (``ServiceSettings.nats_tls``); None: as the scheme of ``url`` says.
+        ``tls``: context of the connection (``ServiceSettings.nats_tls``); None: by the scheme of ``url``.
 
         Raises:
-            Unavailable: not reachable within the deadline; the text names the address without credentials.
-            ConfigError: the address is none, or the credentials are refused.
+            Unavailable: not reachable within the deadline; the message has the address without credentials.
+            ConfigError: the address is invalid, or the credentials are rejected.
         """
         return cls(await Connection.open(url, name=name, deadline_s=deadline_s, tls=tls))
 
     async def another(self, *, name: str, deadline_s: float = 10.0) -> Bus:
-        """A connection of its own to the same server; may be made in another thread, on the event loop of that one.
+        """Open a separate connection to the same server; may be called in another thread, for that thread's event loop.
 
         Raises: as ``connect``.
         """
@@ -125,37 +125,39 @@ class Bus:
         await self.close()
 
     def hold(self, seconds: float) -> None:
-        """Say that nothing is to be given up from now on for so long (0: no more); see ``held``."""
+        """Request that no message is removed for ``seconds`` from now on (0: end the hold); see ``held``."""
         self._held_until = time.monotonic() + seconds
 
     @property
     def held(self) -> bool:
-        """True if a backup reads the streams: what could be given up for room stays for now. ``purge`` does not ask."""
+        """True if a backup reads the streams, so that messages should not be removed for space now. ``purge``
+        ignores it."""
         return time.monotonic() < self._held_until
 
     @property
     def connected(self) -> bool:
-        """True if a message could be sent now."""
+        """True if messages can be sent now."""
         return self._connection.connected
 
     @property
     def reconnects(self) -> int:
-        """How often the connection was re-established."""
+        """Number of times that the connection was re-established."""
         return self._connection.reconnects
 
     async def wait_connected(self, deadline_s: float) -> None:
-        """Return once connected. Raises Unavailable at the deadline."""
+        """Wait until connected. Raises Unavailable at the deadline."""
         await self._connection.wait_connected(deadline_s)
 
     async def rtt(self, *, deadline_s: float = 2.0) -> float:
-        """Seconds for a message to the server and back. Raises Unavailable."""
+        """Return the round-trip time to the server (seconds). Raises Unavailable."""
         return await self._connection.echo(deadline_s)
 
     async def measure_clock(self, *, deadline_s: float = 2.0) -> float | None:
-        """Ask the server for its time and set bus time by it; returns seconds that this host's clock is ahead.
+        """Measure the server's clock and set bus time by it; return the seconds that this host's clock is ahead.
 
-        None from a server that does not tell its time (before 2.10): bus time stays as it was. In a cluster the node
-        answers that stamps the tickets.
+        Returns None for a server that does not report its time (before 2.10): bus time stays as it was. In a cluster,
+        the node
+        that stamps the tickets is measured.
 
         Raises:
             NotFound: no stream of tickets yet.
@@ -175,7 +177,7 @@ class Bus:
         return clock_skew_s()
 
     async def close(self, deadline_s: float = 5.0) -> None:
-        """Let handlers finish, flush, and disconnect. Harmless when repeated."""
+        """Let handlers finish, flush, and disconnect. Idempotent."""
         servers, self._servers = self._servers, set()
         await asyncio.gather(*(server.close(deadline_s) for server in servers))
         await self._connection.close(deadline_s)
@@ -197,8 +199,9 @@ class Bus:
 
         In a cluster each has ``replicas``; those that have more keep them.
 
-        INTERACTIONS and FEEDBACK keep a message for ``live_keep_s``; None: as long as nobody removes it. AUDIT keeps it
-        for ``audit_keep_s``, or until it needs the room. LEDGER has ``ledger_bytes``; None: as much as any other.
+        INTERACTIONS and FEEDBACK keep a message for ``live_keep_s``; None: until it is removed explicitly. AUDIT keeps
+        it for
+        ``audit_keep_s``, or until it needs the space. LEDGER has ``ledger_bytes``; None: the size of the others.
 
         Raises:
             ConfigError: the server has no room, or an existing stream cannot be changed.
@@ -209,7 +212,7 @@ class Bus:
         )  # fmt: skip
 
     async def missing_streams(self) -> list[str]:
-        """Streams and buckets that do not exist yet. Raises Unavailable."""
+        """Return the streams and buckets that do not exist yet. Raises Unavailable."""
         return await streams.missing(self._connection)
 
     async def publish(
@@ -222,16 +225,16 @@ class Bus:
         expect_last_subject_seq: int | None = None,
         deadline_s: float = 5.0,
     ) -> int:
-        """Store a message durably; returns its sequence after the server's acknowledgement.
+        """Store a message durably; return its sequence after the server's acknowledgement.
 
-        Repeats with the same message id until the deadline, so the message is stored once however often it was sent
+        Retries with the same message id until the deadline, so the message is stored once however often it was sent
         (on a work queue: unless it was consumed before a server restart).
         With ``expect_last_subject_seq`` it is stored only if that is the newest sequence on the subject (0: none yet);
-        a refusal because our own earlier attempt is there counts as success.
+        a rejection because an earlier attempt of this call was stored counts as success.
 
         Raises:
             StreamFull: the stream's byte budget is used up.
-            Conflict: somebody else's message came first.
+            Conflict: another writer's message came first.
             Unavailable: no acknowledgement until the deadline; the message may or may not be stored.
             ProtocolError: more than 1 MiB, or not a legal subject or header.
         """
@@ -245,38 +248,40 @@ class Bus:
         )
 
     async def publish_many(self, messages: Sequence[Outgoing], *, deadline_s: float = 10.0) -> list[int]:
-        """Store messages of one stream, all or none (one atomic batch of up to 1000); returns their sequences.
+        """Store messages of one stream atomically (one batch of up to 1000); return their sequences.
 
-        Where the server cannot do that (before 2.12.1, or more messages), they are stored one by one, concurrently;
-        then a failure may leave some of them behind, and repeating the call with the same ids completes it.
+        If the server cannot do that (before 2.12.1, or more messages), they are stored one by one, concurrently; then a
+        failure
+        may leave some of them behind, and repeating the call with the same ids completes it.
 
         Raises: as ``publish``.
         """
         return await self._publisher.publish_many(messages, deadline_s=deadline_s)
 
     async def publish_whole(self, messages: Sequence[Outgoing], *, deadline_s: float = 10.0) -> None:
-        """Store payloads of one stream, all or none, those above 1 MiB in parts (``get_whole`` reads them).
+        """Store payloads of one stream atomically, those above 1 MiB in parts (``get_whole`` reads them).
 
-        Raises: as ``publish``; ConfigError where the server cannot store parts atomically.
+        Raises: as ``publish``; ConfigError if the server cannot store parts atomically.
         """
         await self._publisher.publish_whole(messages, deadline_s=deadline_s)
 
     def follow(self, stream: str, subject: str, *, start_seq: int = 1, headers_only: bool = False) -> Reader:
-        """Messages of ``subject`` (may hold wildcards) from ``start_seq`` on, in order, once each, for ever.
+        """Return a reader of the messages of ``subject`` (may contain wildcards) from ``start_seq`` on, in order,
+        without end.
 
-        Heals across reconnects and server restarts without gaps or repeats. End it with ``aclose``
+        Survives reconnects and server restarts without gaps or repeats. End it with ``aclose``
         (``contextlib.aclosing``).
         """
         return Reader(self._connection, stream, subject, start_seq=start_seq, headers_only=headers_only)
 
     def scan(self, stream: str, subject: str, *, start_seq: int = 1, headers_only: bool = False) -> Reader:
-        """Like ``follow``, but ends at the stream's present end."""
+        """Return a reader like ``follow`` that ends at the current end of the stream."""
         return Reader(self._connection, stream, subject, start_seq=start_seq, headers_only=headers_only, follow=False)
 
     async def read(
         self, stream: str, subject: str, *, start_seq: int = 1, end_seq: int | None = None, headers_only: bool = False
     ) -> list[Message]:
-        """All messages of ``subject`` with ``start_seq <= sequence <= end_seq`` up to the present end."""
+        """Return all messages of ``subject`` with ``start_seq <= sequence <= end_seq`` up to the current end."""
         found: list[Message] = []
         async with contextlib.aclosing(self.scan(stream, subject, start_seq=start_seq, headers_only=headers_only)) as r:
             async for message in r:
@@ -286,7 +291,8 @@ class Bus:
         return found
 
     async def walk(self, stream: str, subject: str, *, last_seq: int) -> list[Message]:
-        """Messages of ``subject`` up to ``last_seq``, one request each: a work queue allows no second reader."""
+        """Return messages of ``subject`` up to ``last_seq``, one request each: a work queue allows no second
+        consumer."""
         found: list[Message] = []
         seq = 1
         while (message := await reading.first_at_or_after(self._connection, stream, subject, seq)) is not None:
@@ -297,21 +303,21 @@ class Bus:
         return found
 
     async def last(self, stream: str, subject: str) -> Message | None:
-        """The newest message on ``subject``, or None."""
+        """Return the newest message on ``subject``, or None."""
         return await reading.last(self._connection, stream, subject)
 
     async def get(self, stream: str, seq: int, *, deadline_s: float = 5.0) -> Message:
-        """The message with that sequence. Raises NotFound only if the stream's leader does not have it."""
+        """Return the message with that sequence. Raises NotFound only if the stream's leader does not have it."""
         return await reading.get(self._connection, stream, seq, deadline_s=deadline_s)
 
     async def get_many(self, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0) -> dict[int, Message]:
-        """Messages by sequence, concurrently; those that the leader does not have are left out."""
+        """Fetch messages by sequence, concurrently; those that the leader does not have are left out."""
         return await reading.get_many(self._connection, stream, seqs, deadline_s=deadline_s)
 
     async def get_whole(
         self, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0, direct: bool = True
     ) -> dict[int, Message]:
-        """Payloads by the sequence of their first message, put together; those that lack a part are left out.
+        """Fetch payloads by the sequence of their first message, with parts joined; incomplete ones are left out.
 
         ``direct``: from any replica; needs a permission that not every service has.
         """
@@ -328,7 +334,8 @@ class Bus:
         max_ack_pending: int = 1000,
         deadline_s: float = 10.0,
     ) -> Puller:
-        """Take work from ``subject`` under leases of ``ack_wait_s``; creates or updates the durable consumer.
+        """Return a puller of work from ``subject`` under leases of ``ack_wait_s``; creates or updates the durable
+        consumer.
 
         Raises:
             NotFound: no such stream.
@@ -349,12 +356,12 @@ class Bus:
         return puller
 
     async def delete_consumer(self, stream: str, durable: str) -> None:
-        """Delete a durable consumer; harmless if there is none."""
+        """Delete a durable consumer. Idempotent."""
         with contextlib.suppress(NotFound):
             await self._call(f"CONSUMER.DELETE.{stream}.{durable}", None, f"delete consumer '{durable}' of {stream}")
 
     async def delete_message(self, stream: str, seq: int) -> None:
-        """Delete one message; harmless if it is gone already."""
+        """Delete one message. Idempotent."""
         try:
             await self._call(f"STREAM.MSG.DELETE.{stream}", {"seq": seq}, f"delete message {seq} of {stream}")
         except NotFound:
@@ -367,8 +374,8 @@ class Bus:
                 raise
 
     async def purge(self, stream: str, subject: str, *, below_seq: int | None = None) -> int:
-        """Delete the messages of ``subject``, all or those below a sequence, and their parts; returns how many."""
-        if below_seq is not None and below_seq <= 1:  # the server takes sequence 0 for all of them
+        """Delete messages of ``subject``, all or those below a sequence, with their parts; return their number."""
+        if below_seq is not None and below_seq <= 1:  # the server treats sequence 0 as no limit
             return 0
         purged = 0
         for each in (subject, part_subject(subject)):
@@ -378,7 +385,7 @@ class Bus:
         return purged
 
     async def stream_state(self, stream: str) -> StreamState:
-        """Size and bounds of a stream."""
+        """Return the size and limits of a stream."""
         info = await self._call(f"STREAM.INFO.{stream}", None, f"state of {stream}")
         state = info["state"]
         return StreamState(
@@ -387,7 +394,7 @@ class Bus:
         )  # fmt: skip
 
     async def subject_counts(self, stream: str, subject: str = ">") -> dict[str, int]:
-        """Number of messages per subject that matches ``subject``."""
+        """Return the number of messages per subject that matches ``subject``."""
         counts: dict[str, int] = {}
         while True:
             body = {"subjects_filter": subject, "offset": len(counts)}
@@ -398,7 +405,7 @@ class Bus:
                 return counts
 
     async def consumer_state(self, stream: str, durable: str) -> ConsumerState:
-        """Backlog of a durable consumer. Raises NotFound."""
+        """Return the backlog of a durable consumer. Raises NotFound."""
         info = await self._call(f"CONSUMER.INFO.{stream}.{durable}", None, f"state of consumer '{durable}'")
         config = info["config"]
         return ConsumerState(
@@ -407,7 +414,7 @@ class Bus:
         )  # fmt: skip
 
     async def dead_letters(self, handler: Callable[[str, str, int], None]) -> Subscription:
-        """Call ``handler(stream, consumer, stream_seq)`` when a message ran out of deliveries.
+        """Call ``handler(stream, consumer, stream_seq)`` when a message has used up its deliveries.
 
         Advisories may be lost: also compare ``consumer_state`` with the stream from time to time.
         """
@@ -419,15 +426,15 @@ class Bus:
         return await self._connection.subscribe("$JS.EVENT.ADVISORY.CONSUMER.MAX_DELIVERIES.>", on_advisory)
 
     def save_stream(self, stream: str) -> AsyncGenerator[StreamImage | bytes, None]:
-        """Image of a stream, then its bytes in parts: see ``archive.save_stream``."""
+        """Yield the image of a stream, then its bytes in parts: see ``archive.save_stream``."""
         return archive.save_stream(self._connection, stream)
 
     async def load_stream(self, image: StreamImage, parts: Iterator[bytes]) -> StreamImage:
-        """Make a stream out of what ``save_stream`` gave: see ``archive.load_stream``."""
+        """Restore a stream from the output of ``save_stream``: see ``archive.load_stream``."""
         return await archive.load_stream(self._connection, image, parts)
 
     async def streams(self) -> list[str]:
-        """Names of the streams that exist; that of a bucket begins with ``KV_``."""
+        """Return the names of existing streams; that of a bucket begins with ``KV_``."""
         names: list[str] = []
         while True:
             answer = await self._call("STREAM.NAMES", {"offset": len(names)}, "names of the streams")
@@ -436,13 +443,13 @@ class Bus:
                 return sorted(names)
 
     def kv(self, bucket: str) -> KeyValue:
-        """A key-value bucket that ``ensure_streams`` made."""
+        """Return a key-value bucket created by ``ensure_streams``."""
         return KeyValue(self._connection, self._publisher, bucket)
 
     # Core: at most once
 
     async def notify(self, subject: str, data: bytes) -> None:
-        """Send to whoever listens now. Raises Unavailable at once while disconnected; nothing is buffered."""
+        """Send to the current subscribers. Raises Unavailable at once while disconnected; nothing is buffered."""
         await self._connection.send(subject, data)
 
     async def subscribe(self, subject: str, handler: Callable[[str, bytes], None]) -> Subscription:
@@ -454,11 +461,11 @@ class Bus:
         return await self._connection.subscribe(subject, on_message)
 
     async def request(self, subject: str, data: bytes, *, deadline_s: float) -> bytes:
-        """Ask whoever serves ``subject``.
+        """Send a request to a server of ``subject`` and return its reply.
 
         Raises:
-            Unavailable: nobody serves it, or no answer until the deadline. It may have been carried out.
-            PenstockError: what the handler raised, by class.
+            Unavailable: no server, or no reply until the deadline. The request may have been executed.
+            PenstockError: raised by the handler, with its class.
         """
         try:
             raw = await self._connection.request(subject, data, timeout_s=deadline_s)
@@ -471,8 +478,9 @@ class Bus:
     ) -> Server:
         """Answer requests; servers with the same ``queue`` share them.
 
-        A PenstockError that the handler raises is raised at the requester; anything else is logged here and reaches the
-        requester as a PenstockError. Above ``max_concurrent`` requests wait.
+        A PenstockError raised by the handler is raised at the requester; any other exception is logged here and reaches
+        the
+        requester as a PenstockError. Beyond ``max_concurrent``, requests wait.
         """
         server = Server(self._connection, subject, handler, max_concurrent)
         await server.start(queue)

@@ -1,9 +1,9 @@
-"""One connection to NATS that heals itself. The only module that imports nats.
+"""Self-healing NATS connection. The only module that imports nats.
 
 Every (re)connect uses a fresh client of nats-py with its own reconnect logic switched off, because that logic keeps
-unsent messages, waits for a dead peer to take them, and ends for good on a protocol error. Whatever ends the client's
-read loop (end of file, a reset, missed pongs, a server that refuses) ends up in one place here: pending requests fail
-at once, the socket is aborted, and a new client is dialled until ``close``.
+unsent messages, waits for a dead peer to accept them, and ends permanently on a protocol error. Whatever ends the
+client's read loop (end of file, a reset, missed pongs, a server that refuses) has one effect here: pending requests
+fail at once, the socket is aborted, and new clients are dialled until ``close``.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ __all__ = ["Connection", "NoAnswer", "NoResponders", "Subscription", "redact"]
 log = logging.getLogger(__name__)
 
 DIAL_S = 2.0
-"""Most time for one attempt to connect."""
+"""Time limit of one attempt to connect (seconds)."""
 RETRY_S = 0.2
-"""Pause between two attempts."""
+"""Pause between two attempts (seconds)."""
 REMIND_S = 10.0
-"""Interval of warnings while the server is away."""
+"""Interval of warnings while the server is unreachable (seconds)."""
 PING_S = 1.0
-"""Interval of pings; a peer that misses two is dead, so a silent cut shows within three seconds."""
+"""Interval of pings (seconds); a peer that misses two is dead, so a silent cut is detected within three seconds."""
 LEAVE_S = 8.0
-"""A node of a cluster without an answer of JetStream for this long is left for another: it may be cut off. Longer than
-an election, which no other node can shorten."""
+"""Time without a JetStream response (seconds) after which the client leaves a cluster node, which may be cut off,
+for another. Longer than an election, which changing nodes cannot shorten."""
 USER_TIMEOUT_MS = 3000
-"""Unacknowledged bytes this old end the connection; pings alone do not notice while bytes wait in the send buffer."""
+"""Age of unacknowledged bytes (milliseconds) that ends the connection; pings alone do not detect a dead peer while
+bytes wait in the send buffer."""
 REFUSED = "permissions violation"
-"""The server's word for a subject that a user may not publish or subscribe to."""
+"""Text in the server's error for a subject that a user may not publish or subscribe to."""
 PENDING_BYTES = 64 << 20
-"""Above this nats-py's publish blocks in a way that swallows cancellation; far above what callers have in flight."""
+"""Limit of nats-py's buffer, above which publish blocks in a way that swallows cancellation; far above the bytes
+that callers have in flight."""
 
 
 class NoResponders(Unavailable):
@@ -52,14 +54,14 @@ class NoResponders(Unavailable):
 
 
 class NoAnswer(Unavailable):
-    """A process may listen on the subject, and did not answer in time."""
+    """No response in time, although a process may listen on the subject."""
 
 
 Callback = Callable[[Raw], Awaitable[None]]
 
 
 class Subscription:
-    """Interest in a subject that survives reconnects. ``close`` ends it."""
+    """Subscription that survives reconnects. ``close`` ends it."""
 
     def __init__(self, owner: Connection, subject: str, queue: str, callback: Callback) -> None:
         self.subject = subject
@@ -75,12 +77,12 @@ class Subscription:
         await self.close()
 
     async def close(self) -> None:
-        """Stop receiving; what has not been handed out yet is discarded."""
+        """Stop receiving; undelivered messages are discarded."""
         await self._owner.unsubscribe(self)
 
 
 def redact(url: str) -> str:
-    """``url`` (or a comma-separated list) without user names, passwords and tokens."""
+    """Return ``url`` (or a comma-separated list) without user names, passwords and tokens."""
     parts = []
     for one in url.split(","):
         split = urlsplit(one.strip())
@@ -89,13 +91,13 @@ def redact(url: str) -> str:
 
 
 def _user_of(url: str) -> str:
-    """The user of ``url``; '' where it names none, or holds a token."""
+    """Return the user of ``url``; '' if it names none, or has a token."""
     split = urlsplit(url)
     return split.username if split.username and split.password else ""
 
 
 class Connection:
-    """A self-healing NATS connection. Make one with ``open``; end it with ``close``."""
+    """Self-healing NATS connection. Create it with ``open``; end it with ``close``."""
 
     def __init__(self, url: str, name: str, tls: ssl.SSLContext | None = None) -> None:
         self.url, self.tls, self.where = url, tls, redact(url)
@@ -103,7 +105,7 @@ class Connection:
         self.max_payload = 1 << 20
         self.reconnects = 0
         self._servers = [one.strip() for one in url.split(",")]
-        random.shuffle(self._servers)  # the clients of a cluster spread over its nodes
+        random.shuffle(self._servers)  # spread clients over the nodes of a cluster
         self._doubted: float | None = None
         self._name = name
         self._client: Any = None
@@ -118,8 +120,8 @@ class Connection:
         """Connect.
 
         Raises:
-            Unavailable: no server answered within ``deadline_s``; names the address without credentials.
-            ConfigError: the server refuses the credentials, or the address is no address.
+            Unavailable: no server answered within ``deadline_s``; the message has the address without credentials.
+            ConfigError: the server rejects the credentials, or the address is invalid.
         """
         self = cls(url, name, tls)
         await self.subscribe(self.inboxes.prefix + ".*", self.inboxes.dispatch)
@@ -130,7 +132,7 @@ class Connection:
                 client = await self._dial(min(DIAL_S, max(end - loop.time(), 0.05)))
                 break
             except asyncio.CancelledError:
-                if self._client is not None:  # it was connected all the same
+                if self._client is not None:  # the client was connected nevertheless
                     await self._discard(self._client, 0.5)
                 raise
             except Unavailable as error:
@@ -154,7 +156,7 @@ class Connection:
         return self._closing
 
     async def wait_connected(self, timeout_s: float) -> None:
-        """Return once connected.
+        """Wait until connected.
 
         Raises:
             Unavailable: still not connected after ``timeout_s``, or closed.
@@ -165,7 +167,7 @@ class Connection:
             async with asyncio.timeout(timeout_s):
                 while not self.connected and not self._closing:
                     await self._up.wait()
-                    if not self.connected:  # the client is dead, its supervisor is about to notice
+                    if not self.connected:  # the client is dead, and its supervisor will notice soon
                         await asyncio.sleep(0.005)
         except TimeoutError:
             raise Unavailable(f"not connected to NATS at {self.where} (waited {timeout_s:g} s)") from None
@@ -175,7 +177,7 @@ class Connection:
     async def send(
         self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
     ) -> None:
-        """Hand one message to the socket. At most once: no delivery is proven.
+        """Write one message to the socket. At most once: delivery is not confirmed.
 
         Raises:
             Unavailable: not connected; nothing is buffered.
@@ -184,7 +186,7 @@ class Connection:
         if not self.connected:
             raise Unavailable(f"not connected to NATS at {self.where}; '{subject}' was not sent")
         size = len(data) + sum(len(f"{key}: {value}\r\n".encode()) for key, value in (headers or {}).items()) + 12
-        if size > self.max_payload:  # the server would not refuse it but end the connection
+        if size > self.max_payload:  # the server would close the connection instead of refusing the message
             raise ProtocolError(f"{size} bytes on '{subject}' exceed the server's max_payload {self.max_payload}")
         try:
             await self._client.publish(subject, data, reply=reply, headers=headers)
@@ -196,12 +198,12 @@ class Connection:
     async def request(
         self, subject: str, data: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
     ) -> Raw:
-        """Send and wait for one answer.
+        """Send a message and wait for one reply.
 
         Raises:
-            NoResponders: nobody listens on ``subject``.
-            NoAnswer: no answer within ``timeout_s``.
-            Lost: the connection broke before the answer.
+            NoResponders: no process listens on ``subject``.
+            NoAnswer: no reply within ``timeout_s``.
+            Lost: the connection broke before the reply.
             Unavailable: not connected.
             ProtocolError: the payload or subject is not legal.
         """
@@ -216,17 +218,18 @@ class Connection:
         finally:
             self.inboxes.detach(inbox)
             if future.done() and not future.cancelled():
-                future.exception()  # seen, whichever way this ends
+                future.exception()  # mark the exception as retrieved
         if message.headers and message.headers.get("Status") == "503":
             raise NoResponders(f"nobody answers on '{subject}'")
         return message
 
     def trust(self) -> None:
-        """JetStream answered."""
+        """Record that JetStream answered."""
         self._doubted = None
 
     def doubt(self) -> None:
-        """JetStream did not answer by way of this node. If that lasts, and there are others, try the next one."""
+        """Record that JetStream did not answer through this node. If that lasts and there are other nodes, connect
+        to the next."""
         now = time.monotonic()
         self._doubted = now if self._doubted is None else self._doubted
         if len(self._servers) < 2 or now - self._doubted < LEAVE_S or not self.connected:
@@ -236,7 +239,7 @@ class Connection:
         self._next_server()
         writer = getattr(self._client._transport, "_io_writer", None)
         if writer is not None:
-            writer.transport.abort()  # ends the read loop: the supervisor dials anew
+            writer.transport.abort()  # ends the read loop, after which the supervisor dials again
 
     def _next_server(self) -> None:
         self._servers = [*self._servers[1:], self._servers[0]]
@@ -244,9 +247,10 @@ class Connection:
     async def subscribe(
         self, subject: str, callback: Callback, *, queue: str = "", confirm: bool = True
     ) -> Subscription:
-        """Call ``callback`` for each message, one after another; it must be quick. Survives reconnects.
+        """Call ``callback`` for each message, sequentially; it must be quick. Survives reconnects.
 
-        With ``confirm`` it returns once the server knows of it (while disconnected: at once, it will on reconnect).
+        With ``confirm``, return once the server has registered it (while disconnected: at once; it is registered on
+        reconnect).
         """
         entry = Subscription(self, subject, queue, callback)
         self._subscriptions.append(entry)
@@ -263,7 +267,7 @@ class Connection:
         return entry
 
     async def unsubscribe(self, entry: Subscription) -> None:
-        """End a subscription made by ``subscribe``; harmless when repeated."""
+        """End a subscription made by ``subscribe``. Idempotent."""
         if entry not in self._subscriptions:
             return
         self._subscriptions.remove(entry)
@@ -274,7 +278,7 @@ class Connection:
                 log.debug("unsubscribe from %s: %s", entry.subject, error)
 
     async def echo(self, timeout_s: float) -> float:
-        """Seconds a message to ourselves takes: proves server, read loop and subscription.
+        """Return the seconds that a message to this client takes, which proves server, read loop and subscription.
 
         nats-py's own rtt and flush are not used: a pong that arrives after their timeout kills the read loop.
         """
@@ -287,12 +291,12 @@ class Connection:
         return time.perf_counter() - start
 
     async def close(self, deadline_s: float) -> None:
-        """Wait until the server has what was sent, at most ``deadline_s``, and end. Pending requests fail."""
+        """Flush, for at most ``deadline_s``, and close. Pending requests fail."""
         if self._closing:
             return
         if self.connected:
             try:
-                await self.echo(deadline_s)  # nats-py's close leaves behind what the socket has not taken yet
+                await self.echo(deadline_s)  # nats-py's close discards what the socket has not accepted yet
             except Unavailable as error:
                 log.warning("closing the connection to %s: what was sent last may be lost: %s", self.where, error)
         self._closing = True
@@ -305,7 +309,8 @@ class Connection:
             await self._discard(self._client, deadline_s)
 
     async def _subscribe_on(self, client: Any, entry: Subscription) -> None:
-        # A limit of 0 bytes means unlimited: readers bound what they ask for, and a dropped reply would be a hang.
+        # A limit of 0 bytes means unlimited: readers bound the bytes that they request, and a dropped reply would be a
+        # hang.
         entry.handle = await client.subscribe(
             entry.subject, queue=entry.queue, cb=entry.callback, pending_bytes_limit=0 if not entry.queue else 256 << 20
         )
@@ -319,7 +324,7 @@ class Connection:
         finally:
             self.inboxes.detach(inbox)
             if future.done() and not future.cancelled():
-                future.exception()  # seen, whichever way this ends
+                future.exception()  # mark the exception as retrieved
 
     async def _dial(self, timeout_s: float) -> Any:
         try:
@@ -363,16 +368,16 @@ class Connection:
                 )
                 self._tune(client)
                 done: set[Subscription] = set()
-                while missing := [entry for entry in self._subscriptions if entry not in done]:  # some may be new
+                while missing := [entry for entry in self._subscriptions if entry not in done]:  # may have grown
                     for entry in missing:
                         await self._subscribe_on(client, entry)
                         done.add(entry)
-                    await self._round_trip(client.publish)  # then the server knows them
+                    await self._round_trip(client.publish)  # then the server has registered them
         except (OSError, nats.errors.Error, Unavailable, TimeoutError) as error:
             await self._discard(client, 0.5)
-            self._next_server()  # the first one may take connections and never answer
+            self._next_server()  # the first server may accept connections and never answer
             raise self._refusal(error, seen[-1] if seen else error) from None
-        except asyncio.CancelledError:  # nobody else knows of it
+        except asyncio.CancelledError:  # no other code references this client
             await self._discard(client, 0.5)
             raise
         except ValueError as error:
@@ -385,7 +390,7 @@ class Connection:
         return client
 
     def _refusal(self, error: Exception, cause: Exception) -> ConfigError | Unavailable:
-        """The error to raise for an attempt to connect that failed."""
+        """Return the error to raise for a failed attempt to connect."""
         if isinstance(cause, ssl.SSLCertVerificationError):
             return ConfigError(f"NATS at {self.where} cannot prove who it is: {cause}; see PENSTOCK_NATS_TLS_CA")
         if "authorization" in f"{error} {cause}".lower():
@@ -423,7 +428,7 @@ class Connection:
             await asyncio.sleep(RETRY_S * random.uniform(0.5, 1.5))
 
     async def _discard(self, client: Any, deadline_s: float) -> None:
-        """End a client whatever state it is in: flush if it can, then abort the socket and its tasks."""
+        """Close a client in any state: flush if possible, then abort the socket and its tasks."""
         try:
             async with asyncio.timeout(deadline_s):
                 if client._reading_task is not None and not client._reading_task.done():

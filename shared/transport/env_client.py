@@ -1,4 +1,4 @@
-"""The client's side of a session of simulators: requests in order, repeated when the bus loses them."""
+"""Client of a simulator session: requests in order, repeated if the bus loses them."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ B = TypeVar("B", bound=Body)
 RETRY_S = 0.05
 ATTEMPT_S = 10.0
 GONE_S = 10.0
-"""A session that nobody serves for so long is gone: after a restart of the broker its env service is back before."""
+"""Time without a server (seconds) after which a session is considered lost; env services reconnect faster after a
+restart of the broker."""
 
 
 class EnvClient:
-    """One session. The arrays of a reply are valid until the next request: large ones lie in shared memory.
+    """One session. The arrays of a reply are valid until the next request, because large ones are in shared memory.
 
-    Make one with ``open``; ``close`` it, or the env service does when it was idle for long enough.
+    Make one with ``open``; ``close`` it, or the env service closes it after its idle time.
     """
 
     def __init__(self, bus: Bus, mail: FrameMail, job: str, opened: EnvOpened) -> None:
@@ -60,14 +61,15 @@ class EnvClient:
     async def open(
         cls, bus: Bus, mail: FrameMail, request: OpenEnv, *, job: str, deadline_s: float = 60.0
     ) -> EnvClient:
-        """Ask whichever env service is free for a session.
+        """Open a session at any free env service.
 
         Raises:
             ConfigError: the environments cannot be made, or their observations could not reach this process.
             Unavailable: no env service answered until the deadline.
         """
         data = pack(msgspec.structs.replace(request, host=mail.host), job=job)
-        # Environments may take long to make, and who asks again gets others: one request waits for all of the time.
+        # Making environments may take long, and a repeated request would make others: one request waits for all of the
+        # time.
         reply = await _repeated(bus, subjects.ENV_OPEN, data, deadline_s, attempt_s=deadline_s)
         return cls(bus, mail, job, unpack(reply, EnvOpened)[0])
 
@@ -79,23 +81,24 @@ class EnvClient:
         """Execute a chunk of actions.
 
         Raises:
-            ProtocolError, Conflict: the request does not fit the environments; it does not count.
-            Unavailable: nobody serves the session for 10 s, or it does not answer until the deadline.
+            ProtocolError, Conflict: the request does not fit the environments and is not numbered.
+            Unavailable: no process serves the session for 10 s, or it does not answer until the deadline.
         """
         return await self._ask(request, StepReply, deadline_s)
 
     async def film(self, env_id: int, *, deadline_s: float = 60.0) -> tuple[bytes, str]:
-        """The newest episode of an environment as an MP4 file, and why there is none, or ''. Raises as ``step``."""
+        """Return the newest episode of an environment as an MP4 file, and the reason if there is none. Raises as
+        ``step``."""
         reply = await self._ask(FilmRequest(seq=self.seq, env_id=env_id), FilmReply, deadline_s)
         return reply.film.tobytes(), "".join(reply.reasons)
 
     async def keep(self) -> None:
-        """Say that this client is still there. Raises Unavailable where the session is not, or does not answer."""
+        """Keep the session alive. Raises Unavailable if the session is lost or does not answer."""
         frame = b"".join(env_frame(KeepRequest(seq=self.seq)))
         await _repeated(self._bus, self.subject, frame, 2 * ATTEMPT_S, attempt_s=ATTEMPT_S, gone_s=GONE_S)
 
     async def close(self) -> None:
-        """End the session; what it gave is not valid any more."""
+        """End the session; its arrays become invalid."""
         try:
             frame = b"".join(env_frame(CloseRequest(seq=self.seq)))
             await self._bus.request(self.subject, frame, deadline_s=ATTEMPT_S)
@@ -127,7 +130,7 @@ class EnvClient:
 async def _repeated(
     bus: Bus, subject: str, data: bytes, deadline_s: float, *, attempt_s: float, gone_s: float = math.inf
 ) -> bytes:
-    """Ask until somebody answers: a session carries each request out once, however often it is asked."""
+    """Repeat a request until it is answered; the server executes a repeated request once."""
     clock = asyncio.get_running_loop().time
     end, gone = clock() + deadline_s, math.inf
     while True:

@@ -1,8 +1,8 @@
-"""Reading a stream in order, without acknowledgements: an ephemeral pull consumer that is rebuilt whenever in doubt.
+"""Ordered reading of a stream, without acknowledgements: an ephemeral pull consumer that is rebuilt on any doubt.
 
-The reader drives everything from ``__anext__``: no background task, a bounded buffer, and the next request to the
-server goes out when the buffer is half empty. A lost connection, a server restart, a gap in the consumer's sequence or
-silence past the request's expiry all lead to the same cure: a new consumer that starts behind the last message read.
+``__anext__`` drives the reader: there is no background task, the buffer is bounded, and the next request to the server
+is sent when the buffer is half empty. A lost connection, a server restart, a gap in the consumer's sequence or silence
+past the request's expiry all have the same remedy: a new consumer that starts after the last message read.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ log = logging.getLogger(__name__)
 
 BATCH = 256
 BATCH_BYTES = 16 << 20
-"""At most this much is asked for at once; more than the largest message, or that one would never come."""
+"""Bytes per request; more than the largest message, which would otherwise never be delivered."""
 EXPIRES_S = 2.0
-"""Life of a request. Short, because a fail-over can forget it without breaking the connection."""
+"""Lifetime of a request (seconds). Short, because a fail-over can lose it without breaking the connection."""
 PAUSE_S = 0.05
-"""Before a consumer is rebuilt once more though the one before brought nothing."""
+"""Pause before rebuilding a consumer again if the last one delivered nothing (seconds)."""
 RECONNECT_S = 10.0
-"""How long a reader that ends waits for a lost connection; one that follows waits for ever."""
+"""Time that a scan waits for a lost connection (seconds); a reader that follows waits without limit."""
 INACTIVE_S = 30.0
-"""The server deletes the consumer after this long without requests."""
+"""Time without requests after which the server deletes the consumer (seconds)."""
 
 
 class Reader:
     """Async iterator over the messages of ``stream`` on ``subject`` from ``start_seq`` on.
 
-    ``aclose`` it when done early (``contextlib.aclosing``); one that is merely forgotten is cleaned up when collected.
+    ``aclose`` it when done early (``contextlib.aclosing``); otherwise garbage collection cleans it up.
 
     With ``follow=False`` it ends at the end that the stream has when the end is reached.
     With ``last_per_subject`` it starts with the newest message of each subject.
@@ -74,13 +74,13 @@ class Reader:
         self._buffer: deque[tuple[Message, int]] = deque()
         self._wake = asyncio.Event()
         self._expected = 1  # consumer sequence of the next message
-        self._outstanding = 0  # messages that open requests may still bring
+        self._outstanding = 0  # messages that open requests may still deliver
         self._requests = 0
         self._broken = True
         self._closed = False
         self._rebuilds = 0  # since the last message
         self._in_cluster = False
-        self._remaining = 1  # messages of the stream behind the last one handed out
+        self._remaining = 1  # messages of the stream after the last one returned
         self._watch = connection.inboxes.attach(_Weak(self))
         weakref.finalize(self, connection.inboxes.detach, self._watch)
 
@@ -105,7 +105,7 @@ class Reader:
         return message
 
     async def aclose(self) -> None:
-        """Give the consumer back. Harmless when repeated."""
+        """Delete the consumer. Idempotent."""
         self._closed = True
         self._wake.set()
         self._connection.inboxes.detach(self._watch)
@@ -115,7 +115,7 @@ class Reader:
         await self._drop()
 
     def on_lost(self) -> None:
-        """The connection broke: what is in the buffer stands, the rest is asked for again."""
+        """Handle a broken connection: buffered messages stay valid, the rest is requested again."""
         self._broken = True
         self._wake.set()
 
@@ -123,7 +123,7 @@ class Reader:
         return self._follow or self._remaining > len(self._buffer)
 
     async def _fill(self) -> None:
-        """Wait for a message, or for something that explains why there is none."""
+        """Wait for a message, or for a status that explains its absence."""
         if self._broken:
             await self._rebuild()
             if self._broken or (not self._follow and self._remaining == 0):
@@ -135,10 +135,10 @@ class Reader:
             async with asyncio.timeout(EXPIRES_S * 2):
                 await self._wake.wait()
         except TimeoutError:
-            self._broken = True  # the server forgot the request
+            self._broken = True  # the server lost the request
 
     async def _is_behind(self) -> bool:
-        """True if the consumer is on a replica that lags: the leader of the stream has more."""
+        """Return True if the consumer is on a lagging replica: the leader of the stream has more messages."""
         if not self._in_cluster:
             return False
         found = await first_at_or_after(self._connection, self._stream, self._subject, max(self._next_seq, 1))
@@ -147,7 +147,7 @@ class Reader:
         return found is not None
 
     async def _rebuild(self) -> None:
-        """A new consumer behind the last message handed out (waits for the connection as long as it takes)."""
+        """Create a consumer after the last delivered message (waits for the connection without limit)."""
         if self._inbox is None:
             weak = _Weak(self)
             self._inbox = await self._connection.subscribe(
@@ -173,7 +173,7 @@ class Reader:
         self._broken = False
 
     async def _ask(self) -> bool:
-        """Request the next messages; False where the connection is down (then everything is rebuilt)."""
+        """Request the next messages; return False if the connection is down (then the consumer is rebuilt)."""
         body = {"batch": BATCH, "max_bytes": BATCH_BYTES, "expires": int(EXPIRES_S * 1e9)}
         endpoint = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._consumer}"
         self._requests += 1
@@ -186,18 +186,19 @@ class Reader:
         return True
 
     def _reply_to(self) -> str:
-        """A subject of its own for each request, to tell the end of this one from the late end of another."""
+        """Return a unique reply subject per request, to distinguish its end from the late end of another."""
         prefix = self._inbox.subject.removesuffix("*") if self._inbox is not None else ""
         return f"{prefix}{self._requests}"
 
     def on_message(self, raw: Raw) -> None:
-        """Take what the consumer sends: a message, or a status that ends a request."""
+        """Handle a message from the consumer, or a status that ends a request."""
         headers = raw.headers or {}
         if "Status" in headers:
             if raw.subject == self._reply_to():
                 is_empty, self._outstanding = self._outstanding == BATCH and not self._buffer, 0
                 self._broken = self._broken or not ended_well(headers["Status"], headers.get("Description", ""))
-                # Of what was pending when the consumer began the rest was deleted: a new one knows what is left.
+                # Messages that were pending when the consumer began were deleted: a new consumer knows which ones are
+                # left.
                 self._broken = self._broken or (is_empty and not self._follow)
                 self._wake.set()
             return
@@ -238,19 +239,19 @@ class Reader:
     async def _drop(self) -> None:
         if self._consumer:
             name, self._consumer = self._consumer, ""
-            with contextlib.suppress(Unavailable):  # then it ends by itself after INACTIVE_S
+            with contextlib.suppress(Unavailable):  # then the server deletes it after INACTIVE_S
                 await drop_consumer(self._connection, self._stream, name)
 
 
 class _Weak:
-    """State of a reader that the connection holds, so that an abandoned reader can be collected."""
+    """State of a reader that the connection references, so that an abandoned reader can be collected."""
 
     def __init__(self, reader: Reader) -> None:
         self.inbox: Subscription | None = None
         self._reader = weakref.ref(reader)
 
     def deliver(self, message: Raw) -> None:
-        """Nothing is sent to this inbox; it exists to hear of a lost connection."""
+        """Ignore messages: this inbox only receives ``lost``."""
 
     def lost(self, error: Lost) -> None:
         reader = self._reader()

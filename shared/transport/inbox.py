@@ -1,4 +1,4 @@
-"""Inboxes: where answers arrive. All requests of a connection share one wildcard subscription."""
+"""Inboxes for replies. All requests of a connection share one wildcard subscription."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Inboxes", "Lost", "Raw", "Reply", "Sink"]
 
 
 class Lost(Unavailable):
-    """The connection broke while an answer was outstanding: the request may or may not have been carried out."""
+    """The connection broke while a reply was outstanding: the request may or may not have been executed."""
 
 
 class Raw(Protocol):
-    """A message as it came in. ``headers`` holds 'Status' for the server's control messages."""
+    """Message as received. ``headers`` holds 'Status' for the server's control messages."""
 
     subject: str
     reply: str
@@ -28,34 +28,34 @@ class Raw(Protocol):
 
 
 class Sink(Protocol):
-    """Receives what arrives on one inbox."""
+    """Receiver of the messages of one inbox."""
 
     def deliver(self, message: Raw) -> None:
-        """Take a message; must not block."""
+        """Handle a message; must not block."""
 
     def lost(self, error: Lost) -> None:
-        """The connection broke; nothing sent before will be answered any more."""
+        """Handle a broken connection: earlier requests will not be answered."""
 
 
 @dataclass(slots=True)
 class Reply:
-    """Sink of one request: the first answer, or the error."""
+    """Sink of one request: the first reply, or the error."""
 
     future: asyncio.Future[Raw]
 
     def deliver(self, message: Raw) -> None:
-        """Resolve."""
+        """Resolve the request."""
         if not self.future.done():
             self.future.set_result(message)
 
     def lost(self, error: Lost) -> None:
-        """Fail."""
+        """Fail the request."""
         if not self.future.done():
             self.future.set_exception(error)
 
 
 class Inboxes:
-    """The sinks below one prefix, by the last token of their subject. All lie below the inboxes of a user of NATS."""
+    """Sinks below one prefix, by the last token of their subject. All are below the inboxes of a NATS user."""
 
     def __init__(self, user: str = "") -> None:
         self._user = user
@@ -64,27 +64,27 @@ class Inboxes:
         self._counter = 0
 
     def new(self) -> str:
-        """A subject that no other client uses."""
+        """Return a subject that no other client uses."""
         return f"{inbox_of(self._user)}.{secrets.token_hex(11)}"
 
     def attach(self, sink: Sink) -> str:
-        """Reserve an inbox for ``sink``; returns its subject."""
+        """Reserve an inbox for ``sink``; return its subject."""
         self._counter += 1
         token = str(self._counter)
         self._sinks[token] = sink
         return f"{self.prefix}.{token}"
 
     def detach(self, inbox: str) -> None:
-        """Give an inbox up; late messages to it are ignored."""
+        """Release an inbox; late messages to it are ignored."""
         self._sinks.pop(inbox.rpartition(".")[2], None)
 
     async def dispatch(self, message: Raw) -> None:
-        """Hand a message to its sink."""
+        """Pass a message to its sink."""
         sink = self._sinks.get(message.subject.rpartition(".")[2])
         if sink is not None:
             sink.deliver(message)
 
     def fail(self, error: Lost) -> None:
-        """Tell every sink that the connection broke."""
+        """Notify every sink that the connection broke."""
         for sink in list(self._sinks.values()):
             sink.lost(error)

@@ -1,4 +1,4 @@
-"""Requests to JetStream's JSON API: retried until a deadline, errors mapped to ours."""
+"""Requests to JetStream's JSON API: retried until a deadline, with errors mapped to those of Penstock."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = [
 ]
 
 ATTEMPT_S = 2.0
-"""Longest wait for one answer; after a fail-over the server may have forgotten the question."""
+"""Timeout of one attempt (seconds); after a fail-over the server may have lost the request."""
 PAUSE_S = 0.05
 
 
 class Code:
-    """Error codes of nats-server (server/errors.json) that we act on."""
+    """Error codes of nats-server (server/errors.json) that are handled specially."""
 
     INSUFFICIENT_RESOURCES = 10023
     STORAGE_RESOURCES = 10047
     STORE_BUSY = 10049  # a stream of that name is still being deleted
     MESSAGE_DELETE_FAILED = 10057
-    NO_PEERS = 10005  # fewer nodes are up than a stream is to have replicas
+    NO_PEERS = 10005  # fewer nodes are up than the stream's replicas
     NO_QUORUM = 10008  # the cluster has no leader
     NO_CLUSTER = 10074
     STREAM_EXISTS = 10058
@@ -53,12 +53,12 @@ class Code:
 
 
 NO_SPACE = ("no space left on device", "disk quota exceeded")
-"""Text of the server's operating system for a full disk, at the end of the description of an error."""
+"""Messages of operating systems for a full disk, at the end of the server's error description."""
 CONFLICTS = frozenset({Code.WRONG_LAST_SEQUENCE, Code.WRONG_LAST_SEQUENCE_CONSTANT})
 
 
 class ApiError(Unavailable):
-    """JetStream refused a request; ``code`` is its error code."""
+    """JetStream rejected a request; ``code`` is its error code."""
 
     def __init__(self, message: str, code: int = 0, status: int = 0) -> None:
         super().__init__(message, code, status)
@@ -70,12 +70,12 @@ class ApiError(Unavailable):
 
 
 def is_disk_full(error: Mapping[str, Any]) -> bool:
-    """True if an ``error`` object of the API says that the server could not write for want of space."""
+    """Return True if an ``error`` object of the API says that the disk of the server is full."""
     return str(error.get("description", "")).endswith(NO_SPACE)
 
 
 def raise_error(error: Mapping[str, Any], what: str) -> NoReturn:
-    """Raise what an ``error`` object of the API means."""
+    """Raise the exception that corresponds to an ``error`` object of the API."""
     code = int(error.get("err_code", 0))
     if is_disk_full(error):
         raise DiskFull(f"{what}: the disk of NATS is full: {error.get('description')} ({code})")
@@ -86,10 +86,11 @@ def raise_error(error: Mapping[str, Any], what: str) -> NoReturn:
 
 
 class retry_until:  # noqa: N801  reads as a phrase: `async for attempt in retry_until(...)`
-    """Iterate over attempts until a deadline; each value is the time (seconds) that the attempt may take.
+    """Iterates over attempts until a deadline; each value is the time (seconds) that the attempt may take.
 
-    Waits for the connection before each attempt. When the time is over it raises Unavailable with ``what`` and the
-    reason last noted in ``why``.
+    Waits for the connection before each attempt. At the deadline it raises Unavailable with ``what`` and the reason
+    last
+    stored in ``why``.
     """
 
     def __init__(self, connection: Connection, deadline_s: float, what: str) -> None:
@@ -121,11 +122,11 @@ class retry_until:  # noqa: N801  reads as a phrase: `async for attempt in retry
 async def call(
     connection: Connection, endpoint: str, body: Mapping[str, Any] | None = None, *, deadline_s: float, what: str
 ) -> dict[str, Any]:
-    """One request to ``$JS.API.<endpoint>``. Only for requests that are safe to repeat.
+    """Send a request to ``$JS.API.<endpoint>``, with retries. Only for idempotent requests.
 
     Raises:
         NotFound: the stream, message or consumer does not exist.
-        ApiError: any other refusal.
+        ApiError: any other rejection.
         Unavailable: no answer until the deadline.
     """
     data = msgspec.json.encode(body) if body is not None else b""
@@ -156,7 +157,7 @@ async def call(
 async def create_consumer(
     connection: Connection, stream: str, config: dict[str, Any], *, deadline_s: float
 ) -> dict[str, Any]:
-    """Create or update the consumer ``config['name']``; returns its info. Idempotent."""
+    """Create or update the consumer ``config['name']``; return its info. Idempotent."""
     name = config["name"]
     subject = config.get("filter_subject", "")
     endpoint = f"CONSUMER.CREATE.{stream}.{name}" + (f".{subject}" if subject else "")
@@ -165,14 +166,14 @@ async def create_consumer(
 
 
 def ended_well(status: str, description: str) -> bool:
-    """True if a pull request ended as it should: nothing there (404), time over (408), everything delivered (409).
+    """Return True if a pull request ended regularly: no message (404), expired (408), all delivered (409).
 
-    Anything else (deleted, moved, shut down, no responders) means that the consumer may not exist any more.
+    Any other status (deleted, moved, shut down, no responders) means that the consumer may not exist any more.
     """
     return status in ("404", "408") or (status == "409" and description.startswith(("Batch Completed", "Message Size")))
 
 
 async def drop_consumer(connection: Connection, stream: str, name: str) -> None:
-    """Delete a consumer without waiting; the server ends idle ephemeral ones anyway."""
+    """Delete a consumer without waiting; the server deletes idle ephemeral ones anyway."""
     if connection.connected:
         await connection.send(f"$JS.API.CONSUMER.DELETE.{stream}.{name}", b"")

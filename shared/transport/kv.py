@@ -1,4 +1,4 @@
-"""A key-value bucket: compare-and-set and watching, on a JetStream stream with one message per key."""
+"""Key-value bucket with compare-and-set and watching, on a JetStream stream with one message per key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*\Z")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A key at a revision; ``value`` is None where it was deleted. ``time`` is when the server stored it."""
+    """Key at a revision; ``value`` is None if it was deleted. ``time`` is when the server stored it."""
 
     key: str
     value: bytes | None
@@ -33,7 +33,7 @@ class Entry:
 
 
 class KeyValue:
-    """A bucket. Keys are dot-separated tokens of letters, digits, ``-``, ``_``, ``/`` and ``=``."""
+    """Bucket. Keys are dot-separated tokens of letters, digits, ``-``, ``_``, ``/`` and ``=``."""
 
     def __init__(self, connection: Connection, publisher: Publisher, bucket: str) -> None:
         self.bucket = bucket
@@ -43,15 +43,15 @@ class KeyValue:
         self._prefix = f"$KV.{bucket}."
 
     async def get(self, key: str, *, deadline_s: float = 5.0) -> Entry | None:
-        """The newest value as the leader has it; None where there is none or it was deleted."""
+        """Return the newest value from the leader, or None if there is none or it was deleted."""
         entry = await self._last(key, deadline_s)
         return entry if entry is not None and entry.value is not None else None
 
     async def create(self, key: str, value: bytes, *, keep_s: float | None = None, deadline_s: float = 5.0) -> int:
-        """Store a value where there is none (or a deleted one); returns its revision.
+        """Store a value if the key has none (or a deleted one); return its revision.
 
         Args:
-            keep_s: the entry vanishes after this time; only in buckets whose entries expire.
+            keep_s: time after which the entry expires; only in buckets whose entries expire.
 
         Raises:
             Conflict: the key has a value.
@@ -68,7 +68,7 @@ class KeyValue:
     async def update(
         self, key: str, value: bytes, revision: int, *, keep_s: float | None = None, deadline_s: float = 5.0
     ) -> int:
-        """Replace the value of ``revision``; returns the new revision. ``keep_s`` as in ``create``.
+        """Replace the value of ``revision``; return the new revision. ``keep_s`` as in ``create``.
 
         Raises:
             Conflict: the key is at another revision.
@@ -76,11 +76,11 @@ class KeyValue:
         return await self._put(key, value, revision, deadline_s, _kept(keep_s))
 
     async def overwrite(self, key: str, value: bytes, revision: int, *, keep_s: float | None = None) -> int:
-        """As ``update``, and the replaced bytes are overwritten in the server's files, in buckets that allow it.
+        """Update a value and overwrite the replaced bytes in the server's files, in buckets that allow it.
 
         Raises:
             Conflict: the key is at another revision.
-            Unavailable: as ever; the key may be without a value then.
+            Unavailable: as for ``update``; the key may then be without a value.
         """
         info = await call(self._connection, f"STREAM.INFO.{self._stream}", deadline_s=5.0, what=f"of {self.bucket}")
         if info["config"].get("deny_delete"):
@@ -98,13 +98,13 @@ class KeyValue:
         return await self.create(key, value, keep_s=keep_s)
 
     async def put(self, key: str, value: bytes, *, deadline_s: float = 5.0) -> int:
-        """Store a value whatever is there; returns its revision."""
+        """Store a value unconditionally; return its revision."""
         return await self._put(key, value, None, deadline_s)
 
     async def send(self, key: str, value: bytes) -> None:
         """Send a value without waiting until it is stored.
 
-        It is at the server before whatever this connection sends later; at most once, as no storage is proven.
+        The server receives it before later messages of this connection; at most once, as storage is not confirmed.
 
         Raises:
             Unavailable: not connected.
@@ -112,7 +112,7 @@ class KeyValue:
         await self._connection.send(self._prefix + self._checked(key), value)
 
     async def delete(self, key: str, *, revision: int | None = None, deadline_s: float = 5.0) -> None:
-        """Leave a marker instead of the value (watchers see it).
+        """Replace the value by a deletion marker (which watchers see).
 
         Raises:
             Conflict: ``revision`` was given and the key is at another one.
@@ -120,24 +120,25 @@ class KeyValue:
         await self._put(key, b"", revision, deadline_s, {OPERATION: "DEL"})
 
     async def entries(self, prefix: str = "") -> list[Entry]:
-        """All entries whose key is ``prefix`` or begins with ``prefix.``, oldest first; without ``prefix`` all."""
+        """Return all entries whose key is ``prefix`` or begins with ``prefix.``, oldest first; without ``prefix``
+        all."""
         return [entry for entry in await self._read(prefix, headers_only=False) if entry.value is not None]
 
     async def keys(self, prefix: str = "") -> list[str]:
-        """Keys that have a value and begin with the tokens of ``prefix``."""
+        """Return keys that have a value and begin with the tokens of ``prefix``."""
         return sorted(entry.key for entry in await self._read(prefix, headers_only=True) if entry.value is not None)
 
     async def changes(self, *, after: int) -> AsyncGenerator[Entry]:
-        """The newest change of each key past revision ``after``, deletions too, up to the present end."""
+        """Yield the newest change of each key past revision ``after``, including deletions, up to the current end."""
         reader = self.reader(self.subjects("")[0], follow=False, start_seq=after + 1 if after else None)
         async with contextlib.aclosing(reader):
             async for message in reader:
                 yield self.entry(message)
 
     def watch(self, prefix: str = "", *, include_current: bool = True) -> Watch:
-        """Follow all changes below ``prefix`` (deletions have value None), by default starting with what is there.
+        """Follow all changes below ``prefix`` (deletions have value None), by default starting with the current values.
 
-        Heals across reconnects; of several changes of a key during an interruption only the newest is seen.
+        Survives reconnects; of several changes of a key during an interruption only the newest is seen.
         """
         return Watch(self, prefix, include_current)
 
@@ -149,13 +150,13 @@ class KeyValue:
         return sorted(found, key=lambda entry: entry.revision)
 
     def subjects(self, prefix: str) -> list[str]:
-        """Subject filters that cover a prefix."""
+        """Return the subject filters that cover a prefix."""
         if not prefix:
             return [self._prefix + ">"]
         return [self._prefix + self._checked(prefix), f"{self._prefix}{prefix}.>"]
 
     def reader(self, subject: str, *, headers_only: bool = False, follow: bool, start_seq: int | None = None) -> Reader:
-        """Reader of this bucket's stream; without ``start_seq`` from the newest value of each key."""
+        """Return a reader of this bucket's stream; without ``start_seq`` from the newest value of each key."""
         return Reader(
             self._connection,
             self._stream,
@@ -167,14 +168,14 @@ class KeyValue:
         )
 
     async def end(self) -> int:
-        """Sequence of the bucket's newest change."""
+        """Return the sequence of the bucket's newest change."""
         info = await call(
             self._connection, f"STREAM.INFO.{self._stream}", deadline_s=5.0, what=f"state of bucket '{self.bucket}'"
         )
         return int(info["state"]["last_seq"])
 
     def entry(self, message: Message) -> Entry:
-        """A stored message as an entry."""
+        """Convert a stored message to an entry."""
         gone = message.headers.get(OPERATION) in ("DEL", "PURGE")
         key = message.subject.removeprefix(self._prefix)
         return Entry(key, None if gone else message.data, message.seq, message.time)
@@ -228,7 +229,7 @@ class Watch:
                 return entry
 
     async def start(self) -> None:
-        """Fix the point from which changes are seen; otherwise the first ``anext`` does."""
+        """Fix the position from which changes are seen; otherwise the first ``anext`` does."""
         if self._reader is None:
             start = None if self._include_current else await self._bucket.end() + 1
             self._reader = self._bucket.reader(self._bucket.subjects("")[0], follow=True, start_seq=start)

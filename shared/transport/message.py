@@ -1,4 +1,4 @@
-"""Messages as values that the bus hands out, without any client library in them."""
+"""Messages of the bus as plain values, independent of the client library."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from penstock.shared.transport.inbox import Raw
 __all__ = ["MSG_ID", "AckInfo", "Message", "Outgoing", "from_consumer", "own_headers", "unix_time"]
 
 MSG_ID = "Nats-Msg-Id"
-"""Header by which a stream drops repeated publishes."""
+"""Header by which a stream drops duplicate publishes."""
 SIZE = "Nats-Msg-Size"
 """Header of a message that is delivered without its data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A stored message. ``time``: when it was stored (Unix seconds). ``data`` is empty where only headers are read.
+    """Stored message. ``time``: when it was stored (Unix seconds). ``data`` is empty if only headers are read.
 
-    ``nbytes``: of its data, also there; 0 where it was not delivered by a consumer.
+    ``nbytes``: size of the data, also if only headers are read; 0 unless delivered by a consumer.
     """
 
     subject: str
@@ -34,7 +34,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to publish. Without ``msg_id`` a random one is made, so that retries are not stored twice."""
+    """Message to publish. Without ``msg_id`` it gets a random one, so that retries are not stored twice."""
 
     subject: str
     data: bytes
@@ -44,7 +44,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class AckInfo:
-    """Facts in the reply subject of a delivered message."""
+    """Delivery metadata in the reply subject of a message."""
 
     stream: str
     consumer: str
@@ -56,7 +56,7 @@ class AckInfo:
 
 
 def own_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
-    """The publisher's headers, without those that the server or the transport put there (the message id stays)."""
+    """Return the publisher's headers, without those added by the server or the transport (the message id stays)."""
     return {
         str(key): value
         for key, value in (headers or {}).items()
@@ -65,13 +65,13 @@ def own_headers(headers: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def unix_time(text: str) -> float:
-    """RFC 3339 with nanoseconds → Unix seconds."""
+    """Convert RFC 3339 with nanoseconds to Unix seconds."""
     whole, dot, rest = text.rstrip("Z").partition(".")
     return datetime.fromisoformat(whole + "+00:00").timestamp() + (float("0." + rest) if dot else 0.0)
 
 
 def parse_ack(reply: str) -> AckInfo:
-    """Read ``$JS.ACK[.domain.account].stream.consumer.deliveries.stream_seq.consumer_seq.time.pending[.token]``."""
+    """Parse ``$JS.ACK[.domain.account].stream.consumer.deliveries.stream_seq.consumer_seq.time.pending[.token]``."""
     tokens = reply.split(".")
     if len(tokens) >= 11:
         tokens = tokens[2:]
@@ -82,7 +82,7 @@ def parse_ack(reply: str) -> AckInfo:
 
 
 def from_consumer(raw: Raw) -> tuple[Message, AckInfo]:
-    """A message as a consumer delivers it."""
+    """Convert a message delivered by a consumer."""
     info = parse_ack(raw.reply)
     nbytes = int((raw.headers or {}).get(SIZE, len(raw.data)))
     return Message(raw.subject, raw.data, own_headers(raw.headers), info.stream_seq, info.time_ns / 1e9, nbytes), info

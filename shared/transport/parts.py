@@ -1,4 +1,4 @@
-"""Payloads in parts: cut before they are published, put together again after they were read."""
+"""Payloads in parts: split before publishing, joined after reading."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["cut", "whole"]
 
 
 def cut(message: Outgoing) -> list[Outgoing]:
-    """The messages that carry a payload; a small one stays as it is."""
+    """Split a payload into the messages that carry it; a small one stays as it is."""
     count = num_parts(len(message.data))
     if count == 1:
         return [message]
@@ -27,10 +27,10 @@ def cut(message: Outgoing) -> list[Outgoing]:
 
 
 def whole(first: Message, found: Mapping[int, Message]) -> Message | None:
-    """The payload that ``first`` begins, its later parts taken from ``found`` (by sequence); None where one is missing.
+    """Join the payload that ``first`` begins with its later parts from ``found`` (by sequence); None if one is missing.
 
     Raises:
-        ProtocolError: its header about parts is malformed.
+        ProtocolError: the header that counts the parts is malformed.
     """
     count = count_of(first.headers)
     if count == 1:

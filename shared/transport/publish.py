@@ -21,13 +21,13 @@ from penstock.shared.transport.read import first_at_or_after
 __all__ = ["Publisher"]
 
 WINDOW = 256
-"""Publishes of one process that may wait for their acknowledgement at the same time."""
+"""Largest number of unacknowledged publishes of one process."""
 ATOMIC_SINCE = (2, 12, 1)
 """First server version whose atomic batches respect message ids."""
 FLUSH_BYTES = 8 << 20
-"""Of a batch this much is sent before the server has to show that it took it: the send buffer stays small."""
+"""Bytes of a batch sent before the server must confirm that it received them, which keeps the send buffer small."""
 SLOWEST_BYTES_PER_S = 16 << 20
-"""A large batch gets more time for its acknowledgement than a small one."""
+"""Throughput (bytes per second) assumed for the timeout of a batch, so that large ones get more time."""
 
 
 class Publisher:
@@ -109,11 +109,13 @@ class Publisher:
     async def _publish_batch(
         self, messages: list[Outgoing], deadline_s: float, *, parts: bool = False
     ) -> list[int] | None:
-        """Sequences of one atomic batch, or None where single publishes must resolve it.
+        """Publish one atomic batch; return its sequences, or None if single publishes must resolve it.
 
-        That is the case when the stream does not allow batches, and when a message id is known already: then an earlier
-        attempt was stored as a whole, and repeating the messages one by one returns their sequences. ``parts`` of one
-        payload are never published one by one: the first case is an error, and the second the end of it.
+        That is the case if the stream does not allow batches, and if a message id is known already: then an earlier
+        attempt was
+        stored as a whole, and repeating the messages one by one returns their sequences. ``parts`` of one payload are
+        never
+        published one by one: the first case is an error, and the second means that all are stored.
         """
         attempts = retry_until(self._connection, deadline_s, f"publish {len(messages)} on '{messages[0].subject}'")
         more_s = sum(len(message.data) for message in messages) / SLOWEST_BYTES_PER_S
@@ -164,7 +166,7 @@ class Publisher:
         return answer
 
     async def _resolve(self, subject: str, msg_id: str, expected: int, error: Conflict) -> int:
-        """A refused append: was it refused because an earlier attempt of ours, whose answer got lost, is there?
+        """Return the sequence of an earlier attempt of this append whose response was lost, or raise ``error``.
 
         The server compares the expected sequence before it looks for repeated message ids.
         """
@@ -190,7 +192,7 @@ def _batch_headers(message: Outgoing, batch: str, number: int) -> dict[str, str]
 
 
 def check_size(subject: str, data: bytes) -> None:
-    """Refuse what belongs to the bulk plane.
+    """Check that a message needs no bulk plane.
 
     Raises:
         ProtocolError: more than 1 MiB.

@@ -1,4 +1,4 @@
-"""Taking work from a stream with acknowledgements: own requests with short lives, so that nothing hangs."""
+"""Work queues with acknowledgements: short-lived pull requests, so that a lost request never blocks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["Delivery", "Puller"]
 log = logging.getLogger(__name__)
 
 EXPIRES_S = 1.0
-"""Life of a request; the loop asks again. A request that a fail-over forgot costs no more than this."""
+"""Lifetime of a request (seconds); the loop repeats it, so a request lost in a fail-over costs no more than this."""
 FETCH_BYTES = 16 << 20
-"""More than this in one answer could overrun the server's buffer for us."""
+"""Largest number of bytes per request; more could overrun the server's buffer for this client."""
 PAUSE_S = 0.05
-"""Before a consumer that answered strangely is made again."""
+"""Pause before recreating a consumer after an unexpected response (seconds)."""
 UNSENT_ACKS = 10_000
 
 
@@ -33,7 +33,8 @@ class Delivery:
     """One message under lease. Exactly one of ``ack``, ``nak``, ``term`` ends the lease; ``in_progress`` extends it.
 
     None of them fails while the bus is down: they are sent on reconnect. Yet an acknowledgement proves nothing: the
-    message may come again, and who handles it must recognise that.
+    message
+    may be delivered again, and its handler must recognise that.
     """
 
     __slots__ = ("_puller", "_reply", "data", "deliveries", "headers", "seq", "subject", "time")
@@ -48,28 +49,28 @@ class Delivery:
         self.seq: int = message.seq
         self.time: float = message.time
         self.deliveries: int = info.deliveries
-        """1 at the first delivery."""
+        """Number of deliveries; 1 at the first."""
 
     async def ack(self) -> None:
-        """Done: never deliver it again; a work queue deletes it."""
+        """Acknowledge success: never deliver the message again; a work queue deletes it."""
         await self._puller.answer(self._reply, b"+ACK")
 
     async def nak(self, delay_s: float = 0.0) -> None:
-        """Not done: deliver it again, to anybody, after ``delay_s``."""
+        """Return the message for redelivery, to any consumer, after ``delay_s``."""
         body = b"-NAK" + (b' {"delay": %d}' % int(delay_s * 1e9) if delay_s > 0 else b"")
         await self._puller.answer(self._reply, body)
 
     async def term(self) -> None:
-        """Never deliver it again although it was not done."""
+        """Give up on the message: never deliver it again although it was not processed."""
         await self._puller.answer(self._reply, b"+TERM")
 
     async def in_progress(self) -> None:
-        """Start the lease anew. Lost while the bus is down."""
+        """Renew the lease. Lost while the bus is down."""
         await self._puller.extend(self._reply)
 
 
 class Puller:
-    """A durable consumer's deliveries. Made by ``Bus.pull``; several processes may share one durable name."""
+    """Deliveries of a durable consumer. Made by ``Bus.pull``; several processes may share one durable name."""
 
     def __init__(self, connection: Connection, stream: str, config: dict[str, Any]) -> None:
         self._connection = connection
@@ -80,7 +81,7 @@ class Puller:
         self._wake = asyncio.Event()
         self._open = False  # a request is outstanding
         self._missing = False  # the consumer is not known to exist
-        self._wanted = 0  # messages that the open request may still bring
+        self._wanted = 0  # messages that the open request may still deliver
         self._requests = 0
         self._unsent: deque[tuple[str, bytes]] = deque(maxlen=UNSENT_ACKS)
         self._watch = connection.inboxes.attach(self)
@@ -99,9 +100,10 @@ class Puller:
         )
 
     async def fetch(self, n: int, wait_s: float) -> list[Delivery]:
-        """Up to ``n`` deliveries: waits up to ``wait_s`` for the first, takes those that are there, waits for no more.
+        """Return up to ``n`` deliveries: wait up to ``wait_s`` for the first, then take those available without
+        waiting.
 
-        Returns an empty list when there is no work or the bus is down for that long; it heals by itself.
+        Returns an empty list if there is no work or the bus is down for that long; it heals by itself.
 
         Raises:
             Unavailable: the bus was closed.
@@ -127,7 +129,7 @@ class Puller:
         return [self._buffer.popleft() for _ in range(min(n, len(self._buffer)))]
 
     async def close(self) -> None:
-        """Stop; what was delivered but not fetched goes back at once. The durable consumer stays."""
+        """Stop; deliveries that were not fetched return to the queue at once. The durable consumer stays."""
         self._connection.inboxes.detach(self._watch)
         inbox, self._inbox = self._inbox, None
         if inbox is None:
@@ -153,10 +155,10 @@ class Puller:
             log.debug("lease not extended: %s", error)
 
     def deliver(self, message: Raw) -> None:
-        """Nothing is sent to this inbox; it exists to hear of a lost connection."""
+        """Ignore messages: this inbox only receives ``lost``."""
 
     def lost(self, error: Lost) -> None:
-        """The connection broke: the request is gone, leases and the durable consumer remain."""
+        """Handle a broken connection: the request is lost, leases and the durable consumer remain."""
         self._open = False
         self._wake.set()
 
@@ -186,19 +188,19 @@ class Puller:
             raise
 
     def _reply_to(self) -> str:
-        """A subject of its own for each request, to tell the end of this one from the late end of another."""
+        """Return a unique reply subject per request, to distinguish its end from the late end of another."""
         prefix = self._inbox.subject.removesuffix("*") if self._inbox is not None else ""
         return f"{prefix}{self._requests}"
 
     async def _wait_for_answer(self, timeout_s: float) -> None:
-        """Wait until the request has ended; what it brought lies in the buffer."""
+        """Wait until the request has ended; its messages are in the buffer."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._open:
                     await self._wake.wait()
                     self._wake.clear()
         except TimeoutError:
-            self._open = False  # the server forgot the request
+            self._open = False  # the server lost the request
 
     async def _on_message(self, raw: Raw) -> None:
         headers = raw.headers or {}

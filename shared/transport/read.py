@@ -1,4 +1,4 @@
-"""Reading stored messages by sequence: direct get, which does not need a consumer."""
+"""Reading of stored messages by sequence: direct get, which needs no consumer."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from penstock.shared.transport.parts import whole
 __all__ = ["first_at_or_after", "get", "get_many", "get_whole", "last"]
 
 WINDOW = 64
-"""Direct gets of one call that are outstanding at the same time; at 1 MiB each this bounds the bytes in flight."""
+"""Concurrent direct gets of one call; at 1 MiB each this bounds the bytes in flight."""
 
 
 async def get(
     connection: Connection, stream: str, seq: int, *, deadline_s: float = 5.0, direct: bool = True
 ) -> Message:
-    """The message with sequence ``seq``; from any replica that has it, or without ``direct`` from the leader.
+    """Return the message with sequence ``seq``; from any replica that has it, or without ``direct`` from the leader.
 
     Raises:
-        NotFound: the leader of the stream does not have it (a replica that lags is not believed).
+        NotFound: the leader of the stream does not have it (a lagging replica is not trusted).
         Unavailable: no answer until the deadline.
     """
     found = await _direct(connection, stream, {"seq": seq}, deadline_s) if direct else None
@@ -39,7 +39,7 @@ async def get(
 async def get_many(
     connection: Connection, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0, direct: bool = True
 ) -> dict[int, Message]:
-    """The messages with these sequences, fetched concurrently; those that do not exist are left out."""
+    """Fetch the messages with these sequences concurrently; those that do not exist are left out."""
     window = asyncio.Semaphore(WINDOW)
 
     async def one(seq: int) -> Message | None:
@@ -57,7 +57,7 @@ async def get_many(
 async def get_whole(
     connection: Connection, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0, direct: bool = True
 ) -> dict[int, Message]:
-    """The payloads that the messages with these sequences begin, parts put together; incomplete ones are left out."""
+    """Fetch the payloads that begin at these sequences, with parts joined; incomplete ones are left out."""
     found = await get_many(connection, stream, seqs, deadline_s=deadline_s, direct=direct)
     begun = list(found.values())
     more = [message.seq + place for message in begun for place in range(1, count_of(message.headers))]
@@ -66,7 +66,7 @@ async def get_whole(
 
 
 async def last(connection: Connection, stream: str, subject: str, *, deadline_s: float = 5.0) -> Message | None:
-    """The newest message on ``subject``, as the leader has it, or None."""
+    """Return the newest message on ``subject`` from the leader, or None."""
     try:
         return await _from_leader(connection, stream, {"last_by_subj": subject}, deadline_s)
     except NotFound:
@@ -76,7 +76,7 @@ async def last(connection: Connection, stream: str, subject: str, *, deadline_s:
 async def first_at_or_after(
     connection: Connection, stream: str, subject: str, seq: int, *, deadline_s: float = 5.0
 ) -> Message | None:
-    """The oldest message on ``subject`` with a sequence of at least ``seq``, as the leader has it, or None."""
+    """Return the oldest message on ``subject`` with a sequence of at least ``seq`` from the leader, or None."""
     try:
         return await _from_leader(connection, stream, {"seq": seq, "next_by_subj": subject}, deadline_s)
     except NotFound:
@@ -90,7 +90,7 @@ async def _direct(connection: Connection, stream: str, body: dict[str, Any], dea
         try:
             raw = await connection.request(f"$JS.API.DIRECT.GET.{stream}", data, timeout_s=timeout_s)
         except NoResponders:
-            return None  # no such stream, or no direct access: the leader knows
+            return None  # no such stream, or no direct access: ask the leader
         except Unavailable as error:
             attempts.why = error
             continue

@@ -1,4 +1,4 @@
-"""Answering requests: each in its own task, bounded, errors sent back by name."""
+"""Request handlers: each request in its own task, bounded, with errors returned by class name."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Server", "answer_of"]
 log = logging.getLogger(__name__)
 
 ERROR_HEADER = "Penstock-Error"
-"""Header of an error reply: the name of a class of shared/errors.py; the body is its text."""
+"""Header of an error reply: the name of a class of shared/errors.py; the body is the message."""
 
 
 INBOX = f"{inbox_of('')}."
-"""Where answers may go."""
+"""Prefix of subjects to which replies may be sent."""
 
 
 class Server:
-    """A handler that serves a subject. Made by ``Bus.serve``; ends with ``close``."""
+    """Handler that serves a subject. Made by ``Bus.serve``; ends with ``close``."""
 
     def __init__(
         self, connection: Connection, subject: str, handler: Callable[[bytes], Awaitable[bytes]], max_concurrent: int
@@ -45,11 +45,11 @@ class Server:
         await self.close()
 
     async def start(self, queue: str) -> None:
-        """Begin to serve."""
+        """Start serving."""
         self._subscription = await self._connection.subscribe(self.subject, self._on_request, queue=queue)
 
     async def close(self, deadline_s: float = 5.0) -> None:
-        """Take no more requests; give running ones ``deadline_s`` to finish, then cancel them."""
+        """Accept no more requests; give running ones ``deadline_s`` to finish, then cancel them."""
         if self._subscription is not None:
             subscription, self._subscription = self._subscription, None
             await subscription.close()
@@ -87,7 +87,7 @@ class Server:
             headers, data = self._error_reply(error)
         if not raw.reply:
             return
-        if not raw.reply.startswith(INBOX):  # or a client would have us publish what it may not
+        if not raw.reply.startswith(INBOX):  # or a client could make this process publish where it may not itself
             log.error(
                 "a request on %s wants its answer on '%s', which is no inbox: not answered", self.subject, raw.reply
             )
@@ -105,7 +105,7 @@ class Server:
 
 
 def answer_of(reply: Raw) -> bytes:
-    """The body of a server's reply. Raises the PenstockError, by class, that its handler raised."""
+    """Return the body of a server's reply. Raises the PenstockError that its handler raised, with its class."""
     name = reply.headers.get(ERROR_HEADER) if reply.headers else None
     if name is None:
         return reply.data

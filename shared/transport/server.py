@@ -1,7 +1,7 @@
-"""NATS and Valkey as child processes, for one machine and for tests; and what can be said about a server's durability.
+"""NATS and Valkey as child processes, for one machine and for tests; and checks of a server's durability.
 
-A server keeps its store, port and log in one directory. The directory is locked by the server process itself (an
-inherited ``flock``), so that two servers never write to one store, even when the process that started one was killed.
+A server keeps its store, port and log in one directory. The server process itself holds the lock of the directory (an
+inherited ``flock``), so that two servers never write to one store, even if the process that started one was killed.
 """
 
 from __future__ import annotations
@@ -39,22 +39,23 @@ log = logging.getLogger(__name__)
 INSTALL = "pip install 'penstock[embedded]'"
 POLL_S = 0.005
 SILENCE_S = 30.0
-"""A server that starts may do nothing for this long: no line of log, no byte read, hardly any time on a processor."""
+"""Time without progress (no log line, no byte read, almost no CPU time) after which a starting server is killed
+(seconds)."""
 REPORT_S = 5.0
-"""Interval at which a start that takes long is reported."""
+"""Interval of reports about a slow start (seconds)."""
 BUSY_SHARE = 0.01
-"""An idle server uses a tenth of this share of one processor, and one that opens its store far more."""
+"""Share of one CPU that counts as progress: an idle server uses a tenth of it, one that opens its store far more."""
 READ_BYTES = 1 << 20
-"""Reads below this, in SILENCE_S, are no sign that a store is being opened."""
+"""Bytes read in SILENCE_S above which reading counts as progress."""
 LAST_LINES = 5
 MAX_SOCKET_BYTES = 100
-"""Longest path of a socket, with some room below the kernel's 107."""
+"""Longest path of a socket in bytes, with some margin below the kernel's 107."""
 
 Durability = Literal["fsync", "page-cache", "unverified"]
 
 
 class _Process:
-    """A server process that is started, stopped, killed and started again on the same port and store."""
+    """Server process that can be started, stopped, killed and restarted on the same port and store."""
 
     name = "server"
 
@@ -63,10 +64,10 @@ class _Process:
         self.directory = directory or Path(tempfile.mkdtemp(prefix=f"penstock-{self.name}-"))
         self.host = host
         self.port = port
-        """0 until the first start where a free port was asked for; then it stays."""
+        """Port; 0 until the first start if any free port was requested, constant afterwards."""
         self.log = self.directory / f"{self.name}.log"
         self.tell: Callable[[str], None] = log.warning
-        """Hears what a server does that takes long to start."""
+        """Called with progress messages of a slow start."""
         self._starting = False
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -89,18 +90,20 @@ class _Process:
 
     @property
     def starting(self) -> bool:
-        """True if the process lives and ``start`` still waits for it."""
+        """True if the process is alive and ``start`` still waits for it."""
         return self._starting and self.running
 
     def start(self, *, silence_s: float = SILENCE_S) -> None:
-        """Start and return when clients can connect. Blocks the thread: about 20 ms, or as long as its store takes.
+        """Start the process and wait until clients can connect. Blocks: about 20 ms, or as long as the store needs.
 
-        A server that opens a large store is waited for as long as it lives and makes progress, and ``tell`` hears what
-        it does. ``stop`` and ``kill``, from another thread, end the wait.
+        A server that opens a large store is waited for while it is alive and makes progress, and ``tell`` is called
+        with its
+        progress. ``stop`` and ``kill``, from another thread, end the wait.
 
         Raises:
-            ConfigError: the binary is missing, the port is taken, another server uses the directory, or it ended.
-            DeadlineError: it makes no progress for ``silence_s``; it was killed.
+            ConfigError: the binary is missing, the port is in use, another server uses the directory, or the process
+                ended.
+            DeadlineError: no progress for ``silence_s``; the process was killed.
         """
         if self.running:
             return
@@ -115,7 +118,7 @@ class _Process:
                     stdout=log,
                     stderr=log,
                     pass_fds=(lock.fileno(),),
-                    start_new_session=True,  # Ctrl-C in a terminal is for the services, which need the server to drain
+                    start_new_session=True,  # Ctrl-C must not reach the server: the services need it while they drain
                     umask=0o077,
                 )
             self._wait_until_ready(process, offset, silence_s)
@@ -144,7 +147,7 @@ class _Process:
             time.sleep(min(POLL_S * 10, POLL_S + (now - began) / 100))
 
     def stop(self, *, deadline_s: float = 10.0) -> None:
-        """Ask it to end; kill it at the deadline. The store stays."""
+        """Terminate the process; kill it at the deadline. The store stays."""
         process = self._process
         if process is None:
             return
@@ -157,7 +160,7 @@ class _Process:
         self._process = None
 
     def kill(self) -> None:
-        """End it as a crash would (SIGKILL). The store stays."""
+        """Kill the process as a crash would (SIGKILL). The store stays."""
         process = self._process
         if process is not None:
             process.kill()
@@ -165,12 +168,12 @@ class _Process:
             self._process = None
 
     def restart(self) -> None:
-        """Kill it and start it again on the same port and store."""
+        """Kill and restart the process on the same port and store."""
         self.kill()
         self.start()
 
     def close(self) -> None:
-        """Stop, and delete the directory if it was a temporary one of ours."""
+        """Stop, and delete the directory if this object created it as a temporary one."""
         self.stop()
         if self._own_directory:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -185,7 +188,7 @@ class _Process:
         return lock
 
     def _lines(self, offset: int) -> list[str]:
-        """Its log since this start; at least one line."""
+        """Return its log since this start; at least one line."""
         with self.log.open("rb") as log:
             log.seek(offset)
             text = log.read().decode("utf-8", "replace")
@@ -206,7 +209,7 @@ class _Process:
 
 
 class Progress:
-    """Signs that a process works: its log grows, it reads files, or it uses processor time."""
+    """Progress of a process: its log grows, it reads files, or it uses CPU time."""
 
     def __init__(self, pid: int, log: Path, silence_s: float) -> None:
         self._pid, self._log = pid, log
@@ -215,7 +218,7 @@ class Progress:
         self._since = time.monotonic()
 
     def silent_s(self, now: float) -> float:
-        """Seconds since the last sign; ``now`` is of time.monotonic."""
+        """Return the seconds since the last progress; ``now`` is of time.monotonic."""
         logged, busy_s, read = seen = self._seen()
         before = self._mark
         if logged > before[0] or busy_s - before[1] > self._busy_s or read - before[2] > self._bytes:
@@ -236,12 +239,12 @@ class Progress:
 
 
 class NatsServer(_Process):
-    """nats-server with JetStream on disk. With ``sync`` an acknowledged message is on the disk, not only in memory.
+    """NATS server with JetStream on disk. With ``sync`` an acknowledged message is on the disk, not only in memory.
 
-    Streams reserve what they may hold, ``max_file_store`` bytes in all; None: three quarters of the space that is free
-    at each start. ``passwords``: of its users by role (``shared/protocol/permissions.py``); without them whoever
-    reaches the port may do everything. ``tls``: files of a certificate, its key, and the authorities whose clients it
-    accepts.
+    Streams reserve their largest sizes, ``max_file_store`` bytes in all; None: three quarters of the free space at each
+    start. ``passwords``: of its users by role (``shared/protocol/permissions.py``); without them every client that
+    reaches
+    the port may do everything. ``tls``: files of a certificate, its key, and the authorities whose clients it accepts.
     """
 
     name = "nats"
@@ -265,16 +268,16 @@ class NatsServer(_Process):
         self.store = self.directory / "store"
         self._max_payload = max_payload
         self.max_file_store = max_file_store
-        """In force from the next start on."""
+        """Effective from the next start on."""
         self._sync = sync
 
     @property
     def url(self) -> str:
-        """Address for clients; where there are users, without one."""
+        """Address for clients, without a user."""
         return f"{'tls' if self._tls else 'nats'}://{self.host}:{self.port}"
 
     def url_of(self, role: str) -> str:
-        """Address for clients of a role, with its password; where there are no users, ``url``."""
+        """Return the address for clients of a role, with its password; without users, ``url``."""
         return self.url.replace("://", f"://{role}:{self._passwords[role]}@") if self._passwords else self.url
 
     @property
@@ -283,7 +286,7 @@ class NatsServer(_Process):
         return f"http://127.0.0.1:{self.monitor_port}"
 
     def flaw(self, *, deadline_s: float = 2.0) -> str:
-        """Fault that its own health check reports; '' for none, or without an answer. Blocks."""
+        """Return the fault that the server's own health check reports; '' for none, or without a response. Blocks."""
         return _flaw(self.monitor_url, deadline_s)
 
     def _command(self) -> list[str]:
@@ -319,14 +322,15 @@ class NatsServer(_Process):
         return "\n".join(lines) + "\n" + (nats_users(self._passwords) if self._passwords else "")
 
     def _is_ready(self) -> bool:
-        """The server writes its ports, once it listens, to a file named after its pid."""
+        """Return True if the file with the server's ports exists, which it writes, named after its pid, once it
+        listens."""
         path = self.directory / f"nats-server_{self.pid}.ports"
         try:
             ports = json.loads(path.read_text(encoding="utf-8"))
             self.port = int(ports["nats"][0].rpartition(":")[2])
             self.monitor_port = int(ports["monitoring"][0].rpartition(":")[2])
         except (OSError, ValueError, LookupError):
-            return False  # not there, or half written
+            return False  # missing, or partly written
         return True
 
 
@@ -347,7 +351,7 @@ class ValkeyServer(_Process):
 
     def _command(self) -> list[str]:
         if self._tcp and not self.port:
-            with socket.socket() as probe:  # Valkey cannot pick a port; should it be taken meanwhile, start() says so
+            with socket.socket() as probe:  # Valkey cannot pick a port; start() raises if it is taken meanwhile
                 probe.bind((self.host, 0))
                 self.port = probe.getsockname()[1]
         options = {"port": str(self.port if self._tcp else 0), "bind": self.host, "save": "", "appendonly": "no"}
@@ -363,13 +367,13 @@ class ValkeyServer(_Process):
             client.connect(address)
             client.sendall(b"INFO server\r\n")
             answer = client.recv(1 << 16)
-            return f"process_id:{self.pid}\r".encode() in answer  # not somebody else on that port
+            return f"process_id:{self.pid}\r".encode() in answer  # not another server on that port
         return False
 
 
 def _socket_path(directory: Path) -> Path:
-    """Where the socket of a Valkey in ``directory`` is: inside, or where that is too long for the kernel, in a folder
-    of this user below the temporary one.
+    """Return the path of the socket of a Valkey in ``directory``: inside it, or if that is too long for the kernel, in
+    a folder of this user in the temporary directory.
 
     Raises:
         ConfigError: that folder belongs to another user, or others may enter it.
@@ -404,10 +408,10 @@ def _valkey_binary() -> str:
 
 
 async def durability(monitor_url: str | None, *, deadline_s: float = 2.0) -> Durability:
-    """Durability of an acknowledged message that the server behind this HTTP monitor promises.
+    """Return the durability that the server behind this HTTP monitor guarantees for acknowledged messages.
 
-    ``fsync``: it is on the disk (``sync_interval: always``). ``page-cache``: a crash of the operating system loses it.
-    ``unverified``: no monitor was given, or it does not answer.
+    ``fsync``: on the disk (``sync_interval: always``). ``page-cache``: lost in a crash of the operating system.
+    ``unverified``: no monitor was given, or it does not respond.
     """
     if not monitor_url:
         return "unverified"
@@ -419,10 +423,10 @@ async def durability(monitor_url: str | None, *, deadline_s: float = 2.0) -> Dur
 
 
 async def flaw(monitor_url: str | None, *, deadline_s: float = 2.0) -> str:
-    """Fault that the server behind this HTTP monitor reports of itself; '' for none, or without an answer.
+    """Return the fault that the server behind this HTTP monitor reports; '' for none, or without a response.
 
-    A stream whose write failed (a full disk) takes nothing until the server is started again, and gives publishers no
-    answer: only this tells.
+    A stream whose write failed (a full disk) accepts nothing until the server is restarted, and does not respond to
+    publishers: only this check reveals it.
     """
     return await asyncio.to_thread(_flaw, monitor_url, deadline_s) if monitor_url else ""
 

@@ -1,4 +1,4 @@
-"""Creation of all streams and buckets. Idempotent: every service may call it at the same time."""
+"""Creation of all streams and buckets. Idempotent: several services may call it concurrently."""
 
 from __future__ import annotations
 
@@ -32,44 +32,44 @@ STREAMS = (
     subjects.VIDEOS,
 )
 LIVE = frozenset({subjects.INTERACTIONS, subjects.FEEDBACK})
-"""Streams of live traffic and of its feedback."""
+"""Streams of live traffic and its feedback."""
 WORK_QUEUES = frozenset({subjects.TICKETS, subjects.RAW})
 BUCKETS = (
     subjects.JOBS, subjects.KEYS, subjects.PRIVACY, subjects.EPISODES, subjects.POLICY, subjects.MANIFESTS,
     subjects.LEASES, subjects.ANSWERS, subjects.WEBHOOKS,
 )  # fmt: skip
 SHORT_LIVED_S = {subjects.ANSWERS: 1800}
-"""Buckets that are no more than a memory of what was a moment ago: entries expire, and old ones make room."""
+"""Age limit of entries in buckets that serve as caches (seconds); the oldest entries are removed for new ones."""
 EXPIRING = frozenset({subjects.EPISODES})
-"""Buckets whose entries say how long they are kept, and no longer than this."""
+"""Buckets whose entries have an expiry of their own."""
 ERASABLE = frozenset({subjects.EPISODES})
-"""Buckets that hold what people sent: their entries can be overwritten in the files of the server."""
+"""Buckets with content from users: entries can be overwritten in the files of the server."""
 EXPIRING_S = 38 * 86400
-"""Longer than any entry says; the only bound where the server knows no time to live of a message."""
+"""Longer than any entry's expiry (seconds); the only limit on servers that do not support an expiry per message."""
 EXPIRING_SINCE = (2, 11, 0)
 BUCKET_BYTES = 64 << 20
 SNAPSHOT_BYTES = 256 << 20
-"""Two snapshots of each job that runs, a few hundred bytes for each batch that is still in the log."""
+"""Size for two snapshots of each running job, a few hundred bytes per batch that is still in the log."""
 AUDIT_BYTES = 256 << 20
-"""Some 400,000 records of 600 bytes; the oldest ones make room."""
+"""Size for some 400,000 records of 600 bytes; the oldest are removed for new ones."""
 VIDEO_BYTES = 256 << 20
-"""Some thousand films of a few seconds; the oldest ones make room."""
+"""Size for some thousand films of a few seconds; the oldest are removed for new ones."""
 DUPLICATES_S = 300
-"""How long a stream remembers message ids; longer than any publish retries."""
+"""Window of message ids that a stream remembers (seconds); longer than any publish retries."""
 ATOMIC_SINCE = (2, 12, 1)
 NO_ROOM = (Code.STORAGE_RESOURCES, Code.INSUFFICIENT_RESOURCES)
 
 
 def max_bytes(*, experience_bytes: int, stream_bytes: int, ledger_bytes: int | None = None) -> dict[str, int]:
-    """Bytes allowed to each stream, by its name at the server, which calls the stream of a bucket ``KV_BUCKET``.
+    """Return the size limit of each stream, by its name on the server (``KV_BUCKET`` for a bucket).
 
-    ``ledger_bytes``: of LEDGER; None: as much as the others.
+    ``ledger_bytes``: of LEDGER; None: as the others.
     """
     sizes = dict.fromkeys(STREAMS, stream_bytes)
     sizes |= {
         subjects.EXPERIENCE: experience_bytes,
         subjects.LEDGER: stream_bytes if ledger_bytes is None else ledger_bytes,
-        subjects.SNAPSHOTS: min(SNAPSHOT_BYTES, stream_bytes // 2),  # the three: no more than one of the others
+        subjects.SNAPSHOTS: min(SNAPSHOT_BYTES, stream_bytes // 2),  # these three together: at most stream_bytes
         subjects.AUDIT: min(AUDIT_BYTES, stream_bytes // 4),
         subjects.VIDEOS: min(VIDEO_BYTES, stream_bytes // 4),
     }
@@ -88,7 +88,7 @@ async def ensure(
     update: bool = True,
     deadline_s: float = 30.0,
 ) -> None:
-    """Create what is missing and, with ``update``, change what differs; more replicas, never fewer.
+    """Create missing streams and, with ``update``, change those that differ; replicas are added, never removed.
 
     Raises:
         ConfigError: the server has no room for these sizes, or an existing stream cannot be changed to fit.
@@ -120,7 +120,7 @@ async def ensure(
 
 
 async def missing(connection: Connection, *, deadline_s: float = 5.0) -> list[str]:
-    """Streams and buckets that do not exist yet.
+    """Return the streams and buckets that do not exist yet.
 
     Raises:
         Unavailable: no answer until the deadline.
@@ -145,13 +145,13 @@ async def _exists(connection: Connection, stream: str, deadline_s: float) -> boo
 
 
 async def _changed(connection: Connection, config: dict[str, Any], deadline_s: float) -> dict[str, Any] | None:
-    """Configuration of an existing stream with ``config`` in it, None where that changes nothing.
+    """Merge ``config`` into the configuration of an existing stream; None if that changes nothing.
 
-    What somebody else set (placement, compression) stays. Fewer replicas than there are, or less room than is used by
-    what would make room, are never asked for: the server would delete the difference.
+    Settings made by others (placement, compression) stay. Replicas are never reduced, and a stream that discards old
+    messages never gets a limit below its current size, because the server would delete the difference.
 
     Raises:
-        ConfigError: it holds more than it is to have; the server would remove the oldest messages at once.
+        ConfigError: a stream that discards no old messages holds more than its new limit.
     """
     name, most = config["name"], config["max_bytes"]
     info = await call(connection, f"STREAM.INFO.{name}", deadline_s=deadline_s, what=f"state of stream {name}")
@@ -170,13 +170,13 @@ async def _changed(connection: Connection, config: dict[str, Any], deadline_s: f
         log.info("stream %s has %d replicas and keeps them", name, found["num_replicas"])
     elif found["num_replicas"] < config["num_replicas"]:
         log.warning("stream %s gets %d replicas instead of %d", name, config["num_replicas"], found["num_replicas"])
-    if found.get("deny_delete"):  # never taken back
+    if found.get("deny_delete"):  # irreversible on the server
         wanted["deny_delete"] = True
     return None if all(found.get(key, _absent(value)) == value for key, value in wanted.items()) else wanted
 
 
 def _absent(value: object) -> object:
-    """Default of a field of this type that the server leaves out."""
+    """Return the default of a field of this type, which the server omits."""
     return type(value)()
 
 
@@ -199,7 +199,8 @@ def _kept(seconds: float) -> dict[str, Any]:
 
 
 def _append_only(keep_s: float | None) -> dict[str, Any]:
-    """Old messages make room; nobody can take one out, or purge them, and that is never taken back."""
+    """Return settings by which old messages are removed for new ones and single messages cannot be deleted;
+    irreversible."""
     fixed = {"discard": "old", "deny_delete": True, "deny_purge": True}
     return fixed | (_kept(keep_s) if keep_s is not None else {})
 
@@ -227,7 +228,7 @@ async def _ensure_one(connection: Connection, config: dict[str, Any], update: bo
             await call(connection, f"STREAM.{verb}.{name}", config, deadline_s=deadline_s, what=what)
             return
         except ApiError as error:
-            no_room = error.code in NO_ROOM  # the server looks for room before it looks for the stream
+            no_room = error.code in NO_ROOM  # the server checks for room before it checks if the stream exists
             exists = error.code == Code.STREAM_EXISTS or (no_room and await _exists(connection, name, deadline_s))
             if exists and not update:
                 return

@@ -1,4 +1,4 @@
-"""The weight plane: publish on the trainer's side, stage and verify on the engine's, swap at a token boundary."""
+"""Weight plane: the trainer publishes versions; engines stage, verify, and swap them at a token boundary."""
 
 from penstock.shared.weights.base import Staged, Way, WeightPublisher, WeightReceiver
 from penstock.shared.weights.flat import digest_of_tensors, layout_of

@@ -1,9 +1,9 @@
-"""Protocol of every weight transport: publish on the trainer's side, stage on the engine's.
+"""Protocol of weight transports: publish on the trainer's side, stage on the engine's.
 
 ``publish`` copies a policy version out of the trainer's tensors and returns a manifest; the trainer may change its
-weights as soon as it returns. ``stage`` makes the version reachable and verifies it while the engine serves on; the
-engine then adopts ``Staged.tensors`` at a token boundary (swap), or copies from them, and releases what it no longer
-reads. Nothing here talks to the bus; all of it blocks, so callers use a thread.
+weights as soon as it returns. ``stage`` makes the version available and verifies it while the engine continues to
+serve; the engine then adopts ``Staged.tensors`` at a token boundary (swap), or copies from them, and releases what it
+no longer reads. Nothing here uses the bus; all calls block, so callers use a thread.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["Staged", "Way", "WeightPublisher", "WeightReceiver"]
 
 
 class Way(msgspec.Struct, frozen=True):
-    """How a version came to a process: by which transport, and how many bytes this process itself moved over a network.
+    """Transport by which a version reached a process, and the bytes that this process itself received over a network.
 
-    ``fetched_bytes`` is 0 for all but one process of a host that shares what it fetches.
+    ``fetched_bytes`` is 0 except in one process of a host whose processes share the fetched version.
     """
 
     transport: str
@@ -34,35 +34,35 @@ class Staged(Protocol):
 
     @property
     def manifest(self) -> WeightManifest:
-        """The announced version."""
+        """Manifest of the version."""
 
     @property
     def way(self) -> Way:
-        """How it came here."""
+        """Transport and transferred bytes."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the staged bytes, by name, without a copy. Not to be used after ``release``."""
+        """Return views of the staged bytes, by name, without a copy. Invalid after ``release``."""
 
     def intact(self) -> bool:
-        """True if nobody has written to the bytes since; cheap enough for every decode step."""
+        """Return True if the bytes are unchanged since staging; cheap enough for every decode step."""
 
     def release(self) -> None:
-        """Give the memory back. May be called twice."""
+        """Release the memory. Idempotent."""
 
 
 class WeightPublisher(Protocol):
-    """Hands out policy versions of one job."""
+    """Publishes the policy versions of one job."""
 
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
-        """Send versions to the receivers ``members`` from now on, where the transport has to know them.
+        """Send versions to the receivers ``members`` from now on, if the transport needs to know them.
 
-        ``epoch`` rises with every change of the members. Transports whose receivers come by themselves do nothing.
+        ``epoch`` rises with every change of the members. Transports that receivers pull from do nothing.
         """
 
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """Copy ``tensors`` out and describe where they are. What ``keep`` describes stays reachable.
+        """Copy ``tensors`` out and return their manifest. The version of ``keep`` stays available.
 
         Raises:
             WeightsError: they do not fit the layout, or the bytes cannot be stored.
@@ -71,21 +71,21 @@ class WeightPublisher(Protocol):
         """
 
     def close(self) -> None:
-        """Stop serving; what was published stays until ``cleanup``."""
+        """Stop serving; published versions stay until ``cleanup``."""
 
 
 class WeightReceiver(Protocol):
     """Stages policy versions on one host."""
 
     def accepts(self, ref: SlotRef) -> bool:
-        """True if this receiver can reach such a reference."""
+        """Return True if this receiver can use such a reference."""
 
     def stage(self, manifest: WeightManifest) -> Staged:
-        """Reach, check and verify the bytes of ``manifest``.
+        """Open, check and verify the bytes of ``manifest``.
 
         Raises:
-            WeightsError: it cannot; nothing is held and the engine keeps its version.
+            WeightsError: that failed; nothing is held and the engine keeps its version.
         """
 
     def close(self) -> None:
-        """Forget cached mappings and buffers; staged versions stay valid."""
+        """Drop cached mappings and buffers; staged versions stay valid."""

@@ -1,9 +1,10 @@
-"""Weights by a collective broadcast: the publisher sends each bucket once, and the members of a group pass it on.
+"""Weights by a collective broadcast: the publisher sends each bucket once, and the members of a group forward it.
 
-A group belongs to one membership, which the coordinator numbers; whoever joins or leaves makes another one. Before each
-version the members say that they are there: where one is missing, or is lost in the middle, nobody stages anything from
-this broadcast, the group is given up, and the receivers turn to another transport. Every wait has a deadline. What came
-is verified against the manifest, as with every transport, so that a broken broadcast is never a version.
+A group belongs to one membership, numbered by the coordinator; a worker that joins or leaves changes the membership.
+Before each version all members report to the publisher: if one is missing, or is lost during the broadcast, no member
+stages anything from it, the group is closed, and the receivers use another transport. Every wait has a deadline. As
+with every transport, the received bytes are verified against the manifest, so that a broken broadcast never becomes a
+version.
 
 The connections are neither encrypted nor authenticated: for networks where every host is trusted.
 """
@@ -46,16 +47,16 @@ Kind = Literal["gloo", "nccl"]
 
 BUCKET_BYTES = 32 << 20
 IN_FLIGHT = 2
-"""Buckets that are on their way at once."""
+"""Number of buckets in flight."""
 MEET_S = 5.0
-"""Longest wait for all members to say that they are there."""
+"""Timeout for all members to report (seconds)."""
 STANDSTILL_S = 10.0
-"""Longest wait for one bucket."""
+"""Timeout of one bucket (seconds)."""
 AGAIN_S = 30.0
-"""A group that broke is made anew after this long, if its membership still stands."""
+"""Time after which a broken group of an unchanged membership is rebuilt (seconds)."""
 
 Source = Callable[[], AbstractContextManager[NDArray[np.uint8]]]
-"""The bytes of a version, constant inside the ``with``."""
+"""Bytes of a version, constant inside the ``with``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class _Offer:
 
     @classmethod
     def read(cls, ref: SlotRef) -> _Offer:
-        """Raises WeightsError where the handle is none of ours."""
+        """Parse a reference. Raises WeightsError if its handle is not one of this transport."""
         address, *numbers = ref.handle.split("/")
         host, _, port = address.rpartition(":")
         if len(numbers) != 3 or not all(text.isdecimal() for text in (port, *numbers)):
@@ -87,13 +88,13 @@ class _Offer:
 
 
 class _Group:
-    """One rank of a process group that was made for one membership."""
+    """One rank of the process group of one membership."""
 
     def __init__(self, kind: Kind, store: Store, rank: int, size: int, *, address: str) -> None:
-        """Meet the others.
+        """Connect to the other ranks.
 
         Raises:
-            RuntimeError: they did not all come in time.
+            RuntimeError: not all members connected in time.
         """
         self.rank, self.kind = rank, kind
         self.device = torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu")
@@ -109,10 +110,10 @@ class _Group:
             self._handle = gloo(store, rank, size, options)
 
     def broadcast(self, data: NDArray[np.uint8]) -> None:
-        """Rank 0 sends ``data``, the others receive into it, bucket by bucket.
+        """Send ``data`` from rank 0, or receive into it on others, bucket by bucket.
 
         Raises:
-            RuntimeError: a member is gone, or a bucket took longer than ``STANDSTILL_S``.
+            RuntimeError: a member was lost, or a bucket took longer than ``STANDSTILL_S``.
         """
         flat, works = torch.from_numpy(data), deque[tuple[Any, Tensor, Tensor]]()
         for start in range(0, len(flat), BUCKET_BYTES):
@@ -125,7 +126,7 @@ class _Group:
             self._end(*works.popleft())
 
     def close(self) -> None:
-        """Cut the connections, also under a broadcast that hangs."""
+        """Close the connections, even during a blocked broadcast."""
         with contextlib.suppress(RuntimeError, AttributeError):
             self._handle.abort() if self.kind == "nccl" else self._handle.shutdown()
         self._handle = None
@@ -142,7 +143,7 @@ class _Group:
 
 
 class CollectivePublisher:
-    """Broadcasts what lies in a slot to the members of the present group, in a thread beside training.
+    """Broadcasts the content of a slot to the members of the current group, in a thread beside training.
 
     Args:
         host: address by which the members reach this process.
@@ -161,9 +162,9 @@ class CollectivePublisher:
         self._thread: threading.Thread | None = None
 
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
-        """Versions of ``layout`` go to ``members`` from now on; the group is made with the next version.
+        """Send versions of ``layout`` to ``members`` from now on; the next version creates the group.
 
-        A group that broke rests until ``epoch`` rises, or for ``AGAIN_S``.
+        A broken group is not rebuilt until ``epoch`` rises or ``AGAIN_S`` have passed.
         """
         if (tuple(members), epoch, layout) == (self._members, self._epoch, self._layout):
             return
@@ -171,10 +172,10 @@ class CollectivePublisher:
         self._layout, self._members, self._epoch, self._rests_until = layout, tuple(members), epoch, 0.0
 
     def offer(self, source: Source) -> SlotRef | None:
-        """Begin to broadcast a version, and describe where to ask for it; None where nobody would be reached."""
+        """Start broadcasting a version and return its reference, or None if no member can be reached now."""
         if not self._members or self._layout is None or time.monotonic() < self._rests_until:
             return None
-        if self._thread is not None and self._thread.is_alive():  # the last one is under way: this goes another way
+        if self._thread is not None and self._thread.is_alive():  # the last broadcast is running: use another transport
             return None
         self._number += 1
         offer = _Offer(self._kind, self._host, self._store.port, self._epoch, self._tries, self._number)
@@ -183,13 +184,13 @@ class CollectivePublisher:
         return SlotRef(self._kind, self._host, offer.handle, self._layout.nbytes)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the broadcast under way; False where it goes on, or nobody is reached any more."""
+        """Wait for the current broadcast; return False if it continues, or if no member can be reached any more."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return time.monotonic() >= self._rests_until and (self._thread is None or not self._thread.is_alive())
 
     def close(self) -> None:
-        """Give the group up; a broadcast under way ends for everybody."""
+        """Close the group; a current broadcast ends for all members."""
         self._members = ()
         self._end_group()
 
@@ -208,10 +209,10 @@ class CollectivePublisher:
             self._end_group()
 
     def _meet(self, offer: _Offer) -> None:
-        """Wait until every member is there, and tell them whether it begins.
+        """Wait until all members have reported, and tell them if the broadcast begins.
 
         Raises:
-            WeightsError: one is missing.
+            WeightsError: a member is missing.
         """
         deadline = time.monotonic() + MEET_S
         missing = list(self._members)
@@ -230,10 +231,10 @@ class CollectivePublisher:
 
 
 class CollectiveReceiver:
-    """One member: receives into memory of its own.
+    """Group member that receives into private memory.
 
     Args:
-        name: under which the coordinator counts it among the members.
+        name: the coordinator's name of this member.
     """
 
     def __init__(self, name: str, layout: Layout | None = None, *, kinds: Sequence[Kind] = ("gloo",)) -> None:
@@ -246,20 +247,20 @@ class CollectiveReceiver:
         self._pool = BufferPool()
 
     def join(self, members: Sequence[str], epoch: int) -> None:
-        """Be one of ``members`` from now on, or none of them."""
+        """Set the current membership, which may not include this process."""
         self._members, self._epoch = tuple(members), epoch
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Broadcasts of the membership that this process is in."""
+        """Return True for broadcasts of a membership that includes this process."""
         if ref.transport not in self._kinds or self._name not in self._members:
             return False
         return _Offer.read(ref).epoch == self._epoch
 
     def stage(self, manifest: WeightManifest) -> LocalStaged:
-        """Take part in the broadcast, and verify.
+        """Take part in the broadcast, and verify the bytes.
 
         Raises:
-            WeightsError: not all members came, or one was lost; nothing is held.
+            WeightsError: members are missing, or one was lost; nothing is held.
         """
         ref = next((ref for ref in manifest.refs if self.accepts(ref)), None)
         if ref is None:
@@ -268,7 +269,7 @@ class CollectiveReceiver:
         buffer = self._pool.take(layout.nbytes)
         try:
             self._enter(offer).broadcast(buffer)
-        except (RuntimeError, WeightsError) as error:  # the buffer is left to a receive that may still be under way
+        except (RuntimeError, WeightsError) as error:  # not reused: a receive may still write to buffer
             self._leave()
             raise WeightsError(f"version {manifest.version} by {offer.kind}: {_line(error)}") from None
         return LocalStaged(manifest, buffer, layout, self._pool, Way(offer.kind, layout.nbytes))
@@ -279,7 +280,7 @@ class CollectiveReceiver:
         self._pool.clear()
 
     def _enter(self, offer: _Offer) -> _Group:
-        """Say that this member is there, and meet the others."""
+        """Report this member to the publisher, and connect to the others."""
         of = (offer.host, offer.port, offer.epoch, offer.group)
         if self._of != of:
             self._leave()
@@ -305,7 +306,7 @@ class CollectiveReceiver:
 
 
 def _own_address(peer: str) -> str:
-    """Address of this host towards ``peer``."""
+    """Return the address by which this host reaches ``peer``."""
     family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
@@ -313,5 +314,5 @@ def _own_address(peer: str) -> str:
 
 
 def _line(error: Exception) -> str:
-    """The first line of a message: those of torch go on with a stack of C++."""
+    """Return the first line of an error message; those of torch continue with a C++ stack."""
     return str(error).strip().split("\n", 1)[0][:300] or type(error).__name__

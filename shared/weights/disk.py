@@ -1,4 +1,4 @@
-"""Weights as safetensors files: the fallback, for late joiners and for hosts that share nothing but a directory."""
+"""Weights as safetensors files: the fallback, for late joiners and for hosts that only share a directory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["DiskPublisher", "DiskReceiver", "weights_directory"]
 
 
 def weights_directory(settings: ServiceSettings, job: str) -> Path:
-    """Where the weight files of a job lie."""
+    """Return the directory of a job's weight files."""
     return settings.data_dir / "weights" / token(job)
 
 
 class DiskPublisher:
-    """Writes each version as one file, complete or absent, and keeps the newest ``keep``."""
+    """Writes each version as one file, atomically, and keeps the newest ``keep``."""
 
     def __init__(self, job: str, layout: Layout, settings: ServiceSettings, *, keep: int = 2) -> None:
         self._job, self._layout, self._host, self._keep = job, layout, settings.host_id, keep
@@ -38,7 +38,7 @@ class DiskPublisher:
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """Write, fsync, rename.
+        """Write, fsync and rename a file.
 
         Raises:
             WeightsError: the tensors do not fit the layout, or the file cannot be written.
@@ -68,7 +68,7 @@ class DiskPublisher:
         )
 
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
-        """Do nothing: whoever sees the directory reads."""
+        """Do nothing: any process that sees the directory can read."""
 
     def close(self) -> None:
         """Free the buffer; the files stay."""
@@ -89,14 +89,14 @@ class DiskReceiver:
         self._pool = BufferPool()
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Any file that can be seen from here."""
+        """Return True if the file is visible on this host."""
         return ref.transport == "disk" and Path(ref.handle).exists()
 
     def stage(self, manifest: WeightManifest) -> LocalStaged:
-        """Read and verify.
+        """Read and verify a file.
 
         Raises:
-            WeightsError: no such file, other tensors in it, or damaged bytes.
+            WeightsError: the file is missing, has other tensors, or is damaged.
         """
         ref = next((ref for ref in manifest.refs if self.accepts(ref)), None)
         if ref is None:

@@ -1,4 +1,4 @@
-"""Tensors in one flat buffer, as a layout describes it: filling, viewing, hashing."""
+"""Tensors in one flat buffer, arranged by a layout: filling, viewing, hashing."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_CHUNK_BYTES = 2 << 20  # stays in a cache, so that hashing what was just copied does not read memory again
-_BESIDE_BYTES = 8 << 20  # hashed at once by a thread beside the copying; less than this is not worth a thread
+_CHUNK_BYTES = 2 << 20  # fits into a cache, so that hashing after copying does not read memory again
+_BESIDE_BYTES = 8 << 20  # bytes hashed per step by a separate thread; smaller buffers are not worth a thread
 
 
 def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> Layout:
-    """The layout of named tensors, in their order.
+    """Return the layout of named tensors, in their order.
 
     Raises:
-        WeightsError: a dtype that weights cannot have, or a name that occurs twice.
+        WeightsError: an unsupported dtype, or a duplicate name.
     """
     table = []
     for name, tensor in tensors:
@@ -49,10 +49,10 @@ def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> Layout:
 
 
 def check_layout(layout: Layout, expected: Layout | None) -> Layout:
-    """A layout that is safe to index memory with, equal to ``layout``.
+    """Check that a layout is safe to index memory with, and return it.
 
     Raises:
-        WeightsError: it is not the ``expected`` one, or its table contradicts itself.
+        WeightsError: it differs from ``expected``, or its table is inconsistent.
     """
     if expected is not None:
         if layout.id != expected.id or layout.nbytes != expected.nbytes:
@@ -71,7 +71,7 @@ def check_layout(layout: Layout, expected: Layout | None) -> Layout:
 
 
 def view(buffer: NDArray[np.uint8], layout: Layout) -> dict[str, Tensor]:
-    """Zero-copy tensors of ``buffer``, uint8 [layout.nbytes]; they keep it alive."""
+    """Return zero-copy tensors of ``buffer``, uint8 [layout.nbytes]; they keep it alive."""
     flat = torch.from_numpy(buffer)
     return {
         spec.name: flat[spec.offset : spec.offset + spec.nbytes].view(_DTYPES[spec.dtype]).view(spec.shape)
@@ -80,12 +80,12 @@ def view(buffer: NDArray[np.uint8], layout: Layout) -> dict[str, Tensor]:
 
 
 def digest_of(buffer: NDArray[np.uint8]) -> str:
-    """xxh3-128 of the buffer, in hex."""
+    """Return the xxh3-128 of the buffer, in hex."""
     return str(xxhash.xxh3_128_hexdigest(buffer.data))
 
 
 def digest_of_tensors(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """The digest that ``fill`` returns for these tensors in this order, without a buffer."""
+    """Return the digest that ``fill`` computes for these tensors in this order, without a buffer."""
     hasher = xxhash.xxh3_128()
     for _, tensor in tensors:
         data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -123,7 +123,7 @@ def fill(buffer: NDArray[np.uint8], layout: Layout, tensors: Iterable[tuple[str,
 
 
 class _Hashing:
-    """xxh3-128 of a buffer that is being written, by a thread of its own where there is much of it.
+    """Computes the xxh3-128 of a buffer while it is being written; for large buffers in a separate thread.
 
     Args:
         buffer: uint8 [bytes].
@@ -143,14 +143,14 @@ class _Hashing:
             self._thread.shutdown(cancel_futures=True)
 
     def written(self, start: int, stop: int) -> None:
-        """Bytes [start, stop) have their values. What comes out of order is hashed at the end."""
+        """Mark bytes [start, stop) as written. Out-of-order ranges are hashed at the end."""
         if start == self._written:
             self._written = stop
         if self._written - self._hashed >= (_BESIDE_BYTES if self._thread else 1):
             self._hash(self._written)
 
     def digest(self) -> str:
-        """Of the whole buffer, once all of it is written."""
+        """Return the digest of the buffer, once all of it is written."""
         self._hash(self._buffer.nbytes)
         for piece in self._pieces:
             piece.result()
@@ -165,7 +165,7 @@ class _Hashing:
 
 
 def _copy(flat: Tensor, spec: TensorSpec, source: Tensor) -> Iterator[tuple[int, int]]:
-    """Copy one tensor to its place; yields each byte range once it is written."""
+    """Copy one tensor to its place; yield each byte range once it is written."""
     target = flat[spec.offset : spec.offset + spec.nbytes].view(source.dtype)
     if source.device.type != "cpu" or not source.is_contiguous():
         target.view(spec.shape).copy_(source)

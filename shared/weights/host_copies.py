@@ -1,7 +1,8 @@
-"""Versions that come from another host: one process of this host fetches each, the others open its slot.
+"""Copies of versions from another host: one process of this host fetches each version, the others open its slot.
 
-The process that fetches holds the lock of a file beside the slots, which the kernel drops when it dies: then the next
-one begins. It writes there how far it is, so that those who wait notice when it stands still, and fetch by themselves.
+The fetching process holds the lock of a file beside the slots, which the kernel releases if it dies: then the next
+process takes over. It writes its progress into the file, so that waiting processes detect a stall and fetch by
+themselves.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from penstock.shared.weights.slots import SlotPool, slot_paths, turn_path
 __all__ = ["HostCopies"]
 
 Fetch = Callable[[NDArray[np.uint8], Callable[[int], None]], None]
-"""Fills the first argument; tells the second one now and then how many bytes have come. Raises WeightsError."""
+"""Fills the first argument; calls the second one repeatedly with the bytes received so far. Raises WeightsError."""
 
 STANDSTILL_S = 5.0
-"""The others fetch by themselves once the process that fetches has received nothing for this long."""
+"""Time without progress of the fetching process after which the others fetch by themselves (seconds)."""
 MAX_SLOTS = 4
 _ROOM_S = 1.0
-"""Longest wait for a slot that nobody reads."""
+"""Timeout for a slot without readers (seconds)."""
 _POLL_S = 0.005
 _PROGRESS = struct.Struct("<QQ")
-"""Version and bytes that have come."""
+"""Version, and bytes received."""
 
 
 class HostCopies:
-    """Slots of this host, filled by whichever process comes first and read by all."""
+    """Slots of this host, filled by the first process that needs a version and read by all."""
 
     def __init__(self, settings: ServiceSettings, layout: Layout | None = None) -> None:
         self._directory, self._host = settings.shm_dir, settings.host_id
@@ -51,11 +52,11 @@ class HostCopies:
         self._jobs: set[str] = set()
 
     def stage(self, manifest: WeightManifest, fetch: Fetch, *, end: float) -> ShmStaged | None:
-        """Open the copy of ``manifest`` on this host; make it if there is none. ``end``: deadline (monotonic).
+        """Open the copy of ``manifest`` on this host; fetch it if there is none. ``end``: deadline (monotonic).
 
         Returns:
-            None where the caller should fetch into memory of its own: no shared memory is left, or the process that
-            fetches stands still.
+            None if the caller should fetch into private memory: no shared memory is left, or the fetching process
+                stalls.
 
         Raises:
             WeightsError: the version cannot be fetched, or another process did not finish before ``end``.
@@ -64,7 +65,7 @@ class HostCopies:
         seen, seen_at = b"", time.monotonic()
         try:
             turn = self._turn(manifest.job)
-        except OSError:  # no such directory, or a file of another user
+        except OSError:  # the directory is missing, or the file belongs to another user
             return None
         try:
             while True:
@@ -90,7 +91,7 @@ class HostCopies:
             turn.close()
 
     def close(self) -> None:
-        """Remove the copies that no process reads or writes."""
+        """Remove the copies without readers and writers."""
         self._reader.close()
         for pool in self._pools.values():
             pool.close()
@@ -100,12 +101,12 @@ class HostCopies:
                 _remove_unused(path)
 
     def _turn(self, job: str) -> LockedFile:
-        """The file whose lock says who fetches."""
+        """Return the file whose lock the fetching process holds."""
         path = turn_path(self._directory, job, self._host)
         return LockedFile(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
 
     def _find(self, manifest: WeightManifest) -> ShmStaged | None:
-        """The copy, if there is one with the right bytes."""
+        """Open the copy, if there is one with the right bytes."""
         for path in slot_paths(self._directory, manifest.job, self._host):
             try:
                 file = LockedFile.open(path)
@@ -113,12 +114,12 @@ class HostCopies:
                 file.close()
                 if matches:
                     return self._reader.open(path, manifest, Way("tcp"))
-            except (NotFound, Unavailable, WeightsError):  # removed, of another user, being written, or damaged
+            except (NotFound, Unavailable, WeightsError):  # removed, owned by another user, being written, or damaged
                 continue
         return None
 
     def _make(self, manifest: WeightManifest, fetch: Fetch, turn: LockedFile) -> ShmStaged | None:
-        """Fetch into a slot, as the one process whose turn it is."""
+        """Fetch into a slot; the caller holds the lock."""
         layout = manifest.layout
 
         def tell(num_bytes: int) -> None:
@@ -146,7 +147,7 @@ class HostCopies:
         return self._reader.open(slot.path, manifest, Way("tcp", layout.nbytes), verify=False)
 
     def _pool(self, manifest: WeightManifest) -> SlotPool:
-        """The slots of the job, those of other processes included; another model begins anew."""
+        """Return the slots of the job, including those of other processes; one pool per layout size."""
         key = f"{manifest.job} {manifest.layout.nbytes}"
         if key not in self._pools:
             self._pools[key] = SlotPool(

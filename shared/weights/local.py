@@ -1,4 +1,4 @@
-"""Versions staged in memory of this process, for transports that copy."""
+"""Versions staged in private memory of the process, for transports that copy."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["BufferPool", "LocalStaged"]
 
 
 class BufferPool:
-    """Keeps one released buffer: memory that the process already has fills several times faster than new memory."""
+    """Keeps one released buffer, because writing to memory in use is several times faster than to new memory."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
         self._spare: NDArray[np.uint8] | None = None
 
     def take(self, nbytes: int) -> NDArray[np.uint8]:
-        """A buffer, uint8 [nbytes], with any content."""
+        """Return a buffer, uint8 [nbytes], with undefined content."""
         with self._mutex:
             spare, self._spare = self._spare, None
         return spare if spare is not None and spare.nbytes == nbytes else np.empty(nbytes, np.uint8)
 
     def give(self, buffer: NDArray[np.uint8]) -> None:
-        """Return a buffer that nobody reads any more."""
+        """Return an unused buffer to the pool."""
         with self._mutex:
             self._spare = buffer
 
@@ -41,7 +41,7 @@ class BufferPool:
 
 
 class LocalStaged:
-    """A version in a private buffer."""
+    """Version in a private buffer."""
 
     def __init__(
         self, manifest: WeightManifest, buffer: NDArray[np.uint8], layout: Layout, pool: BufferPool, way: Way
@@ -49,7 +49,7 @@ class LocalStaged:
         """Verify ``buffer``.
 
         Raises:
-            WeightsError: it does not have the digest of the manifest; it goes back to the pool.
+            WeightsError: its digest differs from the manifest's; the buffer returns to the pool.
         """
         self.manifest, self.way = manifest, way
         self._pool = pool
@@ -60,15 +60,15 @@ class LocalStaged:
         self._tensors = view(buffer, layout)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the buffer."""
+        """Return views of the buffer."""
         return self._tensors
 
     def intact(self) -> bool:
-        """Always: nobody else can write here."""
+        """Return True: no other process can write to private memory."""
         return True
 
     def release(self) -> None:
-        """Give the buffer to the next version."""
+        """Return the buffer to the pool for the next version."""
         if self._buffer is not None:
             self._pool.give(self._buffer)
             self._buffer, self._tensors = None, {}

@@ -1,4 +1,4 @@
-"""Choosing weight transports: by explicit host id, never by what happens to open."""
+"""Selection of weight transports, by explicit host ids instead of by trial."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Publisher:
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """See ``WeightPublisher``. If one transport fails, nothing is announced.
+        """See ``WeightPublisher``. If one transport fails, no manifest is returned.
 
-        A single transport takes tensors one at a time, each valid until the next: see sharded models.
+        A single transport consumes tensors one at a time, each valid until the next: needed for sharded models.
         """
         if len(self._publishers) == 1:
             return self._publishers[0].publish(tensors, version=version, epoch=epoch, keep=keep)
@@ -56,7 +56,7 @@ class Publisher:
 
 
 class Receiver:
-    """Tries the transport that the coordinator chose, then the others: shared memory, TCP, disk.
+    """Tries the transport chosen by the coordinator, then the others: shared memory, TCP, disk.
 
     Args:
         receivers: by the name of their transport, in the order in which they are tried.
@@ -70,24 +70,24 @@ class Receiver:
 
     @property
     def transports(self) -> list[str]:
-        """Names of the transports, for the coordinator to choose from."""
+        """Names of the transports that the coordinator can choose from."""
         return list(self._receivers)
 
     def follow(self, worker: str, routes: WeightRoutes) -> None:
-        """Do what the coordinator chose for this ``worker``."""
+        """Apply the coordinator's choice for this ``worker``."""
         self._chosen = routes.transports.get(worker, "")
         if self._member is not None:
             self._member.join(routes.members, routes.epoch)
 
     def accepts(self, ref: SlotRef) -> bool:
-        """True if one of the transports can reach ``ref``."""
+        """Return True if one of the transports can use ``ref``."""
         return any(receiver.accepts(ref) for receiver in self._receivers.values())
 
     def stage(self, manifest: WeightManifest) -> Staged:
-        """See ``WeightReceiver``; what one transport cannot give, the next one is asked for.
+        """See ``WeightReceiver``; if one transport fails, the next one is tried.
 
         Raises:
-            WeightsError: no transport works (all reasons are named), or the manifest is of a trainer that was replaced.
+            WeightsError: no transport works (the message has all reasons), or the manifest is from a replaced trainer.
         """
         known = self._epochs.get(manifest.job, 0)
         if manifest.epoch < known:
@@ -115,7 +115,7 @@ class Receiver:
 def open_publisher(
     job: str, layout: Layout, settings: ServiceSettings, *, transports: Sequence[Transport] = ("shm",)
 ) -> Publisher:
-    """A publisher of ``job`` through ``transports``; shm also serves TCP if ``settings.bulk_host`` is set.
+    """Open a publisher of ``job`` through ``transports``; shm also serves TCP if ``settings.bulk_host`` is set.
 
     Raises:
         ConfigError: no transport, or an unknown one.
@@ -128,7 +128,7 @@ def open_publisher(
 
 
 def open_receiver(settings: ServiceSettings, layout: Layout | None = None) -> Receiver:
-    """A receiver for any job; with ``layout`` (the engine's) manifests of other layouts are refused.
+    """Open a receiver for any job; with ``layout`` (the engine's), manifests with other layouts are rejected.
 
     Raises:
         ConfigError: a file of ``PENSTOCK_BULK_TLS_*`` cannot be used.

@@ -1,4 +1,4 @@
-"""Weights through shared memory: the publisher fills a slot, receivers of the same host map it and adopt the views."""
+"""Weights through shared memory: the publisher fills a slot, receivers of the same host map it and use the views."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ShmPublisher:
         max_slots: int = 4,
         timeout_s: float = 30.0,
     ) -> None:
-        """Make the slots (this takes about a second per gigabyte) or adopt those of a crashed predecessor.
+        """Create the slots (about a second per gigabyte) or adopt those of a crashed predecessor.
 
         Raises:
             Unavailable: ``settings.shm_dir`` has no room for them, or ``settings.bulk_host`` cannot be bound.
@@ -55,24 +55,24 @@ class ShmPublisher:
             self._broadcast = CollectivePublisher(settings.bulk_host, settings.weight_collective)
 
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
-        """Broadcast versions to ``members``, where this process may; see ``CollectivePublisher.open``."""
+        """Broadcast versions to ``members``, if enabled for this process; see ``CollectivePublisher.open``."""
         if self._broadcast is not None:
             self._broadcast.open(layout, members, epoch)
 
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """Fill a free slot. The slots of the version before and of ``keep`` stay as they are.
+        """Fill a free slot. The slots of the previous version and of ``keep`` are not touched.
 
         Raises:
-            WeightsError: the tensors do not fit the layout; nothing is announced.
+            WeightsError: the tensors do not fit the layout; no manifest is returned.
             DeadlineError: receivers held every slot for ``timeout_s``; the message names them.
-            Fenced: a publisher with a higher epoch has written here.
+            Fenced: a publisher with a higher epoch has written to the slots.
         """
         layout = self._layout
         slot = self._pool.acquire(epoch=epoch, timeout_s=self._timeout_s, keep=keep)
         try:
-            sequence = read_slot(slot).sequence | 1  # a crashed writer left it odd already
+            sequence = read_slot(slot).sequence | 1  # a crashed writer left it odd
             header = SlotHeader(sequence, version, epoch, layout.nbytes, layout.id)
             write_slot(slot, header)
             digest = fill(slot.data, layout, tensors)
@@ -98,7 +98,7 @@ class ShmPublisher:
         )
 
     def close(self) -> None:
-        """Stop serving other hosts and let go of the slots; the files stay for receivers and for a successor."""
+        """Stop serving other hosts and unmap the slots; the files stay for receivers and for a successor."""
         if self._broadcast is not None:
             self._broadcast.close()
         if self._server:
@@ -107,7 +107,7 @@ class ShmPublisher:
 
     @contextlib.contextmanager
     def _bytes(self, name: str, generation: int) -> Iterator[NDArray[np.uint8]]:
-        """For the broadcast: what ``_serve`` gives, mapped."""
+        """Return the bytes of ``_serve``, mapped, for the broadcast."""
         with self._serve(name, generation) as blob:
             file = LockedFile.open(blob.path)
             data = np.frombuffer(map_file(file.fd, "private"), np.uint8)
@@ -116,7 +116,7 @@ class ShmPublisher:
 
     @contextlib.contextmanager
     def _serve(self, name: str, generation: int) -> Iterator[ServedBlob]:
-        """For the server: the slot of this job whose sequence is ``generation``, locked while it is on its way."""
+        """Yield the slot of this job whose sequence is ``generation`` for the server, locked during the transfer."""
         if not is_slot_name(self._job, name):
             raise NotFound(f"'{name}' is not a slot of job '{self._job}'")
         file = LockedFile.open(self._directory / name)
@@ -133,7 +133,7 @@ _held: set[LockedFile] = set()
 
 
 class ShmStaged:
-    """A slot whose lock this process holds."""
+    """Slot whose lock this process holds."""
 
     def __init__(
         self, manifest: WeightManifest, lock: LockedFile, mapping: NDArray[np.uint8], layout: Layout, way: Way
@@ -146,36 +146,37 @@ class ShmStaged:
         _held.add(lock)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Views of the slot. Writes to them stay in this process, and make later versions in this slot fail once."""
+        """Return views of the slot. Writes to them stay in this process, and make the next version in this slot fail
+        once."""
         return self._tensors
 
     def intact(self) -> bool:
-        """True if the slot was not written since it was staged: one read of its sequence counter."""
+        """Return True if the slot was not written since it was staged: reads its sequence counter."""
         return sequence_of(self._page) == self._sequence
 
     def release(self) -> None:
-        """Drop the lock and the views: the publisher may write the slot from now on."""
+        """Release the lock and the views, so that the publisher may write to the slot."""
         _held.discard(self._lock)
         self._lock.close()
         self._tensors = {}
 
 
 class ShmReceiver:
-    """Maps slots of publishers on this host; keeps the mappings, because slots take turns."""
+    """Maps slots of publishers on this host; keeps the mappings, because slots are reused in turn."""
 
     def __init__(self, settings: ServiceSettings, layout: Layout | None = None) -> None:
         self._host, self._directory, self._layout = settings.host_id, settings.shm_dir, layout
         self._mappings: dict[str, tuple[tuple[int, int], NDArray[np.uint8]]] = {}
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Slots of the same host id."""
+        """Return True for slots of the same host id."""
         return ref.transport == "shm" and ref.host == self._host
 
     def stage(self, manifest: WeightManifest) -> ShmStaged:
         """Lock the slot, compare its header with the manifest, verify its digest.
 
         Raises:
-            WeightsError: no such slot, another version by now, or damaged bytes. The lock is dropped.
+            WeightsError: the slot is missing, has another version by now, or damaged bytes. The lock is released.
         """
         ref = next((ref for ref in manifest.refs if self.accepts(ref)), None)
         if ref is None:
@@ -185,7 +186,7 @@ class ShmReceiver:
         return self.open(self._directory / ref.handle, manifest, Way("shm"))
 
     def open(self, path: Path, manifest: WeightManifest, way: Way, *, verify: bool = True) -> ShmStaged:
-        """Lock the slot at ``path``. Without ``verify`` the caller vouches for its bytes.
+        """Lock the slot at ``path``. Without ``verify`` the caller guarantees that its bytes are right.
 
         Raises:
             WeightsError: as ``stage``.
@@ -202,7 +203,7 @@ class ShmReceiver:
             raise
 
     def close(self) -> None:
-        """Forget the mappings."""
+        """Drop the mappings."""
         self._mappings.clear()
 
     def _verified(self, manifest: WeightManifest, lock: LockedFile, verify: bool) -> NDArray[np.uint8]:
@@ -217,11 +218,11 @@ class ShmReceiver:
             mapping = self._mapping(lock)
             if not verify or digest_of(mapping[DATA_OFFSET:]) == manifest.digest:
                 return mapping
-            del self._mappings[lock.path.name]  # pages that this process wrote to are its own: look at the file again
+            del self._mappings[lock.path.name]  # pages written by this process are private copies: read the file again
         raise WeightsError(f"{what}: the bytes do not match digest {manifest.digest}")
 
     def _mapping(self, lock: LockedFile) -> NDArray[np.uint8]:
-        """The mapped file; a successor may have put another one under the same name."""
+        """Return the mapped file; after a restart of the publisher another file may have the same name."""
         known = self._mappings.get(lock.path.name)
         if known is None or known[0] != lock.identity():
             gone = [name for name in self._mappings if not (self._directory / name).exists()]

@@ -1,4 +1,4 @@
-"""The header page of a weight slot: which version it holds, and a counter that is odd while it is being written."""
+"""Header page of a weight slot: the version in it, and a counter that is odd while the slot is being written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SEQUENCE_OFFSET = 8
 
 
 class SlotHeader(msgspec.Struct, frozen=True):
-    """``sequence`` grows with every write to the slot: odd while it runs, even once the content is complete."""
+    """Header of a slot. ``sequence`` grows with every write: odd while it runs, even once the content is complete."""
 
     sequence: int = 0
     version: int = 0
@@ -35,7 +35,7 @@ class SlotHeader(msgspec.Struct, frozen=True):
         return self.sequence > 0 and self.sequence % 2 == 0
 
     def mismatch(self, manifest: WeightManifest) -> str:
-        """Why this is not what ``manifest`` announced; empty if it is."""
+        """Return the difference to what ``manifest`` announced; empty if there is none."""
         if not self.sealed:
             return "it is being written, or its writer died"
         wanted = (manifest.version, manifest.epoch, manifest.layout.nbytes, manifest.layout.id, manifest.digest)
@@ -45,17 +45,17 @@ class SlotHeader(msgspec.Struct, frozen=True):
 
 
 def write_slot(file: LockedFile, header: SlotHeader) -> None:
-    """Store ``header``."""
+    """Write ``header``."""
     names = header.layout.encode(), header.digest.encode()
     numbers = header.sequence, header.version, header.epoch, header.nbytes
     os.pwrite(file.fd, _FORMAT.pack(_MAGIC, *numbers, *names), 0)
 
 
 def read_slot(file: LockedFile) -> SlotHeader:
-    """The header.
+    """Read the header.
 
     Raises:
-        WeightsError: not a weight slot.
+        WeightsError: the file is not a weight slot.
     """
     data = os.pread(file.fd, _FORMAT.size, 0)
     if len(data) < _FORMAT.size or not data.startswith(_MAGIC):
@@ -65,6 +65,6 @@ def read_slot(file: LockedFile) -> SlotHeader:
 
 
 def sequence_of(header_page: memoryview) -> int:
-    """The sequence counter of a mapped slot."""
+    """Return the sequence counter of a mapped slot."""
     sequence: int = _SEQUENCE.unpack_from(header_page, _SEQUENCE_OFFSET)[0]
     return sequence

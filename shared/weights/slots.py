@@ -1,8 +1,8 @@
-"""The shared-memory slots of one job on one host, as the process that fills them sees them.
+"""Shared-memory slots of one job on one host, as seen by the process that fills them.
 
 A slot is a file; a receiver keeps its shared lock for as long as it uses the slot, so only its release or its death
-frees it. Files of a crashed publisher are adopted: their versions stay reachable until they are overwritten.
-A host that fetches versions from another one keeps them in slots of its own, under its id: ``copies_of``.
+frees it. Files of a crashed publisher are adopted: their versions stay available until they are overwritten. A host
+that fetches versions from another one keeps them in slots of its own, under its host id: ``copies_of``.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ _POLL_S = 0.005
 
 
 def is_slot_name(job: str, name: str) -> bool:
-    """True if ``name`` came from ``slot_name`` for a publisher."""
+    """Return True if ``slot_name`` made ``name`` for a publisher."""
     number = name.rpartition(".")[2]
     return number.isascii() and number.isdecimal() and len(number) < 10 and name == slot_name(job, int(number))
 
 
 def slot_paths(directory: Path, job: str, copies_of: str = "") -> list[Path]:
-    """Every slot file of a job; with ``copies_of`` those that this host fetched."""
+    """Return all slot files of a job; with ``copies_of`` those that this host fetched."""
     return sorted(directory.glob(slot_name(job, 0, copies_of).removesuffix("0") + "[0-9]*"))
 
 
 def turn_path(directory: Path, job: str, host: str) -> Path:
-    """The file whose lock the process holds that fetches versions of a job for its host."""
+    """Return the lock file that serialises fetching of a job's versions on a host."""
     return (directory / slot_name(job, 0, host)).with_suffix(".turn")
 
 
 class SlotPool:
-    """``count`` slots of ``nbytes`` bytes, allocated at once; up to ``max_count`` when receivers hold them."""
+    """Pool of ``count`` slots of ``nbytes`` bytes, allocated at once; up to ``max_count`` if receivers hold them."""
 
     def __init__(
         self, directory: Path, job: str, nbytes: int, *, count: int, max_count: int, copies_of: str = ""
@@ -50,7 +50,7 @@ class SlotPool:
             self._slots.append(self._create())
 
     def acquire(self, *, epoch: int, timeout_s: float, keep: WeightManifest | None = None) -> Segment:
-        """A slot with its exclusive lock that neither holds the newest version, or ``keep``, nor has a reader.
+        """Return an exclusively locked slot that has no reader and holds neither the newest version nor ``keep``.
 
         Raises:
             DeadlineError: receivers hold all of ``max_count`` slots for longer than ``timeout_s``.
@@ -58,7 +58,7 @@ class SlotPool:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            self._slots = [slot for slot in self._slots if slot.is_current()]  # not what a cleanup removed
+            self._slots = [slot for slot in self._slots if slot.is_current()]  # not one that a cleanup removed
             newest = self._newest(epoch)
             for slot in self._slots:
                 if slot is not newest and not _holds(slot, keep) and slot.try_exclusive():
@@ -76,20 +76,20 @@ class SlotPool:
             time.sleep(_POLL_S)
 
     def refresh(self) -> None:
-        """Adopt the slots that others made."""
+        """Adopt the slots created by other processes."""
         known = {slot.path for slot in self._slots if slot.is_current()}
         for path in slot_paths(self._directory, self._job, self._copies_of):
             if path not in known:
                 self._adopt(path)
 
     def close(self) -> None:
-        """Let go of the files; they stay."""
+        """Close the files; they stay on disk."""
         for slot in self._slots:
             slot.close()
         self._slots.clear()
 
     def _newest(self, epoch: int) -> Segment | None:
-        """The slot of the newest complete version: late joiners read it."""
+        """Return the slot of the newest complete version, which late joiners read."""
         newest, best = None, (-1, -1)
         for slot in self._slots:
             header = read_slot(slot)
@@ -102,7 +102,7 @@ class SlotPool:
         return newest
 
     def _adopt(self, path: Path) -> None:
-        """Keep a slot of the right size; remove another one unless somebody still uses it."""
+        """Adopt a slot of the right size; remove another one unless a process still uses it."""
         try:
             file = LockedFile.open(path)
         except NotFound:
@@ -110,7 +110,7 @@ class SlotPool:
         try:
             read_slot(file)
             usable = file.size() == DATA_OFFSET + self._nbytes
-        except WeightsError:  # its maker died before it was complete
+        except WeightsError:  # its creator died before it was complete
             usable = False
         if usable:
             self._slots.append(Segment.open(path))
@@ -120,7 +120,7 @@ class SlotPool:
 
     def _create(self) -> Segment:
         number = 0
-        while True:  # a number whose file exists belongs to somebody: never write there
+        while True:  # an existing file belongs to another process: never write to it
             try:
                 slot = Segment.create(self._directory / slot_name(self._job, number, self._copies_of), self._nbytes)
             except FileExistsError:
@@ -139,7 +139,7 @@ def _holds(slot: Segment, manifest: WeightManifest | None) -> bool:
 
 
 def _state(pid: int) -> str:
-    """`` (stopped)`` for a process that SIGSTOP stopped."""
+    """Return `` (stopped)`` for a process stopped by SIGSTOP."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

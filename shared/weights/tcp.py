@@ -22,10 +22,9 @@ __all__ = ["TcpReceiver"]
 
 
 class TcpReceiver:
-    """Pulls what a publisher with ``settings.bulk_host`` serves, into a slot that every process of this host reads.
+    """Pulls from a publisher with ``settings.bulk_host`` into a slot that every process of this host reads.
 
-    Where that cannot be, for want of shared memory or because the process that fetches stands still, a receiver pulls
-    into memory of its own.
+    If that fails, for lack of shared memory or because the fetching process stalls, it pulls into private memory.
     """
 
     def __init__(
@@ -41,14 +40,14 @@ class TcpReceiver:
         self._pool = BufferPool()
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Any served slot."""
+        """Return True for any slot served to other hosts."""
         return ref.transport == "tcp"
 
     def stage(self, manifest: WeightManifest) -> Staged:
-        """Pull and verify, or open what another process of this host pulled.
+        """Pull and verify, or open the copy that another process of this host pulled.
 
         Raises:
-            WeightsError: the publisher is gone, slow, or has another version in that slot by now.
+            WeightsError: the publisher is gone or slow, or has another version in that slot by now.
         """
         ref = next((ref for ref in manifest.refs if self.accepts(ref)), None)
         if ref is None:
@@ -71,7 +70,7 @@ class TcpReceiver:
         return LocalStaged(manifest, buffer, layout, self._pool, Way("tcp", layout.nbytes))
 
     def close(self) -> None:
-        """Free the spare buffer, and the copies of this host that nobody uses."""
+        """Free the spare buffer, and the copies of this host that no process uses."""
         self._pool.clear()
         self._copies.close()
 
