@@ -1,1 +1,1 @@
-"""The mathematics: pure functions of tensors. No I/O, no configuration, no state."""
+"""Pure functions of tensors: advantages, losses, statistics. No I/O, no configuration, no state."""

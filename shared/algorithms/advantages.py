@@ -39,7 +39,7 @@ def grpo_advantages(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor, *, sca
 
 
 def rloo_advantages(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> Tensor:
-    """Reward less the mean of the *other* trajectories of the group (RLOO, arXiv 2402.14740).
+    """Reward minus the mean of the *other* trajectories of the group (RLOO, arXiv 2402.14740).
 
     ``A_i = r_i - Σ_{j≠i} r_j / (n - 1) = n / (n - 1) · (r_i - mean)`` for the n valid trajectories of a group.
 
@@ -64,7 +64,7 @@ def remax_advantages(rewards_B: Tensor, baselines_B: Tensor, valid_B: Tensor) ->
 
 
 def reinforce_pp_baseline_advantages(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """REINFORCE++ with baseline (arXiv 2501.03262): less the mean of the group, then whitened over the whole batch.
+    """REINFORCE++ with baseline (arXiv 2501.03262): subtract the mean of the group, then whiten over the whole batch.
 
     With ``a = r - mean_group`` it is ``A = (a - mean) / sqrt(var + 1e-8)``, where mean and variance are over all scored
     tokens of the batch, each of which has the a of its trajectory.
@@ -87,7 +87,8 @@ def reinforce_pp_baseline_advantages(rewards_B: Tensor, groups_B: Tensor, valid_
 
 
 def _centred_by_group(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Reward less the mean of the group (0 where not valid), and the valid trajectories of the group; float64 [B]."""
+    """Return reward minus the mean of the group (0 where not valid), and the valid trajectories of the group;
+    float64 [B]."""
     if not len(rewards_B):
         empty = torch.zeros(0, dtype=torch.float64)
         return empty, empty

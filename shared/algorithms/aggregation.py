@@ -1,7 +1,7 @@
-"""From losses of tokens to one number. Every denominator is an argument that counts the whole minibatch.
+"""Aggregation of token losses to one number. Every denominator is an argument that counts the whole minibatch.
 
-A sum over microbatches of these values, each with the denominators of the minibatch, equals the value of the minibatch:
-cutting it differently changes no gradient.
+The sum of these values over microbatches, each with the denominators of the minibatch, equals the value of the
+minibatch: another split into microbatches changes no gradient.
 
 Shape legend: M = scored tokens of a microbatch.
 """
@@ -18,7 +18,7 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 
 def token_mean(values_M: Tensor, *, num_tokens: int) -> Tensor:
-    """``Σ values / num_tokens``: every token weighs the same (DAPO, arXiv 2503.14476, eq. 12)."""
+    """``Σ values / num_tokens``: every token has the same weight (DAPO, arXiv 2503.14476, eq. 12)."""
     return values_M.sum() / num_tokens
 
 
@@ -39,7 +39,7 @@ def constant(values_M: Tensor, *, num_sequences: int, horizon: int) -> Tensor:
 def aggregate(
     mode: Aggregation, values_M: Tensor, lengths_M: Tensor, *, num_tokens: int, num_sequences: int, horizon: int
 ) -> Tensor:
-    """The aggregation that ``mode`` names."""
+    """Apply the aggregation ``mode``."""
     match mode:
         case "token_mean":
             return token_mean(values_M, num_tokens=num_tokens)

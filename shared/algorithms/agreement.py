@@ -1,4 +1,4 @@
-"""How well two raters agree on the same things, beyond chance. Plain floats: whoever decides computes it."""
+"""Agreement of two raters on the same items, beyond chance. Plain floats, because the coordinator computes it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 __all__ = ["Paired", "add_pairs", "concordance"]
 
 Paired = tuple[float, float, float, float, float, float]
-"""``(n, Σx, Σy, Σx², Σy², Σxy)`` of what a rater (x) and the reference (y) said of the same things."""
+"""``(n, Σx, Σy, Σx², Σy², Σxy)`` of the ratings of a rater (x) and the reference (y) for the same items."""
 
 NOTHING: Paired = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def add_pairs(known: Mapping[str, Paired], pairs: Iterable[tuple[str, float, float]]) -> dict[str, Paired]:
-    """The sums of each rater with these ``(rater, x, y)`` as well."""
+    """Add ``(rater, x, y)`` pairs to the sums of each rater."""
     found = dict(known)
     for rater, x, y in pairs:
         n, sx, sy, sxx, syy, sxy = found.get(rater, NOTHING)
@@ -24,7 +24,8 @@ def add_pairs(known: Mapping[str, Paired], pairs: Iterable[tuple[str, float, flo
 def concordance(paired: Paired) -> float:
     """Lin's concordance correlation, ``2 s_xy / (s_x² + s_y² + (x̄ - ȳ)²)`` (Biometrics 45, 1989), in [-1, 1].
 
-    Of two-valued ratings this is Cohen's kappa. It is 0 where both always said the same one thing: that shows nothing.
+    For binary ratings it equals Cohen's kappa. It is 0 if both raters always gave the same single value, which is no
+    evidence.
     """
     n, sx, sy, sxx, syy, sxy = paired
     if n == 0:

@@ -1,7 +1,7 @@
-"""A baseline for data without groups: each prompt comes once, so the value of its kind is tracked over time.
+"""Baseline for data without groups: each prompt occurs once, so a running value per kind of prompt is tracked.
 
-Single-stream policy optimization (arXiv 2509.13232, §3.2): subtract the tracked value, then whiten over the batch. What
-is forgotten is a constant share here, not one that follows the KL. Plain floats: whoever seals a batch computes it.
+Single-stream policy optimization (arXiv 2509.13232, §3.2): subtract the tracked value, then whiten over the batch. The
+decay is constant here instead of depending on the KL. Plain floats, because the coordinator computes it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 __all__ = ["EVERYTHING", "Tracked", "mean_without", "sums_of", "track", "value_of"]
 
 EVERYTHING = ""
-"""The bucket of all rewards, to which one that has seen few falls back."""
+"""Bucket of all rewards, the prior of buckets with few."""
 
 Tracked = tuple[float, float]
-"""``(weighted sum of rewards, sum of weights)`` of a bucket, older rewards counting less."""
+"""``(weighted sum of rewards, sum of weights)`` of a bucket, with decaying weights."""
 
 
 def value_of(tracked: Mapping[str, Tracked], bucket: str, *, value: float, weight: float) -> float:
-    """Weighted mean reward of a bucket, as if it had given ``weight`` (> 0) rewards of the value of everything.
+    """Weighted mean reward of a bucket, as if it had received ``weight`` (> 0) rewards equal to the value of all
+    rewards.
 
-    That one begins as if it had given ``weight`` rewards of ``value``.
+    The value of all rewards starts as if it had received ``weight`` rewards equal to ``value``.
     """
     if bucket != EVERYTHING:
         value = value_of(tracked, EVERYTHING, value=value, weight=weight)
@@ -31,13 +32,15 @@ def value_of(tracked: Mapping[str, Tracked], bucket: str, *, value: float, weigh
 
 
 def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: float) -> dict[str, Tracked]:
-    """The buckets that change by a batch with these ``sums_of`` rewards, as they are after it.
+    """Return the changed buckets after a batch with these ``sums_of`` rewards.
 
-    A baseline is the value *before* the batch: it does not depend on the actions that it judges, so the policy gradient
-    stays unbiased. For each bucket that occurs ``weight ← keep · weight + n`` and ``total ← keep · total + Σ r``.
+    A baseline is the value *before* the batch: it does not depend on the actions that it is subtracted from, so the
+    policy
+    gradient stays unbiased. For each bucket that occurs ``weight ← keep · weight + n`` and ``total ← keep · total + Σ
+    r``.
 
     Args:
-        keep: in (0, 1], how much of the past remains; 1 is the mean of everything.
+        keep: decay in (0, 1]; 1 is the mean of all rewards.
     """
     after = {}
     for bucket, (added, number) in sums.items():
@@ -47,7 +50,7 @@ def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: 
 
 
 def mean_without(rewards: Sequence[float], own: Sequence[float]) -> float | None:
-    """Mean of the rewards but for some of them (leave-one-out: RLOO, arXiv 2402.14740, eq. 8); None where none is left.
+    """Mean of the rewards except some of them (leave-one-out: RLOO, arXiv 2402.14740, eq. 8); None if none is left.
 
     Rounded once, so that it does not depend on their order.
     """
@@ -56,7 +59,7 @@ def mean_without(rewards: Sequence[float], own: Sequence[float]) -> float | None
 
 
 def sums_of(rewards: Sequence[tuple[str, float]]) -> dict[str, Tracked]:
-    """``(Σ r, n)`` of each bucket in a batch of ``(bucket, reward)``, and of everything; in whatever order they are."""
+    """Return ``(Σ r, n)`` of each bucket and of all rewards in a batch of ``(bucket, reward)``, in any order."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for bucket, reward in rewards:
         for name in _counted(bucket):

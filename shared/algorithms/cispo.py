@@ -1,4 +1,4 @@
-"""Clipped importance-sampling weights: the weight is bounded, the gradient of no token is cut.
+"""Clipped importance-sampling weights: the weight is bounded, and every token keeps its gradient.
 
 Shape legend: M = scored tokens.
 """
@@ -18,7 +18,7 @@ def cispo_loss(
     """``-sg(clip(r, 1 - clip_low, 1 + clip_high)) · A · log pi`` (MiniMax-M1, arXiv 2506.13585, eq. 4-5).
 
     Args:
-        clip_low: 1 is no lower bound.
+        clip_low: 1 means no lower bound.
         Others as ``policy_loss.clipped_ratio_loss``.
     """
     ratio_M = log_ratio(logprobs_M.detach(), behaviour_logprobs_M).exp()

@@ -1,8 +1,8 @@
-"""Which token gets which part of the reward: the last one, all of a trajectory, or those of a turn.
+"""Credit assignment of rewards to tokens: to the last one, to all of a trajectory, or to those of a turn.
 
-A turn is a run of scored tokens; what the environment says between two turns has mask 0.
+A turn is a run of scored tokens; observations between two turns have mask 0.
 
-Shape legend: B = trajectories, B1 = B + 1, T = tokens of all trajectories, one after the other; K = turns of all
+Shape legend: B = trajectories, B1 = B + 1, T = tokens of all trajectories, concatenated; K = turns of all
 trajectories.
 """
 
@@ -20,11 +20,11 @@ __all__ = ["Turns", "at_last_token", "to_tokens", "turn_returns", "turns", "turn
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Where turns are.
+    """Positions of turns.
 
     Attributes:
         turn_T: number of the turn of each token among all turns of the batch, from 0; -1 where the mask is 0.
-        cu_turns_B1: int64 [B + 1], cuts the K turns into trajectories.
+        cu_turns_B1: int64 [B + 1], splits the K turns into trajectories.
     """
 
     turn_T: Tensor
@@ -32,9 +32,9 @@ class Turns:
 
 
 def at_last_token(rewards_B: Tensor, mask_T: Tensor, cu_seqlens_B1: Tensor) -> Tensor:
-    """The whole reward at the last *scored* token of its trajectory, 0 elsewhere, [T].
+    """Whole reward at the last *scored* token of its trajectory, 0 elsewhere, [T].
 
-    A trajectory that ends with an observation gets it before that; one without a scored token has no place for it.
+    In a trajectory that ends with an observation, this is a token before it; without a scored token the reward is lost.
     """
     scored_T = mask_T.bool()
     sequence_T = sequence_of(cu_seqlens_B1)
@@ -45,7 +45,7 @@ def at_last_token(rewards_B: Tensor, mask_T: Tensor, cu_seqlens_B1: Tensor) -> T
 
 
 def to_tokens(values_B: Tensor, mask_T: Tensor, cu_seqlens_B1: Tensor) -> Tensor:
-    """The value of its trajectory at each scored token, 0 elsewhere, [T]: credit of the trajectory."""
+    """Value of the trajectory at each of its scored tokens, 0 elsewhere, [T]."""
     return torch.where(mask_T.bool(), values_B[sequence_of(cu_seqlens_B1)], 0)
 
 
@@ -68,7 +68,7 @@ def turn_returns(rewards_K: Tensor, cu_turns_B1: Tensor, *, gamma: float) -> Ten
 
 
 def turns_to_tokens(values_K: Tensor, turn_T: Tensor) -> Tensor:
-    """The value of its turn at each scored token, 0 elsewhere, [T]: credit of the turn."""
+    """Value of the turn at each of its scored tokens, 0 elsewhere, [T]."""
     if not len(values_K):
         return values_K.new_zeros(len(turn_T))
     return torch.where(turn_T >= 0, values_K[turn_T.clamp_min(0)], 0)

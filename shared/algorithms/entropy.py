@@ -12,9 +12,9 @@ __all__ = ["exact_entropy", "sampled_entropy"]
 
 
 def sampled_entropy(logprobs_M: Tensor) -> Tensor:
-    """Monte-Carlo estimate of the mean entropy, in nats: ``-mean log pi`` over tokens that pi itself sampled.
+    """Monte-Carlo estimate of the mean entropy, in nats: ``-mean log pi`` over tokens sampled from pi itself.
 
-    Unbiased, and free where the log-probs are known anyway. A measurement: its gradient is not that of the entropy.
+    Unbiased, and free if the log-probs are known. For measurement only: its gradient is not that of the entropy.
     """
     return -logprobs_M.mean()
 

@@ -1,6 +1,6 @@
 """Generalized advantage estimation.
 
-Shape legend: B = trajectories, B1 = B + 1, T = tokens of all trajectories, one after the other; N = those scored.
+Shape legend: B = trajectories, B1 = B + 1, T = tokens of all trajectories, concatenated; N = scored tokens.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def gae(
     """Advantages and value targets (arXiv 1506.02438, eq. 16).
 
     ``δ_t = r_t + gamma · V_{t+1} - V_t``, ``A_t = δ_t + gamma · lam · A_{t+1}``, ``R_t = A_t + V_t``, where t counts
-    the *scored* tokens of a trajectory: from the last token of a turn the bootstrap goes over the observation to the
-    first token of the next turn. Statistics are not normalised here; see ``statistics.whiten``.
+    the
+    *scored* tokens of a trajectory: the bootstrap of the last token of a turn skips the observation and uses the first
+    token of the next turn. Statistics are not normalised here; see ``statistics.whiten``.
 
     Args:
-        rewards_T: float [T]; rewards of tokens that are not scored do not count.
+        rewards_T: float [T]; rewards of tokens that are not scored are ignored.
         values_T: float [T], V of the state before each token; only scored tokens are read.
-        mask_T: bool or int [T], not 0 where the policy chose the token.
-        cu_seqlens_B1: int64 [B + 1], cuts T into trajectories.
+        mask_T: bool or int [T], not 0 for tokens of the policy.
+        cu_seqlens_B1: int64 [B + 1], splits T into trajectories.
         gamma: discount of one scored token.
-        lam: 0 gives the one-step error δ, 1 gives the return less the value.
-        bootstrap_B: float [B], V of the state after the last token: of a trajectory that was cut off (truncated), and 0
-            of one that ended (terminated).
+        lam: 0 gives the one-step error δ, 1 gives the return minus the value.
+        bootstrap_B: float [B], V of the state after the last token for truncated trajectories, 0 for terminated ones.
 
     Returns:
         advantages and returns, float32 [T] without gradient, 0 where the mask is 0.

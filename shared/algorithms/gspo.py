@@ -1,4 +1,4 @@
-"""Group Sequence Policy Optimization: the ratio of a whole sequence.
+"""Group Sequence Policy Optimization: one ratio per sequence.
 
 Shape legend: M = scored tokens.
 """
@@ -23,14 +23,14 @@ def gspo_loss(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-    """Clipped loss on ``s = exp(mean_t log(pi / pi_behaviour))``, one s for a sequence (arXiv 2507.18071, eq. 5, 7).
+    """Clipped loss on ``s = exp(mean_t log(pi / pi_behaviour))``, one s per sequence (arXiv 2507.18071, eq. 5, 7).
 
-    Token t carries ``sg(s) · pi_t / sg(pi_t)`` (GSPO-token, eq. 14), whose value is s and whose gradient is
+    Token t has ``sg(s) · pi_t / sg(pi_t)`` (GSPO-token, eq. 14), whose value is s and whose gradient is
     ``s · grad log pi_t``: with the sequence mean as aggregation this is the gradient of ``s · A``, and advantages may
     differ from token to token.
 
     Args:
-        rows_M: int64, number of the trajectory each token belongs to; all of its scored tokens must be here.
+        rows_M: int64, number of the trajectory each token belongs to; must contain all of its scored tokens.
         Others as ``policy_loss.clipped_ratio_loss``.
     """
     log_ratio_M = log_ratio(logprobs_M.detach(), behaviour_logprobs_M)

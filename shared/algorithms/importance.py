@@ -1,6 +1,6 @@
-"""Weights that correct tokens sampled by one policy to count as if another had sampled them; bounded, no gradient.
+"""Importance weights from one policy's samples to another policy; bounded, without gradient.
 
-Used where the sampler's log-probs differ from the trainer's for the same weights, and in decoupled PPO.
+Used if the sampler's log-probs differ from the trainer's for the same weights, and in decoupled PPO.
 
 Shape legend: M = scored tokens.
 """
@@ -19,10 +19,10 @@ __all__ = ["decoupled_loss", "masked_weights", "sequence_log_ratio", "truncated_
 def sequence_log_ratio(logprobs_M: Tensor, behaviour_logprobs_M: Tensor, rows_M: Tensor) -> Tensor:
     """``Σ_t log(pi / pi_behaviour)`` over the trajectory of each token, limited to [-20, 20].
 
-    The ratio of whole sequences: unbiased, but its variance grows with the length.
+    Ratio of whole sequences: unbiased, but its variance grows with the length.
 
     Args:
-        rows_M: int64, number of the trajectory each token belongs to; all of its scored tokens must be here.
+        rows_M: int64, number of the trajectory each token belongs to; must contain all of its scored tokens.
     """
     return sequence_sum(logprobs_M - behaviour_logprobs_M, rows_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -37,7 +37,7 @@ def truncated_weights(log_ratio_M: Tensor, *, high: float) -> Tensor:
 
 
 def masked_weights(log_ratio_M: Tensor, *, low: float, high: float) -> Tensor:
-    """The ratio where it lies in [low, high], else 0: masked importance sampling, IcePop (arXiv 2510.18855).
+    """Ratio if it is in [low, high], else 0: masked importance sampling, IcePop (arXiv 2510.18855).
 
     Args:
         log_ratio_M: from ``policy_loss.log_ratio`` (tokens) or ``sequence_log_ratio``.
@@ -58,8 +58,8 @@ def decoupled_loss(
 ) -> PolicyLoss:
     """Decoupled PPO (arXiv 2110.00641, eq. 3): clip around the proximal policy, correct for the behaviour policy.
 
-    ``min(pi_prox / pi_behaviour, high) · max(-A r, -A clip(r))`` with ``r = pi / pi_prox``: old data is corrected
-    without the trust region being stuck at the policy that sampled it.
+    ``min(pi_prox / pi_behaviour, high) · max(-A r, -A clip(r))`` with ``r = pi / pi_prox``: corrects old data without
+    tying the trust region to the policy that sampled it.
 
     Args:
         proximal_logprobs_M: of the policy that the update must stay near, usually that at its start.

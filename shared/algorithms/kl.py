@@ -1,7 +1,7 @@
 """``KL(pi || pi_ref)``: exact, and estimated from tokens sampled by pi (Schulman, "Approximating KL divergence", 2020).
 
-What each is good for (arXiv 2506.09477): as a *reward* only k1 gives the gradient of the KL, as a *loss* only k2 and
-the exact sum do; k3 as a loss is the usual choice of GRPO and has the gradient of KL(pi_ref || pi).
+Uses (arXiv 2506.09477): as a *reward* only k1 gives the gradient of the KL, as a *loss* only k2 and the exact sum do;
+k3 as a loss is the usual choice of GRPO and has the gradient of KL(pi_ref || pi).
 
 Shape legend: M = scored tokens, V = vocabulary.
 """
@@ -34,14 +34,14 @@ def k2(logprobs_M: Tensor, reference_logprobs_M: Tensor) -> Tensor:
 def k3(logprobs_M: Tensor, reference_logprobs_M: Tensor) -> Tensor:
     """``r - 1 - log r`` with ``r = pi_ref / pi``: unbiased, never negative.
 
-    log r is cut at ±20 and the result at 10, which r reaches at 13.6: beyond it there is no gradient.
+    log r is clipped at ±20 and the result at 10, which it reaches at r = 13.6: beyond it there is no gradient.
     """
     log_r = (reference_logprobs_M - logprobs_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (log_r.expm1() - log_r).clamp(-MAX_K3, MAX_K3)
 
 
 def kl_estimate(estimator: KLEstimator, logprobs_M: Tensor, reference_logprobs_M: Tensor) -> Tensor:
-    """The estimator that is named, for each token."""
+    """Apply the estimator by name, for each token."""
     return {"k1": k1, "k2": k2, "k3": k3}[estimator](logprobs_M, reference_logprobs_M)
 
 

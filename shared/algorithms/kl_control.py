@@ -1,4 +1,4 @@
-"""A KL coefficient that follows a target."""
+"""Adaptive KL coefficient, which steers the KL to a target."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def adapt_kl_coef(coef: float, kl: float, *, target: float, horizon: float, num_
     """``coef · (1 + clip(kl / target - 1, -0.2, 0.2) · num_sequences / horizon)`` (arXiv 1909.08593, §2.2).
 
     Args:
-        coef: coefficient of the update just made.
+        coef: coefficient of the last update.
         kl: mean KL per sequence of that update, in nats, over the whole batch.
-        target: KL per sequence to steer to, in nats.
-        horizon: sequences after which a full error has changed the coefficient by a fifth.
+        target: target KL per sequence, in nats.
+        horizon: sequences after which a relative error of 20 % or more has changed the coefficient by a fifth.
         num_sequences: sequences of that update.
 
     Returns:
-        The coefficient of the next update; never negative, and the same after an update whose KL is not finite.
+        The coefficient of the next update; never negative, and unchanged if the KL is not finite.
     """
     if not math.isfinite(kl):
         return coef

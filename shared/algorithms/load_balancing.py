@@ -1,4 +1,4 @@
-"""Auxiliary loss that spreads tokens over the experts of a mixture.
+"""Auxiliary loss that balances the load of the experts of a mixture.
 
 Shape legend: E = experts.
 """
@@ -11,18 +11,20 @@ __all__ = ["load_balancing_loss"]
 
 
 def load_balancing_loss(probs_E: Tensor, chosen_E: Tensor, *, num_tokens: int) -> Tensor:
-    """``E · Σ_i f_i P_i`` of one layer (Switch Transformer, arXiv 2101.03961, eq. 4-6); 1 where the load is even.
+    """``E · Σ_i f_i P_i`` of one layer (Switch Transformer, arXiv 2101.03961, eq. 4-6); 1 for an even load.
 
     ``f_i`` is the share of all assignments that went to expert i, ``P_i`` its mean probability. The paper has one
-    expert per token; with K of them there are K times as many assignments as tokens, and ``Σ f_i = 1`` for any K. Both
-    are means over the whole batch, as otherwise every microbatch would have to be balanced in itself (arXiv 2501.11873,
-    section 3): a sum of these values over microbatches, each with the counts of the batch, is the value of the batch.
-    The gradient goes through the probabilities alone.
+    expert
+    per token; with K of them there are K times as many assignments as tokens, and ``Σ f_i = 1`` for any K. Both are
+    means
+    over the whole batch, because otherwise every microbatch would have to be balanced by itself (arXiv 2501.11873,
+    section 3): the sum of these values over microbatches, each with the counts of the batch, is the value of the batch.
+    The gradient flows only through the probabilities.
 
     Args:
         probs_E: sum of the router's probabilities over the tokens of this microbatch.
-        chosen_E: how often each expert was chosen in the whole batch.
-        num_tokens: tokens of the whole batch, prompts included, padding not.
+        chosen_E: number of assignments of each expert in the whole batch.
+        num_tokens: tokens of the whole batch, including prompts but not padding.
     """
     share_E = chosen_E.detach().to(probs_E.dtype) / chosen_E.sum()
     return probs_E.shape[0] * (share_E * probs_E).sum() / num_tokens

@@ -1,4 +1,4 @@
-"""Completions that are too long (DAPO, arXiv 2503.14476, §3.4).
+"""Overlong completions (DAPO, arXiv 2503.14476, §3.4).
 
 Shape legend: B = trajectories.
 """
@@ -11,17 +11,17 @@ __all__ = ["overlong_filter", "soft_overlong_punishment"]
 
 
 def overlong_filter(truncated_B: Tensor) -> Tensor:
-    """Which trajectories the loss and its denominators count, bool [B]: those that were not cut off.
+    """Mask of the trajectories that the loss and its denominators count, bool [B]: those that were not truncated.
 
-    A truncated completion has a reward that says nothing about its end. Group statistics still count it.
+    The reward of a truncated completion is no evidence about its end. Group statistics still count it.
     """
     return ~truncated_B.bool()
 
 
 def soft_overlong_punishment(lengths_B: Tensor, *, max_length: float, buffer: float) -> Tensor:
-    """Added to the reward (eq. 13), float32 [B] in [-1, 0].
+    """Return the punishment to add to the reward (eq. 13), float32 [B] in [-1, 0].
 
-    0 up to ``max_length - buffer``, then falling linearly to -1 at ``max_length``, -1 beyond.
+    It is 0 up to ``max_length - buffer``, then falls linearly to -1 at ``max_length``, and is -1 beyond.
 
     Args:
         lengths_B: generated tokens of each trajectory.

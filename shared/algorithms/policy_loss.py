@@ -1,7 +1,7 @@
-"""Policy-gradient losses for each token; aggregation is a separate step.
+"""Policy-gradient losses per token; aggregation is a separate step.
 
-In each of them ``behaviour_logprobs_M`` is the denominator of the ratio: the policy that sampled the tokens, or a
-recomputed one whose distance to the sampler ``importance`` corrects.
+``behaviour_logprobs_M`` is always the denominator of the ratio: the policy that sampled the tokens, or a recomputed one
+whose distance to the sampler ``importance`` corrects.
 
 Shape legend: M = scored tokens.
 """
@@ -24,18 +24,18 @@ __all__ = [
 ]
 
 MAX_LOG_RATIO = 20.0
-"""exp of this is still finite in float32 after multiplication with any sensible advantage."""
+"""Bound of log-ratios; its exponential is still finite in float32 after multiplication with any realistic advantage."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """Losses of M tokens and what the clip did to them.
+    """Losses of M tokens, and which of them were clipped.
 
     Attributes:
         loss_M: differentiable in the log-probs.
-        ratio_M: pi / pi_behaviour, detached; of the sequence where the ratio is one of sequences.
-        clipped_low_M: bool, the lower bound acted (cut the gradient, or raised the weight).
-        clipped_high_M: bool, the upper bound acted (cut the gradient, or lowered the weight).
+        ratio_M: pi / pi_behaviour, detached; per sequence for sequence ratios.
+        clipped_low_M: bool, the lower bound was active (it removed the gradient, or raised the weight).
+        clipped_high_M: bool, the upper bound was active (it removed the gradient, or lowered the weight).
     """
 
     loss_M: Tensor
@@ -50,10 +50,10 @@ def log_ratio(logprobs_M: Tensor, behaviour_logprobs_M: Tensor) -> Tensor:
 
 
 def policy_gradient_loss(logprobs_M: Tensor, behaviour_logprobs_M: Tensor, advantages_M: Tensor) -> PolicyLoss:
-    """``-A log pi`` (REINFORCE, Williams, 1992): the gradient of on-policy data, no ratio and no clip.
+    """``-A log pi`` (REINFORCE, Williams, 1992): the gradient for on-policy data, without ratio and clip.
 
     Args:
-        behaviour_logprobs_M: only reported, as the ratio.
+        behaviour_logprobs_M: only used to report the ratio.
     """
     never_M = torch.zeros_like(advantages_M, dtype=torch.bool)
     ratio_M = log_ratio(logprobs_M.detach(), behaviour_logprobs_M).exp()
@@ -99,7 +99,7 @@ def dual_clipped_ratio_loss(
 ) -> PolicyLoss:
     """``clipped_ratio_loss``, and for A < 0 at most ``dual_clip · |A|`` (arXiv 1912.09729).
 
-    A bad token that has become much likelier than when it was sampled no longer gives an unbounded loss.
+    Bounds the loss of a bad token whose probability has grown much since it was sampled.
 
     Args:
         dual_clip: bound of the ratio where A < 0, above 1 + clip_high.
@@ -115,8 +115,8 @@ def dual_clipped_ratio_loss(
 
 
 def weighted(loss: PolicyLoss, weights_M: Tensor) -> PolicyLoss:
-    """The loss of each token times its importance weight, through which no gradient flows.
+    """Loss of each token times its importance weight, through which no gradient flows.
 
-    A token of weight 0 is left out of the sum; denominators still count it.
+    A token of weight 0 adds nothing to the sum, but denominators still count it.
     """
     return replace(loss, loss_M=loss.loss_M * weights_M.detach())

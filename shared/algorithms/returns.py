@@ -1,6 +1,6 @@
 """Discounted returns of each token.
 
-Shape legend: B = trajectories, B1 = B + 1, T = tokens of all trajectories, one after the other.
+Shape legend: B = trajectories, B1 = B + 1, T = tokens of all trajectories, concatenated.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["discounted_returns"]
 def discounted_returns(rewards_T: Tensor, mask_T: Tensor, cu_seqlens_B1: Tensor, *, gamma: float) -> Tensor:
     """``G_t = r_t + gamma · G_{t+1}`` over the scored tokens of each trajectory (Sutton & Barto, 2018, eq. 3.9).
 
-    A token that the policy did not choose (mask 0) is no step: it discounts nothing and its reward does not count.
-    ``credit.at_last_token`` and ``credit.turns_to_tokens`` put rewards where they do.
+    Tokens of observations (mask 0) are not steps: they have no discount and their rewards are ignored.
+    ``credit.at_last_token`` and ``credit.turns_to_tokens`` place rewards at scored tokens.
 
     Args:
         rewards_T: float [T], reward of each token.
-        mask_T: bool or int [T], not 0 where the policy chose the token.
-        cu_seqlens_B1: int64 [B + 1], cuts T into trajectories.
+        mask_T: bool or int [T], not 0 for tokens of the policy.
+        cu_seqlens_B1: int64 [B + 1], splits T into trajectories.
         gamma: discount of one scored token.
 
     Returns:

@@ -1,6 +1,6 @@
 """Soft actor-critic with twin critics, target critics and automatic temperature (arXiv 1812.05905).
 
-Every loss is given for each transition; the caller takes the mean over the whole batch.
+Losses are per transition; the caller takes the mean over the whole batch.
 
 Shape legend: B = transitions, C = critics.
 """
@@ -27,9 +27,9 @@ def sac_targets(
     """``y = r + gamma · (1 - terminated) · (min_c Q_target(s', a') - alpha · log pi(a'|s'))``, [B], without gradient.
 
     Args:
-        terminated_B: bool, the state after the action ends the task. A transition that was only cut off (truncated) is
-            not terminated: its future counts.
-        next_target_values_CB: of the target critics at an action newly drawn by the policy in the next state.
+        terminated_B: bool, the state after the action ends the task. A truncated transition is not terminated: its
+            future value counts.
+        next_target_values_CB: of the target critics at an action newly sampled from the policy in the next state.
         next_logprobs_B: of that action.
         gamma: discount of one transition.
         alpha: temperature.
@@ -46,7 +46,7 @@ def sac_critic_loss(values_CB: Tensor, targets_B: Tensor) -> Tensor:
 def sac_actor_loss(logprobs_B: Tensor, values_CB: Tensor, *, alpha: Tensor) -> Tensor:
     """``alpha · log pi(a|s) - min_c Q_c(s, a)`` for a reparametrised action a, [B] (eq. 7).
 
-    No gradient reaches the temperature. Freeze the critics, or drop the gradients they get.
+    No gradient reaches the temperature. Freeze the critics, or discard their gradients.
     """
     return alpha.detach() * logprobs_B - values_CB.amin(0)
 

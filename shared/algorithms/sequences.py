@@ -1,4 +1,4 @@
-"""Sums over the sequences of flat arrays: sequences stand one after the other, cut by cumulative lengths.
+"""Sums over the sequences of flat arrays, which are concatenated and split by cumulative lengths.
 
 Shape legend: B = sequences, B1 = B + 1, T = tokens of all sequences, N = any elements in the order of their sequences,
 M = tokens in any order.
@@ -13,20 +13,21 @@ __all__ = ["discounted_suffix_sums", "is_last", "sequence_of", "sequence_sum"]
 
 
 def sequence_of(cu_seqlens_B1: Tensor) -> Tensor:
-    """Number of the sequence that each token belongs to, int64 [T]."""
+    """Return the number of the sequence of each token, int64 [T]."""
     lengths_B = cu_seqlens_B1.diff()
     return torch.repeat_interleave(torch.arange(len(lengths_B), device=lengths_B.device), lengths_B)
 
 
 def is_last(sequence_N: Tensor) -> Tensor:
-    """bool [N]: nothing of the same sequence follows."""
+    """Return a bool [N] that is True at the last element of each sequence."""
     last_N = torch.ones_like(sequence_N, dtype=torch.bool)
     last_N[:-1] = sequence_N[1:] != sequence_N[:-1]
     return last_N
 
 
 def sequence_sum(values_M: Tensor, rows_M: Tensor) -> Tensor:
-    """For each token the sum of ``values_M`` over all tokens with its number in ``rows_M``, [M]; differentiable."""
+    """Return for each token the sum of ``values_M`` over all tokens with its number in ``rows_M``, [M];
+    differentiable."""
     if not len(rows_M):
         return values_M
     sums_B = values_M.new_zeros(int(rows_M.max()) + 1).index_add(0, rows_M, values_M)
@@ -37,10 +38,11 @@ def discounted_suffix_sums(values_N: Tensor, sequence_N: Tensor, *, decay: float
     """``s_t = v_t + decay · s_{t+1}`` within each sequence, float64 [N].
 
     Doubling: after round k every element holds the first 2^k terms of its sum, so a sequence of L takes log2(L) rounds
-    over the whole array instead of L steps.
+    over
+    the whole array instead of L steps.
 
     Args:
-        sequence_N: number of the sequence of each element; elements of a sequence stand together.
+        sequence_N: number of the sequence of each element; elements of a sequence are adjacent.
     """
     sums_N = values_N.double()
     if not len(sums_N):

@@ -1,4 +1,4 @@
-"""Mean and deviation over a whole batch, from sums that ranks and runs can add up.
+"""Mean and variance over a whole batch, from sums that can be added over ranks and runs.
 
 Shape legend: N = any elements.
 """
@@ -28,7 +28,7 @@ class Moments:
     total_squares: float = 0.0
 
     def __add__(self, other: Moments) -> Moments:
-        """The moments of both."""
+        """Return the moments of the union."""
         return Moments(
             count=self.count + other.count,
             total=self.total + other.total,
@@ -37,19 +37,19 @@ class Moments:
 
     @property
     def mean(self) -> float:
-        """Mean; 0 of nothing."""
+        """Mean; 0 without values."""
         return self.total / self.count if self.count else 0.0
 
     @property
     def variance(self) -> float:
-        """Unbiased variance; 0 of fewer than two."""
+        """Unbiased variance; 0 for fewer than two values."""
         if self.count <= 1:
             return 0.0
         return max(0.0, (self.total_squares - self.total * self.mean) / (self.count - 1))
 
 
 def moments(values_N: Tensor, mask_N: Tensor) -> Moments:
-    """Moments of the values where ``mask_N`` is not 0; what stands elsewhere, NaN included, does not matter."""
+    """Return the moments of the values where ``mask_N`` is not 0; other values, NaN included, are ignored."""
     chosen = values_N.detach()[mask_N.bool()].double()
     return Moments(float(len(chosen)), float(chosen.sum()), float(chosen.square().sum()))
 
@@ -58,7 +58,7 @@ def whiten(values_N: Tensor, mask_N: Tensor, over: Moments) -> Tensor:
     """``(v - mean) / sqrt(variance + 1e-8)`` with the moments of the whole batch, float32; 0 where ``mask_N`` is 0.
 
     Args:
-        over: moments of the whole batch, not of the part that a rank holds.
+        over: moments of the whole batch, not of one rank's part.
     """
     scaled_N = (values_N.detach().double() - over.mean) / math.sqrt(over.variance + VARIANCE_EPSILON)
     return torch.where(mask_N.bool(), scaled_N, 0).float()

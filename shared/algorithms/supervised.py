@@ -1,4 +1,4 @@
-"""Losses for answers that somebody else gave: to be imitated, or compared.
+"""Losses for off-policy answers: imitation, and preferences.
 
 Shape legend: M = scored tokens, S = sequences, P = pairs of a chosen and a rejected answer.
 """
@@ -18,10 +18,10 @@ def supervised_loss(logprobs_M: Tensor) -> Tensor:
 
 
 def sequence_logprobs(logprobs_M: Tensor, rows_M: Tensor, *, num_rows: int, normalise: bool) -> Tensor:
-    """Log-prob of each whole sequence, [S]: the sum over its tokens, or with ``normalise`` their mean.
+    """Return the log-prob of each whole sequence, [S]: the sum over its tokens, or with ``normalise`` their mean.
 
     Args:
-        rows_M: int64, sequence that each token belongs to, below ``num_rows``. One without tokens gets 0.
+        rows_M: int64, sequence of each token, below ``num_rows``. A sequence without tokens gets 0.
     """
     sums_S = logprobs_M.new_zeros(num_rows).index_add(0, rows_M, logprobs_M)
     if not normalise:
@@ -43,10 +43,10 @@ def dpo_loss(
     ``h = beta · ((log pi(chosen) - log ref(chosen)) - (log pi(rejected) - log ref(rejected)))``.
 
     Args:
-        chosen_P, rejected_P: of the policy, from ``sequence_logprobs``; normalised ones let long answers weigh no more
-            than short ones.
-        beta: how strongly the reference holds.
-        label_smoothing: ε in [0, 0.5), probability that a pair is labelled the wrong way round.
+        chosen_P, rejected_P: of the policy, from ``sequence_logprobs``; with normalised ones long answers have no
+            larger weight than short ones.
+        beta: strength of the constraint to the reference.
+        label_smoothing: ε in [0, 0.5), probability that the two answers of a pair are swapped.
     """
     h_P = beta * ((chosen_P - reference_chosen_P) - (rejected_P - reference_rejected_P))
     return -(1 - label_smoothing) * logsigmoid(h_P) - label_smoothing * logsigmoid(-h_P)

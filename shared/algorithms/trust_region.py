@@ -1,4 +1,4 @@
-"""Other ways than PPO's clip to keep the policy near the one that sampled.
+"""Alternatives to PPO's clip for keeping the policy near the one that sampled.
 
 Shape legend: M = scored tokens.
 """
@@ -17,12 +17,12 @@ __all__ = ["dppo_loss", "gmpo_loss", "sapo_loss"]
 def sapo_loss(
     logprobs_M: Tensor, behaviour_logprobs_M: Tensor, advantages_M: Tensor, *, tau_positive: float, tau_negative: float
 ) -> PolicyLoss:
-    """``-A · sigmoid(tau (r - 1)) · 4 / tau`` (SAPO, arXiv 2511.20347): a soft gate in place of the clip.
+    """``-A · sigmoid(tau (r - 1)) · 4 / tau`` (SAPO, arXiv 2511.20347): a soft gate instead of the clip.
 
-    At ratio 1 the gradient is that of ``-A log pi``; away from it, it fades. Its aggregation is the sequence mean.
+    At ratio 1 the gradient is that of ``-A log pi``; away from it, it decays. The aggregation is the sequence mean.
 
     Args:
-        tau_positive, tau_negative: sharpness of the gate for A > 0 and for A <= 0; the paper takes 1.0 and 1.05.
+        tau_positive, tau_negative: sharpness of the gate for A > 0 and for A <= 0; the paper uses 1.0 and 1.05.
         Others as ``policy_loss.clipped_ratio_loss``.
     """
     ratio_M = log_ratio(logprobs_M, behaviour_logprobs_M).exp()
@@ -43,13 +43,14 @@ def gmpo_loss(
 ) -> PolicyLoss:
     """``-A · exp(mean_t clip(log r_t))``, the geometric mean of token ratios (GMPO, arXiv 2507.20673, eq. 4).
 
-    The log-ratio is clipped to [-clip_low, clip_high] token by token, on the side that the sign of A allows. Each token
-    holds the loss of its sequence: the aggregation is the sequence mean.
+    The log-ratio is clipped to [-clip_low, clip_high] token by token, on the side determined by the sign of A. Each
+    token
+    has the loss of its sequence; the aggregation is the sequence mean.
 
     Args:
-        advantages_M: the same for all tokens of a trajectory.
-        rows_M: int64, number of the trajectory each token belongs to; all of its scored tokens must be here.
-        clip_low, clip_high: bounds of the *log*-ratio; the paper takes 0.4 for both.
+        advantages_M: equal for all tokens of a trajectory.
+        rows_M: int64, number of the trajectory each token belongs to; must contain all of its scored tokens.
+        clip_low, clip_high: bounds of the *log*-ratio; the paper uses 0.4 for both.
     """
     log_ratio_M = log_ratio(logprobs_M, behaviour_logprobs_M)
     clipped_M = log_ratio_M.clamp(-clip_low, clip_high)
@@ -75,11 +76,11 @@ def dppo_loss(
 ) -> PolicyLoss:
     """``-sg(min(r, max_weight)) · A · log pi`` within a region of total variation (DPPO-Binary-TV, arXiv 2602.04879).
 
-    A token leaves the loss once its *probability* has moved further than the bound in the direction its advantage
-    pushes; a rare token may change its ratio a lot before that.
+    A token is removed from the loss once its *probability* has moved further than the bound in the direction of its
+    advantage; before that, the ratio of a rare token may change a lot.
 
     Args:
-        divergence_low, divergence_high: largest fall of the probability for A <= 0, largest rise for A > 0.
+        divergence_low, divergence_high: largest decrease of the probability for A <= 0, largest increase for A > 0.
         max_weight: bound of the ratio as a weight.
     """
     ratio_M = log_ratio(logprobs_M.detach(), behaviour_logprobs_M).exp()

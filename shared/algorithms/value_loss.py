@@ -1,4 +1,4 @@
-"""Losses of a critic for each token, and how much of the returns it explains; aggregation is a separate step.
+"""Critic losses per token, and the explained variance of returns; aggregation is a separate step.
 
 Shape legend: M = scored tokens.
 """
@@ -42,7 +42,8 @@ def clipped_value_loss(
     """``max(error(V - R), error(V_clip - R))`` with ``V_clip = V_old + clamp(V - V_old, ±clip)``, [M].
 
     PPO's clipped value loss (arXiv 2005.12729, §3): a value that has already moved by ``clip`` towards its target gets
-    no further gradient in this update.
+    no
+    further gradient in this update.
 
     Args:
         old_values_M: values before the update.
@@ -53,8 +54,5 @@ def clipped_value_loss(
 
 
 def explained_variance(residuals: Moments, returns: Moments) -> float:
-    """``1 - Var(R - V) / Var(R)``: 1 is a perfect critic, 0 one that knows no more than the mean.
-
-    0 where the returns do not vary. Moments add over ranks: see ``statistics``.
-    """
+    """``1 - Var(R - V) / Var(R)``: 1 for a perfect critic, 0 for one that only predicts the mean."""
     return 1 - residuals.variance / returns.variance if returns.variance else 0.0

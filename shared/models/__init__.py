@@ -1,4 +1,4 @@
-"""The policy model: loading, packing of ragged sequences, and the one decoder that trainer and sampler share."""
+"""Policy model: loading, packing of ragged sequences, and the decoder shared by trainer and sampler."""
 
 from penstock.shared.models.decoder import hidden_states, selected_logprobs, supports
 from penstock.shared.models.loading import build_model, build_tokenizer, stop_token_ids

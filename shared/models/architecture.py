@@ -1,4 +1,4 @@
-"""Which modules of a Hugging Face model play which part: the table that the functional decoder walks."""
+"""Roles of the modules of a Hugging Face model, as a table that the functional decoder iterates over."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ __all__ = [
 ]
 
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}
-"""Rotary embeddings whose angles depend on the position alone; `dynamic` and `longrope` also look at the length."""
+"""Rotary embeddings whose angles depend only on the position; those of `dynamic` and `longrope` also depend on the
+length."""
 _DENSE = (
     *(LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
     *(LlamaForSequenceClassification, Qwen2ForSequenceClassification, Qwen3ForSequenceClassification),
@@ -68,16 +69,16 @@ class Norm:
 
 
 class Float32Head(nn.Linear):
-    """An output head whose weights may have fewer bits, and whose logits do not: every product is a float32 one."""
+    """Output head that computes logits in float32, whatever the dtype of its weights."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Logits in float32."""
+        """Return the logits in float32."""
         return F.linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """A linear layer with a low-rank adapter: ``base(x) + scale · B(A(x))`` (LoRA, arXiv 2106.09685, eq. 3)."""
+    """Linear layer with a low-rank adapter: ``base(x) + scale · B(A(x))`` (LoRA, arXiv 2106.09685, eq. 3)."""
 
     base: nn.Linear
     a: nn.Linear
@@ -91,7 +92,7 @@ class Adapted:
 
 @dataclass(frozen=True, slots=True)
 class Dense:
-    """A gated MLP (SwiGLU, arXiv 2002.05202, eq. 6)."""
+    """Gated MLP (SwiGLU, arXiv 2002.05202, eq. 6)."""
 
     gate: Linear
     up: Linear
@@ -103,7 +104,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One decoder block."""
+    """Decoder block."""
 
     input_norm: Norm
     q: Linear
@@ -118,12 +119,12 @@ class Layer:
 
 
 RunBlock = Callable[[int, Callable[[Tensor], Tensor], Tensor], Tensor]
-"""``(index of the block, block, x_TD) -> block(x_TD)``: who calls a block, with the block's weights at hand."""
+"""Runs ``(index of the block, block, x_TD) -> block(x_TD)`` with the weights of the block available."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A decoder: embedding, blocks, final norm, head, and the model's own rotary embedding."""
+    """Decoder: embedding, blocks, final norm, head, and the model's own rotary embedding."""
 
     embedding: nn.Embedding
     rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -134,11 +135,11 @@ class Plan:
     num_kv_heads: int
     head_dim: int
     run_block: RunBlock | None = None
-    """Set where the weights of a block exist only during the call: a sharded model gathers them around it."""
+    """Set if the weights of a block exist only during the call: a sharded model gathers them around it."""
 
     @property
     def sparse(self) -> tuple[Sparse, ...]:
-        """The mixture-of-experts layers; empty in a dense model."""
+        """Mixture-of-experts layers; empty in a dense model."""
         return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, Sparse))
 
 
@@ -146,21 +147,21 @@ _plans: WeakKeyDictionary[PreTrainedModel, Plan | None] = WeakKeyDictionary()
 
 
 def plan_of(model: PreTrainedModel) -> Plan | None:
-    """The parts of ``model``, or None where the functional decoder would not compute the same function."""
+    """Return the parts of ``model``, or None if the functional decoder would not compute the same function."""
     if model not in _plans:
         _plans[model] = _plan(model) if _is_plain_decoder(model) else None
     return _plans[model]
 
 
 def run_blocks_by(model: PreTrainedModel, run_block: RunBlock) -> None:
-    """From now on every block of ``model`` is called through ``run_block``; the model must have a plan."""
+    """Call every block of ``model`` through ``run_block`` from now on; the model must have a plan."""
     plan = plan_of(model)
     assert plan is not None, "only the functional decoder can be told how to run its blocks"
     _plans[model] = replace(plan, run_block=run_block)
 
 
 def forget_plan(model: PreTrainedModel) -> None:
-    """Look at the modules of ``model`` again: some were replaced."""
+    """Rebuild the plan of ``model`` on next use, because modules were replaced."""
     _plans.pop(model, None)
 
 
@@ -178,7 +179,7 @@ def _is_plain_decoder(model: PreTrainedModel) -> bool:
 
 
 def _is_plain(module: Any) -> bool:
-    """A linear layer, or one with a single low-rank adapter of the plain kind."""
+    """Return True for a linear layer, or one with a single low-rank adapter without options."""
     if not hasattr(module, "base_layer"):
         return type(module) in (nn.Linear, Float32Head)
     plain = getattr(module, "lora_A", None) is not None and len(module.lora_A) == 1 and not module.lora_variant

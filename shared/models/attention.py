@@ -1,7 +1,7 @@
 """Causal attention over packed sequences, through padded blocks.
 
-Padding stands at the right, so the causal mask alone keeps it away from real tokens: no mask tensor is needed. What
-padded queries produce is dropped when the blocks are flattened again.
+Padding is at the right, so the causal mask alone separates it from real tokens: no mask tensor is needed. Outputs of
+padded queries are dropped when the blocks are flattened again.
 
 Shape legend: T = tokens, H = query heads, K = key/value heads, d = head width, S = sequences, L = longest sequence.
 """
@@ -27,18 +27,18 @@ def rotate(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class CausalBlocks:
-    """How flat tokens map to one padded block [S, L] and back."""
+    """Index maps between flat tokens and one padded block [S, L]."""
 
     num_sequences: int
     length: int
     pad_SL: Tensor | None
-    """Flat index of each place of the block; None where all sequences are equally long."""
+    """Flat index of each position of the block; None if all sequences have the same length."""
     place_T: Tensor | None
-    """Place in the flattened block of each token."""
+    """Position of each token in the flattened block."""
 
     @classmethod
     def of(cls, tokens: PackedTokens) -> CausalBlocks:
-        """The block of ``tokens``."""
+        """Build the block of ``tokens``."""
         num_sequences, length = len(tokens.lengths), tokens.max_seqlen
         if num_sequences * length == tokens.num_tokens:
             return cls(num_sequences, length, None, None)

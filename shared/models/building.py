@@ -1,7 +1,8 @@
-"""One thread at a time builds a model, because a build changes state that the whole process shares.
+"""Lock for building models, because a build changes state of the whole process.
 
-transformers replaces functions of torch while it loads weights and puts back what it found: two loads at once put back
-each other's replacements, and every later model of the process then stays without data. Seeds are of the process, too.
+While transformers loads weights, it patches functions of torch and then restores what it found: concurrent loads
+restore each other's patches, and every later model of the process is then built without data. Random seeds are global,
+too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _one_at_a_time = threading.RLock()
 
 @contextmanager
 def building(seed: int | None = None) -> Iterator[None]:
-    """Hold the process for one build, with the CPU's random state at ``seed``; afterwards that state is as it was."""
+    """Hold the lock for one build, with the CPU's random state at ``seed``; restore that state afterwards."""
     with _one_at_a_time, torch.random.fork_rng(devices=[]):
         if seed is not None:
             torch.manual_seed(seed)

@@ -17,7 +17,7 @@ Shapes = Iterable[tuple[str, tuple[int, ...]]]
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast, *, what: str) -> None:
-    """Raise ConfigError if a token that both know has two ids."""
+    """Raise ConfigError if a token in both vocabularies has different ids."""
     ids, theirs = tokenizer.get_vocab(), other.get_vocab()
     moved = sorted(token for token in ids.keys() & theirs.keys() if ids[token] != theirs[token])
     if moved or ids.keys().isdisjoint(theirs.keys()):
@@ -26,7 +26,7 @@ def check_same_tokens(tokenizer: PreTrainedTokenizerFast, other: PreTrainedToken
 
 
 def check_tokenizer(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> None:
-    """Raise ConfigError if ``model.tokenizer`` numbers tokens otherwise than the tokenizer beside the weights."""
+    """Raise ConfigError if ``model.tokenizer`` assigns other ids than the tokenizer beside the weights."""
     if config.path is None or config.tokenizer is None or not Path(config.path, "tokenizer_config.json").is_file():
         return
     beside = build_tokenizer(config.model_copy(update={"tokenizer": None}))
@@ -34,7 +34,7 @@ def check_tokenizer(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def check_same_shapes(policy: Shapes, other: Shapes, *, what: str) -> None:
-    """Raise ConfigError unless both have the same parameters of the same shapes."""
+    """Raise ConfigError unless both have the same parameters with the same shapes."""
     own, theirs = dict(policy), dict(other)
     for name in sorted(own.keys() | theirs.keys()):
         if own.get(name) != theirs.get(name):

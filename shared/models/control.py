@@ -1,4 +1,4 @@
-"""Small networks beside a policy that acts in a simulator: critics, values, the temperature.
+"""Small networks beside a policy in a simulator: critics, value networks, the temperature.
 
 Shape legend: B = transitions, O = numbers of an observation, A = dimensions of an action, C = critics.
 """
@@ -18,7 +18,7 @@ __all__ = ["Temperature", "TwinCritics", "ValueNetwork", "orthogonal", "perceptr
 
 
 class TwinCritics(nn.Module):
-    """Two values of an action in a state, from networks that share nothing."""
+    """Two values of an action in a state, from networks without shared weights."""
 
     def __init__(self, observation_size: int, action_size: int, hidden_sizes: Sequence[int]) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class TwinCritics(nn.Module):
         self.critics = nn.ModuleList(perceptron(sizes, nn.ReLU) for _ in range(2))
 
     def forward(self, observations_BO: Tensor, actions_BA: Tensor) -> Tensor:
-        """Values, [C, B]."""
+        """Return the values, [C, B]."""
         both_BI = torch.cat([observations_BO, actions_BA], dim=-1)
         return torch.stack([critic(both_BI)[:, 0] for critic in self.critics])
 
@@ -39,12 +39,12 @@ class Temperature(nn.Module):
         self.log_alpha = nn.Parameter(torch.tensor(math.log(initial), dtype=torch.float32))
 
     def forward(self) -> Tensor:
-        """alpha, a scalar."""
+        """Return alpha, a scalar."""
         return self.log_alpha.exp()
 
 
 class ValueNetwork(nn.Module):
-    """Value of a state. Orthogonal weights; the encoder becomes part of it."""
+    """Value of a state. Initialised with orthogonal weights; owns the encoder as a submodule."""
 
     def __init__(self, encoder: ObservationEncoder, hidden_sizes: Sequence[int]) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class ValueNetwork(nn.Module):
         self.layers = orthogonal(perceptron([encoder.num_features, *hidden_sizes, 1], nn.Tanh), last_gain=1.0)
 
     def forward(self, seen: Seen) -> Tensor:
-        """Values, [B]."""
+        """Return the values, [B]."""
         values_B: Tensor = self.layers(self.encoder(seen))[:, 0]
         return values_B
 
 
 def perceptron(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequential:
-    """Linear layers of these widths, the activation between them."""
+    """Build linear layers of these widths, with the activation between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), activation()]
@@ -66,7 +66,7 @@ def perceptron(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequenti
 
 
 def orthogonal(layers: nn.Sequential, *, last_gain: float) -> nn.Sequential:
-    """``layers`` with orthogonal weights, of gain √2 but for the last linear one, and without biases to begin with."""
+    """Initialise ``layers`` with orthogonal weights, of gain √2 except in the last linear one, and zero biases."""
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     for layer in linear:
         nn.init.orthogonal_(layer.weight, last_gain if layer is linear[-1] else math.sqrt(2))

@@ -1,4 +1,4 @@
-"""A critic: the policy's body with a scalar head, as Hugging Face's sequence classifiers with one label have it.
+"""Critic: the policy's body with a scalar head, as in Hugging Face's sequence classifiers with one label.
 
 Shape legend: M = selected positions, D = model width.
 """
@@ -19,7 +19,7 @@ __all__ = ["critic_of", "selected_values"]
 
 
 def critic_of(policy: PreTrainedModel) -> PreTrainedModel:
-    """A critic whose body is a copy of the policy's and whose head gives 0 for every state; in eval mode.
+    """Build a critic whose body is a copy of the policy's and whose head returns 0 for every state; in eval mode.
 
     Its weights are named as in `...ForSequenceClassification`: the policy's body names and `score.weight` [1, D].
 
@@ -42,7 +42,7 @@ def critic_of(policy: PreTrainedModel) -> PreTrainedModel:
 
 
 def selected_values(critic: PreTrainedModel, tokens: PackedTokens, select_M: Tensor) -> Tensor:
-    """Value, float32 [M], of the state that ends with each selected token: before the token that follows it."""
+    """Return the value, float32 [M], of the state after each selected token, before the next token."""
     hidden_MD = hidden_states(critic, tokens).index_select(0, select_M)
     values_M: Tensor = critic.score(hidden_MD)[:, 0].float()
     return values_M

@@ -1,6 +1,6 @@
-"""One decoder for trainer and sampler: a functional forward over the weights of Llama, Qwen and Mixtral modules.
+"""Decoder shared by trainer and sampler: a functional forward over the weights of Llama, Qwen and Mixtral modules.
 
-The weights belong to the Hugging Face module and are used by reference. Linear layers and norms see the flat row of
+The weights belong to the Hugging Face module and are used by reference. Linear layers and norms process the flat row of
 tokens, so padding costs nothing there; only attention works on padded blocks.
 
 Shape legend: T = tokens, D = model width, M = selected positions, V = vocabulary.
@@ -29,27 +29,29 @@ __all__ = ["Attend", "decode", "hidden_states", "rope_at", "selected_logits", "s
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 BLOCK_TOKENS = 1536
-"""More tokens are decoded in blocks of similar lengths on the CPU: activations stay in the cache (a quarter faster)."""
+"""Number of tokens above which the CPU decodes in blocks of similar lengths: activations stay in the cache (a
+quarter faster)."""
 MAX_LOGITS = 1 << 25
-"""Logits held at once, per chunk; beyond it the chunks are recomputed in the backward pass."""
+"""Largest number of logits held at once, per chunk; with more, chunks are recomputed in the backward pass."""
 
 
 def supports(model: PreTrainedModel) -> bool:
-    """True if the functional decoder computes what ``model`` does; other architectures use the module's own forward."""
+    """Return True if the functional decoder computes the same function; other architectures use the module's own
+    forward."""
     return plan_of(model) is not None
 
 
 def hidden_states(model: PreTrainedModel, tokens: PackedTokens, routes: Routes | None = None) -> Tensor:
-    """Final normalised hidden states [T, D] of each sequence under causal attention. Differentiable.
+    """Return the final normalised hidden states [T, D] of each sequence under causal attention. Differentiable.
 
-    ``routes`` decides and counts what the routers of a mixture of experts do; other architectures have none.
+    ``routes`` selects and counts experts in a mixture of experts; ignored by other architectures.
     """
     plan = plan_of(model)
     if plan is None:
         padded_SLD: Tensor = _padded_forward(model.base_model, tokens).last_hidden_state
         return padded_SLD[_places(tokens)]
     one_pass = plan.run_block is not None or tokens.token_ids_T.device.type != "cpu"
-    if one_pass or tokens.num_tokens <= BLOCK_TOKENS:  # ranks of a sharded model must call each block equally often
+    if one_pass or tokens.num_tokens <= BLOCK_TOKENS:  # all ranks of a sharded model must call each block the same number of times
         return _decode(plan, tokens, routes)
     blocks, place_T = tokens.blocks(BLOCK_TOKENS)
     sizes = [block.num_tokens for block in blocks]
@@ -65,7 +67,7 @@ def _decode(plan: Plan, tokens: PackedTokens, routes: Routes | None) -> Tensor:
 
 
 def rope_at(plan: Plan, position_ids_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [T, 1, d] of the model's own rotary embedding at these positions."""
+    """Return cosines and sines [T, 1, d] of the model's own rotary embedding at these positions."""
     cos_1Td, sin_1Td = plan.rotary(plan.embedding.weight, position_ids_T[None])
     return cos_1Td[0, :, None], sin_1Td[0, :, None]
 
@@ -73,11 +75,11 @@ def rope_at(plan: Plan, position_ids_T: Tensor) -> tuple[Tensor, Tensor]:
 def decode(
     plan: Plan, token_ids_T: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, routing: Routing | None = None
 ) -> Tensor:
-    """Final normalised hidden states [T, D]; what a token may look at is up to ``attend``.
+    """Return the final normalised hidden states [T, D]; ``attend`` defines which tokens a token attends to.
 
     Args:
         attend: called as ``attend(layer index, q_THd, k_TKd, v_TKd)`` with rotated q and k; returns [T, H, d].
-        routing: which experts tokens go to; None: the likeliest.
+        routing: selects the experts of tokens; None: the most likely ones.
     """
     x_TD = F.embedding(token_ids_T, plan.embedding.weight, plan.embedding.padding_idx)
     for index, layer in enumerate(plan.layers):
@@ -108,13 +110,14 @@ def selected_logprobs(
     entropy: bool,
     routes: Routes | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of ``targets_M`` at flat positions ``select_M``, and the entropy there.
+    """Return the log-probability of ``targets_M`` at flat positions ``select_M``, and the entropy there.
 
-    The logits at position t score token t + 1 of the same sequence: ``select_M`` holds t. The head is applied at the
-    selected positions only. Log-probs are of logits / temperature, one for all or float32 [M]; see ``tempered``.
+    The logits at position t score token t + 1 of the same sequence: ``select_M`` holds t. The head is applied only at
+    the
+    selected positions. Log-probs are of logits / temperature, one for all or float32 [M]; see ``tempered``.
 
     Returns:
-        logprobs_M in float32, and entropy_M in nats of the same distribution where ``entropy`` is set.
+        logprobs_M in float32, and entropy_M in nats of the same distribution if ``entropy`` is set, else None.
     """
     if plan_of(model) is None:
         logits_TV = _padded_forward(model, tokens).logits[_places(tokens)]
@@ -139,9 +142,9 @@ def selected_logprobs(
 def selected_logits(
     model: PreTrainedModel, tokens: PackedTokens, select_M: Tensor, routes: Routes | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """One forward pass, and a function from indices into ``select_M`` to the logits [., V] there.
+    """Run one forward pass; return a function from indices into ``select_M`` to the logits [., V] there.
 
-    Logits exist only while they are used: a caller with many positions takes them in chunks.
+    Logits exist only during the call of that function: callers with many positions process them in chunks.
     """
     if plan_of(model) is None:
         logits_MV = _padded_forward(model, tokens).logits[_places(tokens)][select_M]
@@ -168,7 +171,7 @@ def _queries_keys_values(layer: Layer, h_TD: Tensor, rope: tuple[Tensor, Tensor]
 
 
 def _padded_forward(module: torch.nn.Module, tokens: PackedTokens) -> Any:
-    """The module's own forward on right-padded sequences."""
+    """Run the module's own forward on right-padded sequences."""
     ids_SL = torch.nn.utils.rnn.pad_sequence(
         list(torch.split(tokens.token_ids_T, list(tokens.lengths))), batch_first=True
     )
@@ -178,6 +181,6 @@ def _padded_forward(module: torch.nn.Module, tokens: PackedTokens) -> Any:
 
 
 def _places(tokens: PackedTokens) -> tuple[Tensor, Tensor]:
-    """(sequence, position) of each flat token."""
+    """Return (sequence, position) of each flat token."""
     sequences = torch.arange(len(tokens.lengths), device=tokens.token_ids_T.device)
     return torch.repeat_interleave(sequences, tokens.cu_seqlens_S1.diff()), tokens.position_ids_T

@@ -1,4 +1,4 @@
-"""Distributions of actions: log-probs and entropy of each number, and actions as functions of noise.
+"""Action distributions: log-probs and entropy of each number, and sampling as a function of noise.
 
 Shape legend: ... = any dimensions, one entry for each number of an action; K = choices of a number.
 """
@@ -34,10 +34,10 @@ def gaussian_entropy(log_std: Tensor) -> Tensor:
 
 
 def squashed_logprobs(raw: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
-    """Density of ``tanh(raw)`` where ``raw`` is Gaussian, in nats, [...] (SAC, arXiv 1801.01290, app. C, eq. 21).
+    """Log-density of ``tanh(raw)`` for Gaussian ``raw``, in nats, [...] (SAC, arXiv 1801.01290, app. C, eq. 21).
 
     ``log N(raw) - log(1 - tanh²(raw))`` with ``log(1 - tanh²(u)) = 2 (log 2 - u - softplus(-2u))``, which stays finite
-    where tanh is 1 in floating point. Keep ``raw``: it cannot be had back from a saturated action.
+    where tanh is 1 in floating point. Keep ``raw``: it cannot be recovered from a saturated action.
     """
     return gaussian_logprobs(raw, mean, log_std) - 2 * (math.log(2) - raw - softplus(-2 * raw))
 
@@ -53,18 +53,18 @@ def squashed_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tenso
 
 
 def choose(logits_K: Tensor, uniform: Tensor) -> Tensor:
-    """A choice from each row of logits by the inverse of its distribution function, int64 [...].
+    """Sample a choice from each row of logits by the inverse of its distribution function, int64 [...].
 
     Args:
         uniform: [...] in [0, 1). Choice k is made where ``Σ_{j<k} p_j <= uniform < Σ_{j<=k} p_j``, in float64.
     """
     ends_K = logits_K.double().softmax(-1).cumsum(-1)
     chosen = (ends_K <= uniform.double()[..., None]).sum(-1)
-    return chosen.clamp(max=logits_K.shape[-1] - 1)  # the last end may be rounded to less than 1
+    return chosen.clamp(max=logits_K.shape[-1] - 1)  # the last cumulative sum may be rounded to less than 1
 
 
 def categorical_logprobs(choices: Tensor, logits_K: Tensor) -> Tensor:
-    """Log-probs of choices [...] under logits [..., K], in nats."""
+    """Return the log-probs of choices [...] under logits [..., K], in nats."""
     return logits_K.log_softmax(-1).gather(-1, choices[..., None])[..., 0]
 
 

@@ -31,10 +31,10 @@ def exact_scores(
     temperature: float | Tensor,
     routes: Routes | None = None,
 ) -> ExactScores:
-    """Log-probs and entropy as ``selected_logprobs`` gives them, and ``Σ_v pi(v) log(pi(v) / pi_ref(v))``.
+    """Return log-probs and entropy as ``selected_logprobs``, and ``Σ_v pi(v) log(pi(v) / pi_ref(v))``.
 
-    Both distributions are of logits / temperature, one for all or float32 [M]. Nothing is differentiated through
-    ``reference``. ``routes`` are the policy's; the reference chooses its own experts.
+    Both distributions are of logits / temperature, one for all or float32 [M]. No gradient flows through ``reference``.
+    ``routes`` are the policy's; the reference selects its own experts.
     """
     with torch.no_grad():
         theirs = selected_logits(reference, tokens, select_M)

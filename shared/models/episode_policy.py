@@ -1,4 +1,4 @@
-"""Policies that act in a simulator: the one module with which rollout workers act and the trainer learns.
+"""Policies that act in a simulator: used both by rollout workers to act and by the trainer to learn.
 
 Shape legend: N = decisions, C = actions of a decision, A = numbers of an action, K = choices of a number,
 O = numbers of an observation.
@@ -35,20 +35,20 @@ from penstock.shared.protocol.embodied.environment import EnvSpec
 __all__ = ["Decision", "EpisodePolicy", "Evaluation", "SquashedPolicy", "build_policy"]
 
 MIN_LOG_STD, MAX_LOG_STD = -5.0, 2.0
-"""Of the squashed policy: between a deviation of 0.007 and one that tanh cuts to the bounds."""
+"""Bounds of the squashed policy's log standard deviation: from 0.007 up to values that tanh saturates."""
 MOST_SQUASHED = 1 - 1e-6
-"""Nearer to a bound of [-1, 1] no action is taken to be."""
+"""Largest absolute value of an action in [-1, 1] for the inverse of tanh."""
 
 Noise = Literal["normal", "uniform"]
 
 
 class Decision(NamedTuple):
-    """Actions as they were drawn and the log-prob of each of their numbers, [N, C, A] both."""
+    """Sampled actions and the log-prob of each of their numbers, both [N, C, A]."""
 
     actions_NCA: Tensor
-    """float32, or int64 where an action is a choice or a bin."""
+    """Sampled actions: float32, or int64 if an action is a choice or a bin."""
     logprobs_NCA: Tensor
-    """float32, in nats."""
+    """Log-probs, float32, in nats."""
 
 
 class Evaluation(NamedTuple):
@@ -59,16 +59,16 @@ class Evaluation(NamedTuple):
 
 
 class EpisodePolicy(nn.Module, ABC):
-    """A perceptron over named observations, images encoded by convolutions, that decides on a chunk of actions at once.
+    """Perceptron over named observations, with images encoded by convolutions, that chooses a chunk of actions at once.
 
-    Actions are kept as they were drawn: ``to_environment`` makes of them what the simulator takes.
+    Actions are kept as sampled: ``to_environment`` converts them to what the simulator accepts.
 
     Attributes:
-        noise: of which kind ``act`` needs its numbers, one for each number of a decision.
+        noise: kind of the random numbers that ``act`` needs, one for each number of a decision.
         noise_shape: (C, A).
-        observed: names of the observations that it reads; vectors: of those that are no images.
-        encoder: makes numbers of images.
-        layers: all other weights but a deviation that depends on nothing.
+        observed: names of the observations that it reads; vectors: those that are not images.
+        encoder: encodes images as vectors.
+        layers: all other weights except a standard deviation that is independent of the observation.
     """
 
     noise: Noise
@@ -89,67 +89,69 @@ class EpisodePolicy(nn.Module, ABC):
 
     @property
     def num_products(self) -> int:
-        """Products of a weight and a number in one decision, about."""
+        """Approximate number of weight multiplications in one decision."""
         reused = sum(tensor.numel() for tensor in self.encoder.parameters())
         return sum(tensor.numel() for tensor in self.parameters()) - reused + self.encoder.num_products
 
     @property
     def trunk(self) -> nn.Module:
-        """All weights but a deviation that depends on nothing."""
+        """Module with all weights except a standard deviation that is independent of the observation."""
         return nn.ModuleList((self.encoder, self.layers))
 
     def features(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """These observations as the layers of the policy read them, [N, F]."""
+        """Return the input of the policy's layers, [N, F]."""
         features_NF: Tensor = self.encoder(self.read(observations))
         return features_NF
 
     def read(self, observations: Mapping[str, Tensor]) -> Seen:
-        """These observations as an encoder reads them, be it of the policy or of a value network."""
+        """Return the input of an encoder, of the policy or of a value network."""
         numbers_NO = self.normalised(self.numbers(observations))
         return Seen(numbers_NO, tuple(observations[name] for name in self._images))
 
     def numbers(self, observations: Mapping[str, Tensor]) -> Tensor:
-        """The vectors that the policy reads, one after another, [N, O]."""
+        """Return the concatenated vectors that the policy reads, [N, O]."""
         if not self.vectors:
             image = observations[self._images[0]]
             return image.new_zeros((len(image), 0), dtype=torch.float32)
         return torch.cat([observations[name].flatten(1) for name in self.vectors], dim=1)
 
     def normalised(self, numbers_NO: Tensor) -> Tensor:
-        """Numbers that policy, value network and critics read; float32 [N, O]."""
+        """Return the normalised input of policy, value network and critics, float32 [N, O]."""
         normal_NO: Tensor = numbers_NO.float() if self.normaliser is None else self.normaliser(numbers_NO)
         return normal_NO
 
     def observe(self, observations: Mapping[str, Tensor]) -> None:
-        """Take observations into the statistics with which later ones are normalised: the trainer, after an update."""
+        """Add observations to the normalisation statistics; called by the trainer after an update."""
         if self.normaliser is not None:
             self.normaliser.observe(self.numbers(observations))
 
     @torch.no_grad()
     def act(self, observations: Mapping[str, Tensor], noise_NCA: Tensor | None) -> Decision:
-        """Decide.
+        """Choose actions.
 
         Args:
-            noise_NCA: standard normal or uniform in [0, 1), as ``noise`` says; None: the mean, or the likeliest choice.
+            noise_NCA: standard normal or uniform in [0, 1), according to ``noise``; None: the mean, or the most likely
+                choice.
         """
         return self._act(self.features(observations), noise_NCA)
 
     def evaluate(self, observations: Mapping[str, Tensor], actions_NCA: Tensor) -> Evaluation:
-        """Evaluate actions that ``act`` of an equal policy or of another version gave."""
+        """Evaluate actions returned by ``act`` of an equal policy or of another version."""
         return self._evaluate(self.features(observations), actions_NCA)
 
     def facts(self) -> dict[str, float]:
-        """Metrics of the weights as they are."""
+        """Return metrics of the current weights."""
         return {}
 
     @abstractmethod
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
-        """Actions as the simulator takes them, [N, C, ...] in its dtype: clipped, scaled, or the centres of bins."""
+        """Convert actions to what the simulator accepts, [N, C, ...] in its dtype: clipped, scaled, or centres of
+        bins."""
 
     @abstractmethod
     def from_environment(self, actions: NDArray[Any]) -> Tensor:
-        """Actions [N, C, ...] that a simulator took as this policy would have drawn them, [N, C, A]: an inverse of
-        ``to_environment``."""
+        """Convert actions [N, C, ...] of a simulator to the form in which this policy samples them, [N, C, A]: an
+        inverse of ``to_environment``."""
 
     @abstractmethod
     def _act(self, features_NO: Tensor, noise_NCA: Tensor | None) -> Decision: ...
@@ -165,7 +167,7 @@ class EpisodePolicy(nn.Module, ABC):
 
 
 class _Bounds:
-    """Where the numbers of an action may lie."""
+    """Bounds of the numbers of an action."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self._low_A, self._high_A = np.array([spec.action_low, spec.action_high], np.float64)
@@ -175,7 +177,7 @@ class _Bounds:
         return clipped_NCA
 
     def between(self, parts_NCA: NDArray[Any]) -> NDArray[Any]:
-        """From parts of the way from the lower bound to the upper one."""
+        """Map fractions in [0, 1] to values between the lower and the upper bound."""
         return self.clip(self._low_A + (self._high_A - self._low_A) * parts_NCA)
 
     def parts(self, actions_NCA: NDArray[Any]) -> NDArray[Any]:
@@ -186,9 +188,9 @@ class _Bounds:
 
 
 class GaussianPolicy(EpisodePolicy):
-    """Gaussian actions whose mean depends on the observation and whose deviation does not.
+    """Gaussian actions whose mean depends on the observation and whose standard deviation does not.
 
-    Orthogonal weights; those of the last layer are small, so that the first policy is the same everywhere
+    Orthogonal weights; those of the last layer are small, so that the initial policy is the same for all observations
     (arXiv 2006.05990, §3.2).
     """
 
@@ -202,18 +204,18 @@ class GaussianPolicy(EpisodePolicy):
         self.log_std = nn.Parameter(
             torch.full((math.prod(self.noise_shape),), config.initial_log_std, dtype=torch.float32)
         )
-        """Flat, as biases are: what decays matrices leaves it alone."""
+        """Flat, like biases, so that weight decay of matrices does not apply."""
 
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
-        """Clipped to the bounds."""
+        """Clip actions to the bounds."""
         return self._shaped(self._bounds.clip(actions_NCA.double().cpu().numpy()))
 
     def from_environment(self, actions: NDArray[Any]) -> Tensor:
-        """As they are."""
+        """Return the actions unchanged."""
         return torch.from_numpy(self._flat(actions).astype(np.float32))
 
     def facts(self) -> dict[str, float]:
-        """Mean deviation."""
+        """Return the mean standard deviation."""
         return {"policy/std": float(self.log_std.detach().exp().mean())}
 
     def _act(self, features_NO: Tensor, noise_NCA: Tensor | None) -> Decision:
@@ -226,15 +228,16 @@ class GaussianPolicy(EpisodePolicy):
         return Evaluation(logprobs_NCA, gaussian_entropy(self.log_std).sum().expand(len(features_NO)))
 
     def _parameters_of(self, features_NO: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean of each decision, and the logarithm of the deviation, [C, A]."""
+        """Return the mean of each decision, and the logarithm of the standard deviation, [C, A]."""
         mean_NCA: Tensor = self.layers(features_NO).unflatten(-1, self.noise_shape)
         return mean_NCA, self.log_std.view(self.noise_shape)
 
 
 class SquashedPolicy(EpisodePolicy):
-    """Actions ``tanh(u)`` in (-1, 1), u Gaussian; mean and deviation depend on the observation (arXiv 1812.05905).
+    """Actions ``tanh(u)`` in (-1, 1), u Gaussian; mean and standard deviation depend on the observation (arXiv
+    1812.05905).
 
-    A decision holds u: from a saturated action it could not be had back. Its log-prob is the density of ``tanh(u)``.
+    A decision stores u, which cannot be recovered from a saturated action. Its log-prob is the density of ``tanh(u)``.
     """
 
     noise: Noise = "normal"
@@ -246,16 +249,16 @@ class SquashedPolicy(EpisodePolicy):
         self.layers = perceptron(sizes, nn.ReLU)
 
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
-        """Squashed, and scaled to the bounds."""
+        """Squash actions and scale them to the bounds."""
         return self._shaped(self._bounds.between((torch.tanh(actions_NCA.double()).cpu().numpy() + 1) / 2))
 
     def from_environment(self, actions: NDArray[Any]) -> Tensor:
-        """Scaled and unsquashed; those at the bounds, which no u reaches, just within."""
+        """Invert scaling and squashing; actions at the bounds, which no u reaches, are moved slightly inside."""
         squashed_NCA = 2 * self._bounds.parts(self._flat(actions)) - 1
         return torch.from_numpy(np.arctanh(squashed_NCA.clip(-MOST_SQUASHED, MOST_SQUASHED)).astype(np.float32))
 
     def sample(self, features_NO: Tensor, noise_NCA: Tensor) -> Decision:
-        """``tanh(u)`` in [-1, 1] and its log-probs; both differentiable."""
+        """Sample ``tanh(u)`` in [-1, 1] and its log-probs; both differentiable."""
         return Decision(*squashed_sample(*self._parameters_of(features_NO), noise_NCA))
 
     def _act(self, features_NO: Tensor, noise_NCA: Tensor | None) -> Decision:
@@ -264,19 +267,20 @@ class SquashedPolicy(EpisodePolicy):
         return Decision(raw_NCA, squashed_logprobs(raw_NCA, mean_NCA, log_std_NCA))
 
     def _evaluate(self, features_NO: Tensor, actions_NCA: Tensor) -> Evaluation:
-        """The entropy is that of u: the one of ``tanh(u)`` has no closed form."""
+        """Evaluate actions. The entropy is that of u, because the one of ``tanh(u)`` has no closed form."""
         mean_NCA, log_std_NCA = self._parameters_of(features_NO)
         entropy_N = gaussian_entropy(log_std_NCA).sum((1, 2))
         return Evaluation(squashed_logprobs(actions_NCA, mean_NCA, log_std_NCA), entropy_N)
 
     def _parameters_of(self, features_NO: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and logarithm of the deviation; the latter is squashed too, so that its gradient never vanishes."""
+        """Return mean and logarithm of the standard deviation; the latter is squashed too, so that its gradient
+        never vanishes."""
         mean_NCA, raw_NCA = self.layers(features_NO).unflatten(-1, (2, *self.noise_shape)).unbind(1)
         return mean_NCA, MIN_LOG_STD + (MAX_LOG_STD - MIN_LOG_STD) * (torch.tanh(raw_NCA) + 1) / 2
 
 
 class _ChoosingPolicy(EpisodePolicy):
-    """Every number of an action is one of K choices; one uniform number decides on each."""
+    """Policy whose action numbers are each one of K choices, sampled from one uniform number each."""
 
     noise: Noise = "uniform"
 
@@ -302,34 +306,34 @@ class _ChoosingPolicy(EpisodePolicy):
 
 
 class CategoricalPolicy(_ChoosingPolicy):
-    """One of the simulator's discrete actions."""
+    """Policy over the simulator's discrete actions."""
 
     def __init__(self, config: PolicyConfig, spec: EnvSpec, action_chunk: int) -> None:
         assert spec.num_actions is not None, "build_policy checks the action space"
         super().__init__(config, spec, (action_chunk, 1), spec.num_actions)
 
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
-        """The choices as they are."""
+        """Return the choices unchanged."""
         return self._shaped(actions_NCA.cpu().numpy())
 
     def from_environment(self, actions: NDArray[Any]) -> Tensor:
-        """The choices as they are."""
+        """Return the choices unchanged."""
         return torch.from_numpy(self._flat(actions).astype(np.int64))
 
 
 class TokensPolicy(_ChoosingPolicy):
-    """Each number of a continuous action is one of ``bins`` values between its bounds."""
+    """Policy in which each number of a continuous action is one of ``bins`` values between its bounds."""
 
     def __init__(self, config: PolicyConfig, spec: EnvSpec, action_chunk: int) -> None:
         super().__init__(config, spec, (action_chunk, len(spec.action_low)), config.bins)
         self._bounds = _Bounds(spec)
 
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
-        """The centres of the bins."""
+        """Return the centres of the bins."""
         return self._shaped(self._bounds.between((actions_NCA.cpu().numpy() + 0.5) / self._num_choices))
 
     def from_environment(self, actions: NDArray[Any]) -> Tensor:
-        """The bins that they lie in."""
+        """Return the bins that contain the actions."""
         bins_NCA = np.floor(self._bounds.parts(self._flat(actions)) * self._num_choices)
         return torch.from_numpy(bins_NCA.clip(0, self._num_choices - 1).astype(np.int64))
 
@@ -343,14 +347,14 @@ _POLICIES: dict[str, type[GaussianPolicy | SquashedPolicy | CategoricalPolicy | 
 
 
 def build_policy(config: PolicyConfig, spec: EnvSpec, *, action_chunk: int, seed: int) -> EpisodePolicy:
-    """The policy of a job with its first weights, a pure function of the arguments.
+    """Build the policy of a job with its initial weights, a pure function of the arguments.
 
     Args:
-        spec: of the simulator; ``num_envs`` does not matter.
-        action_chunk: actions of one decision.
+        spec: of the simulator; ``num_envs`` is ignored.
+        action_chunk: actions per decision.
 
     Raises:
-        ConfigError: the simulator has no such observation, or its actions are not of the policy's kind.
+        ConfigError: the simulator has no such observation, or its actions do not fit the type of the policy.
     """
     _check_observations(config.observations, spec)
     _check_actions(config.type, spec)

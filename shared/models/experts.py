@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers: a router chooses, and each expert sees its tokens as one matrix.
+"""Mixture-of-experts layers: a router selects experts, and each expert processes its tokens as one matrix.
 
 Shape legend: T = tokens, D = model width, E = experts, K = experts of a token, A = T · K assignments, N = layers with
 experts.
@@ -17,10 +17,10 @@ __all__ = ["Recorder", "RouterLoad", "Routes", "Routing", "Sparse", "run_experts
 
 
 class Routing(Protocol):
-    """Decides and watches which experts the tokens of one forward pass go to."""
+    """Selects the experts of tokens in one forward pass, and records the selection."""
 
     def choose(self, layer: int, probs_TE: Tensor, top_k: int) -> Tensor:
-        """The experts of each token, int64 [T, K].
+        """Return the experts of each token, int64 [T, K].
 
         Args:
             layer: number among the layers with experts, from 0.
@@ -30,14 +30,14 @@ class Routing(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """A mixture-of-experts layer, its weights by reference.
+    """Mixture-of-experts layer, with its weights by reference.
 
-    ``y = Σ_k w_k · expert_k(h)`` over the K likeliest experts (arXiv 1701.06538, eq. 2), where w are their softmax
-    probabilities over all experts, rescaled to sum 1 where ``normalise`` is set.
+    ``y = Σ_k w_k · expert_k(h)`` over the K most likely experts (arXiv 1701.06538, eq. 2), where w are their softmax
+    probabilities over all experts, rescaled to sum 1 if ``normalise`` is set.
     """
 
     number: int
-    """Place among the layers with experts, from 0."""
+    """Index among the layers with experts, from 0."""
     router: Any
     """Module with ``weight`` [E, D]."""
     experts: Any
@@ -57,9 +57,9 @@ class Sparse:
         return self._mix(h_TD, experts_TK, weights_TK.to(h_TD.dtype))
 
     def _mix(self, h_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Sort the assignments by expert, run each expert on its run of rows, and put the rows back.
+        """Sort the assignments by expert, apply each expert to its rows, and restore the order.
 
-        Rows are copied and permuted, never added up by index: every sum has a fixed order, on a GPU too.
+        Rows are copied and permuted, never summed by index: every sum has a fixed order, also on a GPU.
         """
         experts_A = experts_TK.flatten()
         order_A = experts_A.argsort(stable=True)
@@ -72,13 +72,14 @@ class Sparse:
         return (out_TKD * weights_TK[..., None]).sum(1)
 
     def outputs(self, h_AD: Tensor, counts: list[int]) -> Tensor:
-        """Each expert on its run of rows: the first ``counts[0]`` rows are those of expert 0, and so on."""
+        """Apply each expert to its rows: the first ``counts[0]`` rows are those of expert 0, and so on."""
         return run_experts(self.experts, h_AD, counts)
 
 
 def run_experts(experts: Any, h_AD: Tensor, counts: list[int]) -> Tensor:
-    """As ``Sparse.outputs`` for the stack of expert weights ``experts``; without any row the empty input itself."""
-    # unbind, not indexing: the gradient of the stack is then put together once, not once for each expert
+    """Apply the stack of expert weights ``experts``, as ``Sparse.outputs``; return the input itself if it has no
+    rows."""
+    # unbind instead of indexing: the gradient of the stack is assembled once, not once per expert
     gate_up, down = experts.gate_up_proj.unbind(0), experts.down_proj.unbind(0)
     out = []
     for expert, rows in enumerate(torch.split(h_AD, counts)):
@@ -89,19 +90,19 @@ def run_experts(experts: Any, h_AD: Tensor, counts: list[int]) -> Tensor:
 
 
 class RouterLoad:
-    """Sums over the tokens of forward passes: how often experts were chosen, and how likely they were."""
+    """Sums over the tokens of forward passes: numbers of selections of experts, and their probabilities."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
         self.chosen: dict[int, Tensor] = {}
-        """By layer: how many tokens went to each expert, int64 [E]."""
+        """By layer: number of tokens per expert, int64 [E]."""
         self.probs: dict[int, Tensor] = {}
         """By layer: sum of the router's probabilities, float32 [E], differentiable."""
         self.entropy: dict[int, Tensor] = {}
-        """By layer: sum of the entropy of the router's distribution, nats."""
+        """By layer: sum of the entropy of the router's distribution, in nats."""
 
     def add(self, layer: int, experts_TK: Tensor, probs_TE: Tensor) -> None:
-        """Count one layer's decisions."""
+        """Add the selections of one layer."""
         if layer == 0:
             self.num_tokens += len(probs_TE)
         chosen_E = torch.bincount(experts_TK.flatten(), minlength=probs_TE.shape[1])
@@ -112,12 +113,12 @@ class RouterLoad:
 
 @dataclass(slots=True)
 class Routes:
-    """The trainer's routing: the sampler's choices where they were recorded, else its own; counted on the way.
+    """The trainer's routing: replays the sampler's selections if they were recorded, else uses its own; counts them.
 
     Attributes:
-        replay_TNK: experts to use, any integer type; None: the likeliest. The weights of the experts are always this
-            model's, so gradients reach the router (Rollout Routing Replay, arXiv 2510.11370, section 3).
-        load: where decisions are counted.
+        replay_TNK: experts to use, any integer type; None: the most likely. The weights of the experts are always
+            computed by this model, so gradients reach the router (Rollout Routing Replay, arXiv 2510.11370, section 3).
+        load: counts of selections.
     """
 
     replay_TNK: Tensor | None = None
@@ -132,10 +133,10 @@ class Routes:
         return experts_TK
 
     def blocks(self, place_T: Tensor, sizes: list[int]) -> list[Routes]:
-        """The routing of each block of tokens, counted in the same load.
+        """Return the routing of each block of tokens, counted in the same load.
 
         Args:
-            place_T: where each token lies in the concatenation of the blocks; ``sizes`` are their lengths.
+            place_T: index of each token in the concatenation of the blocks; ``sizes`` are their lengths.
         """
         if self.replay_TNK is None:
             return [self] * len(sizes)
@@ -143,7 +144,7 @@ class Routes:
 
 
 class Recorder:
-    """The sampler's routing: its own choices, kept."""
+    """The sampler's routing: its own selections, recorded."""
 
     def __init__(self) -> None:
         self._chosen: list[Tensor] = []
@@ -154,7 +155,7 @@ class Recorder:
         return self._chosen[-1]
 
     def table(self) -> Tensor:
-        """The chosen experts, int64 [T, N, K]."""
+        """Return the selected experts, int64 [T, N, K]."""
         return torch.stack(self._chosen, 1)
 
 

@@ -1,4 +1,4 @@
-"""Tokenizers and models from the job's ``model`` section: from a directory, or built from a small architecture."""
+"""Tokenizers and models of the job's ``model`` section: loaded from a directory, or built from a small architecture."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["build_model", "build_tokenizer", "resolve_device", "stop_token_ids"]
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 """Ids 0 to 3 of the `char` tokenizer."""
 CHAR_CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""A small character model knows no roles: a chat is the text of its messages."""
+"""Chat template of the `char` tokenizer, which has no roles: a chat is the text of its messages."""
 
 _ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "qwen3_moe": "Qwen3Moe"}
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
-    """The job's tokenizer; it always has a padding token.
+    """Load or build the job's tokenizer; it always has a padding token.
 
     Raises:
-        ConfigError: the path does not exist or holds no tokenizer.
+        ConfigError: the path does not exist or contains no tokenizer.
     """
     source = config.tokenizer or config.path
     assert source is not None, "ModelConfig guarantees a tokenizer or a path"
@@ -50,12 +50,12 @@ def build_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
 
 
 def build_model(config: ModelConfig, tokenizer_size: int, *, seed: int) -> PreTrainedModel:
-    """The policy, in eval mode, on the CPU, with parameters of ``config.dtype``.
+    """Load or build the policy, in eval mode, on the CPU, with parameters of ``config.dtype``.
 
     Args:
         config: a directory (or hub id) of weights, or an architecture that is initialised at random.
         tokenizer_size: ``len(tokenizer)``; the embedding must have at least that many rows.
-        seed: of the random initialisation; the global random state is left as it was.
+        seed: of the random initialisation; the global random state is restored.
 
     Raises:
         ConfigError: the path is missing or is not a causal language model, or the vocabulary is too small.
@@ -81,11 +81,12 @@ def _widen_head(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise ConfigError(f"model.fp32_head: the head of {type(model).__name__} is a {type(head).__name__}, not linear")
-    head.__class__ = Float32Head  # the module, its name and its weights stay what they are
+    head.__class__ = Float32Head  # the module object, its name and its weights do not change
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel | None = None) -> tuple[int, ...]:
-    """Tokens that end a completion: the tokenizer's end of sequence, and those of the model's generation config."""
+    """Return the tokens that end a completion: the tokenizer's end of sequence, and those of the model's generation
+    config."""
     sources = [tokenizer.eos_token_id]
     if model is not None:
         sources += [model.generation_config.eos_token_id, model.config.eos_token_id]
@@ -169,8 +170,8 @@ def _load(path: str, config: ModelConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _load_adapted(path: str, dtype: torch.dtype, args: dict[str, bool]) -> PreTrainedModel:
-    """A directory with an adapter: the model under it, with the adapter added to its weights."""
-    if importlib.util.find_spec("peft") is None:  # without it transformers would leave the adapter out silently
+    """Load a directory with an adapter: the base model, with the adapter added to its weights."""
+    if importlib.util.find_spec("peft") is None:  # without peft, transformers would ignore the adapter silently
         raise ConfigError(f"model.path '{path}' holds an adapter and needs the package 'peft': install penstock[lora]")
     with building():
         return without_adapter(AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **args))
@@ -190,10 +191,10 @@ def _first_line(error: Exception) -> str:
 
 
 def resolve_device(name: str) -> str:
-    """`auto`, `cpu` or `cuda` as a torch device.
+    """Convert `auto`, `cpu` or `cuda` to a torch device.
 
     Raises:
-        ConfigError: `cuda` where torch sees no GPU.
+        ConfigError: `cuda` was requested and torch finds no GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("placement.device: torch sees no GPU here; use 'cpu' or 'auto'")

@@ -1,4 +1,4 @@
-"""Low-rank adapters: put into a model in place, told apart from the frozen base, added to it for export.
+"""Low-rank adapters: added to a model in place, distinguished from the frozen base, merged into it for export.
 
 The layers are peft's; the functional decoder computes them (`architecture.Adapted`). Adapters are named as in peft's
 own files, base weights as in the Hugging Face model without adapters.
@@ -41,14 +41,14 @@ _FILE_PREFIX = "base_model.model."
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> PreTrainedModel:
-    """Give ``model`` an adapter that changes nothing yet, and freeze everything else.
+    """Add an adapter to ``model`` that does not change its function yet, and freeze everything else.
 
     Args:
-        seed: of the job; the global random state is left as it was.
+        seed: of the job; the global random state is restored.
 
     Raises:
         ConfigError: peft is not installed, a target is not a linear layer of this model, or the functional decoder does
-            not compute the architecture.
+            not support the architecture.
     """
     try:
         import peft
@@ -66,33 +66,34 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> Pre
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """True if ``add_adapter`` was called."""
+    """Return True if the model has an adapter."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The adapters by their names in peft's files, in a fixed order."""
+    """Return the adapters by their names in peft's files, in a fixed order."""
     return {stored_name(name): p for name, p in model.named_parameters() if is_adapter(name)}
 
 
 def base_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """All other parameters by their Hugging Face names, in the order of the model without adapters."""
+    """Return all other parameters by their Hugging Face names, in the order of the model without adapters."""
     named = model.named_parameters(remove_duplicate=remove_duplicate)
     return {stored_name(name): p for name, p in named if not is_adapter(name)}
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Whole weights in the order of ``base_parameters``; the model is not touched: to add and take away would drift."""
+    """Yield whole weights in the order of ``base_parameters``. The model is not modified: adding and subtracting
+    would drift."""
     for name, _ in model.named_parameters():
         if not is_adapter(name):
             yield stored_name(name), merged_weight(model, name)
 
 
 def merged_weight(model: nn.Module, name: str) -> Tensor:
-    """``W + scale · B A`` of an adapted layer, added in float32 and rounded once; any other parameter as it is.
+    """Return ``W + scale · B A`` of an adapted layer, added in float32 and rounded once; any other parameter unchanged.
 
     Args:
-        name: of a parameter under the adapter, as ``named_parameters`` gives it.
+        name: of a parameter under the adapter, as in ``named_parameters``.
     """
     weight: Tensor = model.get_parameter(name).detach()
     layer = name.removesuffix(".base_layer.weight")
@@ -105,7 +106,7 @@ def merged_weight(model: nn.Module, name: str) -> Tensor:
 
 
 def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
-    """``model`` with its adapter added to its weights and then taken out, in place."""
+    """Merge the adapter of ``model`` into its weights and remove it, in place."""
     merged = dict(merged_weights(model))
     wrapped = [(name, module) for name, module in model.named_modules() if hasattr(module, "base_layer")]
     with torch.no_grad():
@@ -122,7 +123,7 @@ def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def share_base(model: PreTrainedModel) -> PreTrainedModel:
-    """A frozen copy that owns its adapters alone; the base weights are those of ``model``, not copies."""
+    """Return a frozen copy with its own adapters, which shares the base weights of ``model``."""
     shared = {id(parameter): parameter for parameter in base_parameters(model).values()}
     twin: PreTrainedModel = copy.deepcopy(model, shared)
     for parameter in adapter_parameters(twin).values():
@@ -131,7 +132,7 @@ def share_base(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def adapter_files(model: PreTrainedModel, config: LoraConfig, *, base: str | None) -> dict[str, bytes]:
-    """Description of the adapter on disk in peft's format, by file name. ``base``: directory of the base model."""
+    """Return the files of the adapter in peft's format, by name. ``base``: directory of the base model."""
     described = _peft_config(config, _targets(model, config), base_model_name_or_path=base, inference_mode=True)
     with tempfile.TemporaryDirectory() as name:
         described.save_pretrained(name)
@@ -154,7 +155,7 @@ def _peft_config(config: LoraConfig, targets: list[str], **more: Any) -> Any:
 
 
 def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
-    """Names of the layers to adapt: linear layers inside the blocks, not the head."""
+    """Return the names of the layers to adapt: linear layers inside the blocks, not the head."""
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and ".layers." in name)
     plain = (name.split(".lora_")[0].removesuffix(".base_layer") for name in linear)
     valid = sorted({name.rpartition(".")[2] for name in plain})
@@ -170,12 +171,12 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 
 def is_adapter(name: str) -> bool:
-    """True if this parameter of a module, by its name there, belongs to an adapter."""
+    """Return True if this parameter of a module, by its name there, belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def stored_name(name: str) -> str:
-    """Name of a module's parameter elsewhere: an adapter's as in peft's files, others as without adapters."""
+    """Return the stored name of a module's parameter: an adapter's as in peft's files, others as without adapters."""
     if is_adapter(name):
         return _FILE_PREFIX + name.replace(f".{_ADAPTER}.", ".")
     return name.replace(".base_layer.", ".")

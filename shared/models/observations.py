@@ -1,4 +1,4 @@
-"""How networks read observations: vectors, normalised and one after another, and images through convolutions.
+"""Network inputs: normalised and concatenated vectors, and images encoded by convolutions.
 
 Shape legend: N = observations, O = numbers of the vectors, F = numbers that a network's layers read, H, W, C = rows,
 columns, channels of an image.
@@ -18,26 +18,26 @@ from penstock.shared.config.embodied import EncoderConfig
 __all__ = ["Normaliser", "ObservationEncoder", "Seen"]
 
 LONGEST_DEVIATION = 10.0
-"""A normalised number is clipped here, in standard deviations."""
+"""Clipping bound of normalised numbers, in standard deviations."""
 MOST_IMAGES = 512
-"""Images that convolutions take at once: a whole batch would need its activations in memory together."""
+"""Largest number of images per convolution call, which bounds the memory of their activations."""
 
 
 class Seen(NamedTuple):
-    """Observations as networks read them: float32 [N, O], and the images uint8 [N, H, W, C]."""
+    """Observations as input of networks: float32 [N, O], and the images uint8 [N, H, W, C]."""
 
     numbers_NO: Tensor
     images: tuple[Tensor, ...] = ()
 
     def rows(self, own_M: Tensor) -> Seen:
-        """Some of them."""
+        """Return some of the rows."""
         return Seen(self.numbers_NO[own_M], tuple(image[own_M] for image in self.images))
 
 
 class Normaliser(nn.Module):
-    """Mean and deviation of each number of the observations that were trained on, as buffers in float64.
+    """Mean and standard deviation of each number of the observations trained on so far, as buffers in float64.
 
-    They are part of the weights: a version acts on the statistics that it is trained with.
+    They are part of the weights: a version acts on the statistics that it was trained with.
     """
 
     count: Tensor
@@ -51,14 +51,14 @@ class Normaliser(nn.Module):
         self.register_buffer("squares_O", torch.zeros(size, dtype=torch.float64))
 
     def forward(self, numbers_NO: Tensor) -> Tensor:
-        """Shifted, scaled and clipped, float32 [N, O]; before the first ``observe`` only clipped."""
+        """Shift, scale and clip, float32 [N, O]; before the first ``observe`` only clip."""
         variance_O = torch.where(self.count > 0, self.squares_O / self.count.clamp(min=1), 1)
         scaled_NO = (numbers_NO.double() - self.mean_O) / (variance_O + 1e-8).sqrt()
         return scaled_NO.clamp(-LONGEST_DEVIATION, LONGEST_DEVIATION).float()
 
     @torch.no_grad()
     def observe(self, numbers_NO: Tensor) -> None:
-        """Take in observations; their sums of squares are added as in Chan, Golub and LeVeque (1979), eq. 2.1."""
+        """Add observations; their sums of squares are merged as in Chan, Golub and LeVeque (1979), eq. 2.1."""
         if not len(numbers_NO):
             return
         values_NO, count = numbers_NO.double(), float(len(numbers_NO))
@@ -70,9 +70,9 @@ class Normaliser(nn.Module):
 
 
 class ObservationEncoder(nn.Module):
-    """The numbers of an observation, followed by those that convolutions make of each of its images.
+    """Concatenation of the numbers of an observation and the encodings of its images.
 
-    Without images it has no weights and changes nothing.
+    Without images it has no weights and is the identity.
 
     Args:
         num_numbers: O.
@@ -80,7 +80,7 @@ class ObservationEncoder(nn.Module):
 
     Attributes:
         num_features: F.
-        num_products: products of a weight and a number for one observation.
+        num_products: weight multiplications per observation.
     """
 
     def __init__(self, config: EncoderConfig, num_numbers: int, images: Sequence[tuple[int, ...]] = ()) -> None:
@@ -91,11 +91,11 @@ class ObservationEncoder(nn.Module):
         self.num_products = sum(_num_products(config, shape) for shape in images)
 
     def another(self) -> ObservationEncoder:
-        """One for the same observations with new weights."""
+        """Return a new encoder for the same observations, with new weights."""
         return ObservationEncoder(*self._arguments)
 
     def forward(self, seen: Seen) -> Tensor:
-        """Float32 [N, F]."""
+        """Encode observations, float32 [N, F]."""
         if not self.images:
             return seen.numbers_NO
         made = [encoder(image) for encoder, image in zip(self.images, seen.images, strict=True)]
@@ -103,7 +103,7 @@ class ObservationEncoder(nn.Module):
 
 
 class _Convolutions(nn.Module):
-    """One image as a vector (the layout of Mnih et al. 2015). Orthogonal weights of gain √2, biases 0."""
+    """Convolutional encoder of one image (the layout of Mnih et al. 2015). Orthogonal weights of gain √2, biases 0."""
 
     def __init__(self, config: EncoderConfig, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class _Convolutions(nn.Module):
                 nn.init.zeros_(layer.bias)
 
     def forward(self, image_NHWC: Tensor) -> Tensor:
-        """Float32 [N, features] of uint8 [N, H, W, C], whose values stand for 0 to 1."""
+        """Encode uint8 [N, H, W, C], scaled to [0, 1], as float32 [N, features]."""
         return torch.cat([self._encode(part) for part in torch.split(image_NHWC, MOST_IMAGES)])
 
     def _encode(self, image_NHWC: Tensor) -> Tensor:
@@ -130,7 +130,7 @@ class _Convolutions(nn.Module):
 
 
 def _map_sizes(config: EncoderConfig, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Rows and columns after each convolution."""
+    """Return rows and columns after each convolution."""
     rows, columns = shape[:2]
     sizes = []
     for _ in config.channels:

@@ -20,7 +20,7 @@ __all__ = ["PackedTokens", "pack"]
 
 @dataclass(frozen=True, slots=True)
 class PackedTokens:
-    """Sequences one after another, without padding. ``position_ids_T`` restarts at 0 with each sequence."""
+    """Concatenated sequences without padding. ``position_ids_T`` restarts at 0 with each sequence."""
 
     token_ids_T: Tensor
     position_ids_T: Tensor
@@ -30,11 +30,11 @@ class PackedTokens:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return int(self.token_ids_T.shape[0])
 
     def to(self, device: torch.device | str) -> PackedTokens:
-        """The same tokens on ``device``."""
+        """Copy the tokens to ``device``."""
         return PackedTokens(
             self.token_ids_T.to(device),
             self.position_ids_T.to(device),
@@ -47,7 +47,7 @@ class PackedTokens:
         """Split into blocks of sequences of similar length, shortest first, each of about ``max_tokens`` at most.
 
         Returns:
-            The blocks, and ``place_T``: where each token of this row lies in the concatenation of the blocks.
+            The blocks, and ``place_T``: the index of each token of this row in the concatenation of the blocks.
         """
         order = np.argsort(self.lengths, kind="stable")
         lengths = np.asarray(self.lengths, np.int64)[order]
@@ -76,7 +76,7 @@ class PackedTokens:
 
 
 def pack(sequences: Sequence[Sequence[int] | NDArray[Any]]) -> PackedTokens:
-    """Lay token sequences one after another.
+    """Concatenate token sequences.
 
     Args:
         sequences: S sequences of token ids; each has at least one token.

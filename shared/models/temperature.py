@@ -11,8 +11,8 @@ __all__ = ["tempered"]
 
 
 def tempered(logits_MV: Tensor, temperature: float | Tensor) -> Tensor:
-    """``logits / temperature`` in float32. One number for all positions, where 0 is greedy and leaves them as they are,
-    or one above 0 for each: [M]."""
+    """Return ``logits / temperature`` in float32. ``temperature`` is one number for all positions, where 0 is greedy
+    and leaves the logits unchanged, or one above 0 per position: [M]."""
     logits_MV = logits_MV.float()
     if isinstance(temperature, Tensor):
         return logits_MV / temperature[:, None]
