@@ -35,9 +35,8 @@ def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: 
     """Return the changed buckets after a batch with these ``sums_of`` rewards.
 
     A baseline is the value *before* the batch: it does not depend on the actions that it is subtracted from, so the
-    policy
-    gradient stays unbiased. For each bucket that occurs ``weight ← keep · weight + n`` and ``total ← keep · total + Σ
-    r``.
+    policy gradient stays unbiased. For each bucket that occurs ``weight ← keep · weight + n`` and ``total ← keep ·
+    total + Σ r``.
 
     Args:
         keep: decay in (0, 1]; 1 is the mean of all rewards.

@@ -14,12 +14,10 @@ def load_balancing_loss(probs_E: Tensor, chosen_E: Tensor, *, num_tokens: int) -
     """``E · Σ_i f_i P_i`` of one layer (Switch Transformer, arXiv 2101.03961, eq. 4-6); 1 for an even load.
 
     ``f_i`` is the share of all assignments that went to expert i, ``P_i`` its mean probability. The paper has one
-    expert
-    per token; with K of them there are K times as many assignments as tokens, and ``Σ f_i = 1`` for any K. Both are
-    means
-    over the whole batch, because otherwise every microbatch would have to be balanced by itself (arXiv 2501.11873,
-    section 3): the sum of these values over microbatches, each with the counts of the batch, is the value of the batch.
-    The gradient flows only through the probabilities.
+    expert per token; with K of them there are K times as many assignments as tokens, and ``Σ f_i = 1`` for any K. Both
+    are means over the whole batch, because otherwise every microbatch would have to be balanced by itself (arXiv
+    2501.11873, section 3): the sum of these values over microbatches, each with the counts of the batch, is the value
+    of the batch. The gradient flows only through the probabilities.
 
     Args:
         probs_E: sum of the router's probabilities over the tokens of this microbatch.

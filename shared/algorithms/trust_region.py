@@ -44,8 +44,7 @@ def gmpo_loss(
     """``-A · exp(mean_t clip(log r_t))``, the geometric mean of token ratios (GMPO, arXiv 2507.20673, eq. 4).
 
     The log-ratio is clipped to [-clip_low, clip_high] token by token, on the side determined by the sign of A. Each
-    token
-    has the loss of its sequence; the aggregation is the sequence mean.
+    token has the loss of its sequence; the aggregation is the sequence mean.
 
     Args:
         advantages_M: equal for all tokens of a trajectory.

@@ -42,8 +42,7 @@ def clipped_value_loss(
     """``max(error(V - R), error(V_clip - R))`` with ``V_clip = V_old + clamp(V - V_old, ±clip)``, [M].
 
     PPO's clipped value loss (arXiv 2005.12729, §3): a value that has already moved by ``clip`` towards its target gets
-    no
-    further gradient in this update.
+    no further gradient in this update.
 
     Args:
         old_values_M: values before the update.
@@ -54,5 +53,8 @@ def clipped_value_loss(
 
 
 def explained_variance(residuals: Moments, returns: Moments) -> float:
-    """``1 - Var(R - V) / Var(R)``: 1 for a perfect critic, 0 for one that only predicts the mean."""
+    """``1 - Var(R - V) / Var(R)``: 1 for a perfect critic, 0 for one that only predicts the mean.
+
+    Returns 0 if the returns do not vary. Moments can be added over ranks: see ``statistics``.
+    """
     return 1 - residuals.variance / returns.variance if returns.variance else 0.0

@@ -63,8 +63,7 @@ class MegatronConfig(StrictModel):
     context-parallel ranks, experts distributed over expert-parallel ranks. For Llama, Qwen and Mixtral.
 
     All ranks / (tensor_parallel x context_parallel x pipeline_parallel) are data parallel; consecutive ranks share a
-    copy
-    of the model.
+    copy of the model.
     """
 
     type: Literal["megatron"] = "megatron"

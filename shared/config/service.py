@@ -300,8 +300,7 @@ def checkpoint_path(data_dir: Path, recorded: str) -> Path:
     """Return the directory of the checkpoint recorded as ``recorded``.
 
     Ledgers of earlier versions recorded absolute paths. Of these only the part below the former data directory is used,
-    so
-    that a deployment whose data was moved or copied reads its own files.
+    so that a deployment whose data was moved or copied reads its own files.
     """
     path = Path(recorded)
     if path.is_absolute() and path.parts[-3:-2] == (CHECKPOINTS,):

@@ -51,7 +51,7 @@ def hidden_states(model: PreTrainedModel, tokens: PackedTokens, routes: Routes |
         padded_SLD: Tensor = _padded_forward(model.base_model, tokens).last_hidden_state
         return padded_SLD[_places(tokens)]
     one_pass = plan.run_block is not None or tokens.token_ids_T.device.type != "cpu"
-    if one_pass or tokens.num_tokens <= BLOCK_TOKENS:  # all ranks of a sharded model must call each block the same number of times
+    if one_pass or tokens.num_tokens <= BLOCK_TOKENS:  # ranks of a sharded model must call blocks equally often
         return _decode(plan, tokens, routes)
     blocks, place_T = tokens.blocks(BLOCK_TOKENS)
     sizes = [block.num_tokens for block in blocks]
@@ -113,8 +113,7 @@ def selected_logprobs(
     """Return the log-probability of ``targets_M`` at flat positions ``select_M``, and the entropy there.
 
     The logits at position t score token t + 1 of the same sequence: ``select_M`` holds t. The head is applied only at
-    the
-    selected positions. Log-probs are of logits / temperature, one for all or float32 [M]; see ``tempered``.
+    the selected positions. Log-probs are of logits / temperature, one for all or float32 [M]; see ``tempered``.
 
     Returns:
         logprobs_M in float32, and entropy_M in nats of the same distribution if ``entropy`` is set, else None.

@@ -1,7 +1,7 @@
 """Policies that act in a simulator: used both by rollout workers to act and by the trainer to learn.
 
-Shape legend: N = decisions, C = actions of a decision, A = numbers of an action, K = choices of a number,
-O = numbers of an observation.
+Shape legend: N = decisions, C = actions of a decision, A = numbers of an action, K = choices of a number, O = numbers
+of an observation.
 """
 
 from __future__ import annotations

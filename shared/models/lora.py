@@ -114,7 +114,7 @@ def without_adapter(model: PreTrainedModel) -> PreTrainedModel:
             module.base_layer.weight.copy_(merged[f"{name}.weight"])
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, module.base_layer)
-    # transformers remembers the adapter and how its names were mapped, and would save both
+    # transformers stores the adapter and its mapping of names, and would save both
     model._hf_peft_config_loaded, model._weight_conversions = False, None
     for parameter in model.parameters():
         parameter.requires_grad_(True)

@@ -36,8 +36,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
     Penalties are subtracted from the logits of tokens that the completion already contains: ``frequency_penalty`` per
     occurrence, ``presence_penalty`` once. ``logit_bias`` is added to logits. They change the sampling distribution but
-    not
-    the reported log-probs.
+    not the reported log-probs.
     """
 
     max_new_tokens: int
@@ -85,10 +84,9 @@ class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
     weights.
 
     ``top_logprobs``: alternatives reported per position, beside the sampled token. The prompt of a request may extend
-    the
-    tokens of the previous one of the same ``session`` (n = 1): an engine that kept its cache computes only the rest.
-    After the ``last`` one the cache is dropped. ``constraint``: only tokens that fit it are sampled; log-probs remain
-    those of the policy. The last ``answered`` tokens of the prompt are the beginning of the constrained answer.
+    the tokens of the previous one of the same ``session`` (n = 1): an engine that kept its cache computes only the
+    rest. After the ``last`` one the cache is dropped. ``constraint``: only tokens that fit it are sampled; log-probs
+    remain those of the policy. The last ``answered`` tokens of the prompt are the beginning of the constrained answer.
     """
 
     request_id: str

@@ -221,8 +221,7 @@ class JobRecord(BaseModel):
     """Job. ``spec`` is the validated job file; ``revision`` is that of the store and serves as ETag.
 
     ``generation`` counts changes by users. ``changed_from`` is the revision that the newest such change replaced: a
-    client
-    with a later revision has seen that change, whatever the coordinator observed since.
+    client with a later revision has seen that change, whatever the coordinator observed since.
     """
 
     model_config = ConfigDict(frozen=True)

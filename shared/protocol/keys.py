@@ -39,8 +39,7 @@ class KeyRecord(BaseModel):
     """Key as returned by the API. ``rate_limit`` (such as ``600/minute``) replaces the deployment's.
 
     ``models`` (names or ids of jobs) are the only ones that it may access, None: all. ``max_weight`` is the upper bound
-    of
-    the weight of its feedback. ``code_modules`` are those whose functions its job files may name, None: those of the
+    of the weight of its feedback. ``code_modules`` are those whose functions its job files may name, None: those of the
     deployment, or none if ``models`` is set.
     """
 

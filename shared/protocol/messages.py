@@ -124,12 +124,10 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ``trained``: batch ``batch`` (``revision``) made ``version``.
     ``refused``: the batch cannot be trained because of ``bad`` draws.
     ``checkpointed``: the state after ``batch`` is durable at ``path``; ``reason`` is that of the command that requested
-    it.
-    Like that of ``hello``, the data of its Ack lists the checkpoints that must stay (``pinned``).
+    it. Like that of ``hello``, the data of its Ack lists the checkpoints that must stay (``pinned``).
     ``forked``: the replay after a crash does not reproduce the ledger, or the coordinator requested the state after
-    batch
-    ``rollback``; numbering continues above the clock from ``version``. ``bad``: draws of ``batch`` whose groups are
-    lost.
+    batch ``rollback``; numbering continues above the clock from ``version``. ``bad``: draws of ``batch`` whose groups
+    are lost.
     ``halted``: the batch cannot be trained as it is (a non-finite loss, a backend that cannot hold the job); if it was
     sealed it stays so, and the job is paused.
     ``not_rolled_back``: the checkpoint of a requested rollback cannot be read.
@@ -179,8 +177,7 @@ class ReplayRow(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a replay; the last row has ``done``.
 
     ``match``: the weight digest equals that in the ledger. ``near``: it differs, on another environment than that of
-    the
-    training; True if the recorded values of the update are within the bound that ``detail`` names.
+    the training; True if the recorded values of the update are within the bound that ``detail`` names.
     """
 
     batch: int = 0

@@ -16,8 +16,7 @@ class ReadRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt, as ``messages`` or ``prompt_ids``, and an answer to it, as ``answer`` (a message) or ``token_ids``.
 
     ``score``: also compute log-probs of the answer's tokens, under policy ``version`` if the worker holds it, else
-    under
-    the served one. ``template``: digest of the tokenizer and template that made the tokens; '' if unknown.
+    under the served one. ``template``: digest of the tokenizer and template that made the tokens; '' if unknown.
     """
 
     messages: list[dict[str, Any]] = []
@@ -34,8 +33,7 @@ class ReadReply(msgspec.Struct, frozen=True, kw_only=True):
     have.
 
     ``logprobs`` are of logits (temperature 1), under policy ``version``. ``prompt`` and ``text`` are the decoded tokens
-    for
-    display, shortened if long.
+    for display, shortened if long.
     """
 
     flaw: str = ""

@@ -32,8 +32,7 @@ class EpisodeState(msgspec.Struct, frozen=True, kw_only=True):
     """State that a request uses: that of ``episode``, after ``number`` requests.
 
     A worker creates the state if ``number`` is 0, from ``seed`` and ``row`` alone. A worker that has not answered
-    exactly
-    that many requests of this episode reports the state as lost and never continues from another one.
+    exactly that many requests of this episode reports the state as lost and never continues from another one.
     """
 
     episode: str
@@ -62,8 +61,7 @@ class ToolReply(msgspec.Struct, frozen=True, kw_only=True):
 
     ``ok``: ``text`` is the result. ``error``: the call was wrong, ``text`` is the cause and is shown to the policy.
     ``failed``: the tool broke or timed out, independent of the call. ``lost``: the state of the episode was lost with
-    the
-    process that held it.
+    the process that held it.
     """
 
     status: Literal["ok", "error", "failed", "lost"]
@@ -78,8 +76,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     """Step of an environment that leads the conversation: new messages, or the end of the episode.
 
     ``messages`` are new since the policy's last turn, in OpenAI's format; None: the episode is over, with a reward, or
-    with
-    an error that is independent of the policy.
+    with an error that is independent of the policy.
     """
 
     messages: list[dict[str, Any]] | None = None

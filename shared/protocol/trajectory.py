@@ -48,15 +48,12 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     """Facts of a group for the gate; a message header contains them, so that readers need no payload.
 
     ``lengths``, ``rewards``, ``failed`` and ``truncated`` have one entry per trajectory. ``skipped`` is the reason why
-    there
-    is no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not
-    redrawn.
-    ``error`` is the first scoring error, for display. ``greedy`` marks completions decoded at temperature 0; empty:
-    none.
-    The gate's lag bound applies only to ``objective`` `policy`. ``temperature`` is that of the group; earlier versions
-    did
-    not write it. ``source`` is the name of its prompt's source; empty: a live agent's prompt, or written by an earlier
-    version. ``weights`` are the versions in its spans with the short digests of their weights, if known.
+    there is no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not
+    redrawn. ``error`` is the first scoring error, for display. ``greedy`` marks completions decoded at temperature 0;
+    empty: none. The gate's lag bound applies only to ``objective`` `policy`. ``temperature`` is that of the group;
+    earlier versions did not write it. ``source`` is the name of its prompt's source; empty: a live agent's prompt, or
+    written by an earlier version. ``weights`` are the versions in its spans with the short digests of their weights, if
+    known.
     """
 
     draw: Draw

@@ -82,8 +82,7 @@ async def load_stream(connection: Connection, image: StreamImage, parts: Iterato
     """Restore a stream that does not exist yet from the parts of an image; return its new state.
 
     The stream has one replica, whatever it had: services raise the number when they start, and the new bus may be a
-    single
-    server.
+    single server.
 
     Raises:
         ConfigError: a stream of this name exists, or the server has no room for it.

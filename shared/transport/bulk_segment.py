@@ -119,8 +119,7 @@ class Segment(LockedFile):
     """Mapped segment: ``header`` (one page) and ``data``, uint8 [capacity].
 
     The mapping lives until no view of ``data`` is left, so arrays made from it stay valid; their content may change
-    after
-    the lock is released.
+    after the lock is released.
     """
 
     def __init__(self, path: Path, fd: int, access: Access = "write") -> None:
@@ -210,8 +209,7 @@ def map_file(fd: int, access: Access) -> mmap.mmap:
     """Map a whole file with its pages in place.
 
     The mapping has its own open file: a mapping keeps a duplicate of its descriptor and thereby the lock of that open
-    file,
-    so closing ``fd`` would otherwise not release the lock while an array of the mapping lives.
+    file, so closing ``fd`` would otherwise not release the lock while an array of the mapping lives.
     """
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
     try:

@@ -225,8 +225,7 @@ def pull(
     """Fetch a blob into ``target``, uint8 [its size]; blocks. Memory that was used before is several times faster.
 
     With ``tls`` the certificate of the producer must name the host in ``address``. ``on_bytes`` is called repeatedly
-    with
-    the number of bytes received so far.
+    with the number of bytes received so far.
 
     Raises:
         NotFound: the producer no longer has it.

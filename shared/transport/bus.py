@@ -156,8 +156,7 @@ class Bus:
         """Measure the server's clock and set bus time by it; return the seconds that this host's clock is ahead.
 
         Returns None for a server that does not report its time (before 2.10): bus time stays as it was. In a cluster,
-        the node
-        that stamps the tickets is measured.
+        the node that stamps the tickets is measured.
 
         Raises:
             NotFound: no stream of tickets yet.
@@ -200,8 +199,7 @@ class Bus:
         In a cluster each has ``replicas``; those that have more keep them.
 
         INTERACTIONS and FEEDBACK keep a message for ``live_keep_s``; None: until it is removed explicitly. AUDIT keeps
-        it for
-        ``audit_keep_s``, or until it needs the space. LEDGER has ``ledger_bytes``; None: the size of the others.
+        it for ``audit_keep_s``, or until it needs the space. LEDGER has ``ledger_bytes``; None: the size of the others.
 
         Raises:
             ConfigError: the server has no room, or an existing stream cannot be changed.
@@ -227,10 +225,10 @@ class Bus:
     ) -> int:
         """Store a message durably; return its sequence after the server's acknowledgement.
 
-        Retries with the same message id until the deadline, so the message is stored once however often it was sent
-        (on a work queue: unless it was consumed before a server restart).
-        With ``expect_last_subject_seq`` it is stored only if that is the newest sequence on the subject (0: none yet);
-        a rejection because an earlier attempt of this call was stored counts as success.
+        Retries with the same message id until the deadline, so the message is stored once however often it was sent (on
+        a work queue: unless it was consumed before a server restart). With ``expect_last_subject_seq`` it is stored
+        only if that is the newest sequence on the subject (0: none yet); a rejection because an earlier attempt of this
+        call was stored counts as success.
 
         Raises:
             StreamFull: the stream's byte budget is used up.
@@ -251,8 +249,7 @@ class Bus:
         """Store messages of one stream atomically (one batch of up to 1000); return their sequences.
 
         If the server cannot do that (before 2.12.1, or more messages), they are stored one by one, concurrently; then a
-        failure
-        may leave some of them behind, and repeating the call with the same ids completes it.
+        failure may leave some of them behind, and repeating the call with the same ids completes it.
 
         Raises: as ``publish``.
         """
@@ -479,8 +476,7 @@ class Bus:
         """Answer requests; servers with the same ``queue`` share them.
 
         A PenstockError raised by the handler is raised at the requester; any other exception is logged here and reaches
-        the
-        requester as a PenstockError. Beyond ``max_concurrent``, requests wait.
+        the requester as a PenstockError. Beyond ``max_concurrent``, requests wait.
         """
         server = Server(self._connection, subject, handler, max_concurrent)
         await server.start(queue)

@@ -46,8 +46,8 @@ class Reader:
 
     ``aclose`` it when done early (``contextlib.aclosing``); otherwise garbage collection cleans it up.
 
-    With ``follow=False`` it ends at the end that the stream has when the end is reached.
-    With ``last_per_subject`` it starts with the newest message of each subject.
+    With ``follow=False`` it ends at the end that the stream has when the end is reached. With ``last_per_subject`` it
+    starts with the newest message of each subject.
     """
 
     def __init__(

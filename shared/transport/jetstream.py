@@ -89,8 +89,7 @@ class retry_until:  # noqa: N801  reads as a phrase: `async for attempt in retry
     """Iterates over attempts until a deadline; each value is the time (seconds) that the attempt may take.
 
     Waits for the connection before each attempt. At the deadline it raises Unavailable with ``what`` and the reason
-    last
-    stored in ``why``.
+    last stored in ``why``.
     """
 
     def __init__(self, connection: Connection, deadline_s: float, what: str) -> None:

@@ -112,10 +112,8 @@ class Publisher:
         """Publish one atomic batch; return its sequences, or None if single publishes must resolve it.
 
         That is the case if the stream does not allow batches, and if a message id is known already: then an earlier
-        attempt was
-        stored as a whole, and repeating the messages one by one returns their sequences. ``parts`` of one payload are
-        never
-        published one by one: the first case is an error, and the second means that all are stored.
+        attempt was stored as a whole, and repeating the messages one by one returns their sequences. ``parts`` of one
+        payload are never published one by one: the first case is an error, and the second means that all are stored.
         """
         attempts = retry_until(self._connection, deadline_s, f"publish {len(messages)} on '{messages[0].subject}'")
         more_s = sum(len(message.data) for message in messages) / SLOWEST_BYTES_PER_S

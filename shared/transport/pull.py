@@ -33,8 +33,7 @@ class Delivery:
     """One message under lease. Exactly one of ``ack``, ``nak``, ``term`` ends the lease; ``in_progress`` extends it.
 
     None of them fails while the bus is down: they are sent on reconnect. Yet an acknowledgement proves nothing: the
-    message
-    may be delivered again, and its handler must recognise that.
+    message may be delivered again, and its handler must recognise that.
     """
 
     __slots__ = ("_puller", "_reply", "data", "deliveries", "headers", "seq", "subject", "time")

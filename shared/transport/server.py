@@ -97,8 +97,7 @@ class _Process:
         """Start the process and wait until clients can connect. Blocks: about 20 ms, or as long as the store needs.
 
         A server that opens a large store is waited for while it is alive and makes progress, and ``tell`` is called
-        with its
-        progress. ``stop`` and ``kill``, from another thread, end the wait.
+        with its progress. ``stop`` and ``kill``, from another thread, end the wait.
 
         Raises:
             ConfigError: the binary is missing, the port is in use, another server uses the directory, or the process
@@ -243,8 +242,8 @@ class NatsServer(_Process):
 
     Streams reserve their largest sizes, ``max_file_store`` bytes in all; None: three quarters of the free space at each
     start. ``passwords``: of its users by role (``shared/protocol/permissions.py``); without them every client that
-    reaches
-    the port may do everything. ``tls``: files of a certificate, its key, and the authorities whose clients it accepts.
+    reaches the port may do everything. ``tls``: files of a certificate, its key, and the authorities whose clients it
+    accepts.
     """
 
     name = "nats"

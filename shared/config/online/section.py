@@ -215,8 +215,7 @@ class OnlineConfig(StrictModel):
         """Return the metrics, by name, that add up to the reward of a turn or of a whole episode.
 
         An undeclared `reward` belongs to both levels, because it judges whichever target its feedback names; a missing
-        one
-        adds nothing.
+        one adds nothing.
         """
         declared = {name: metric for name, metric in self.metrics.items() if metric.level == level}
         return declared if REWARD in self.metrics else {**declared, REWARD: UNDECLARED_REWARD}

@@ -68,8 +68,7 @@ class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
     """Request for a session of ``num_envs`` copies of ``env_id``, which closes after ``idle_s`` without a request.
 
     ``host`` is the host id of the requester: observations above 1 MiB reach it through shared memory on the same host,
-    by
-    TCP otherwise.
+    by TCP otherwise.
     """
 
     env_id: str
@@ -137,8 +136,7 @@ class ResetRequest:
     episodes.
 
     ``seq`` numbers the requests of a session from 0. The server answers a repeated request from memory; a rejected
-    request
-    does not increase the number.
+    request does not increase the number.
     """
 
     seq: int

@@ -28,30 +28,23 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     """One draw of an online job: turns of an episode that were not trained on before, and their feedback.
 
     ``interactions`` (in turn order) and ``feedback`` map ids to sequences in their streams. ``reward`` is the return of
-    the
-    turns; ``lag`` the number of versions between the oldest token and the next update. ``key_id`` and ``user`` are the
-    key
-    whose feedback decided, and the user of the conversation; ``reason`` is the rule: `feedback`, `default`, `invalid`,
-    `credit` (only from feedback on later turns). ``time`` is the time of admission.
+    the turns; ``lag`` the number of versions between the oldest token and the next update. ``key_id`` and ``user`` are
+    the key whose feedback decided, and the user of the conversation; ``reason`` is the rule: `feedback`, `default`,
+    `invalid`, `credit` (only from feedback on later turns). ``time`` is the time of admission.
 
     ``objective`` is the loss. ``context`` are interactions that the draw only refers to: one that is corrected, or two
-    that
-    are compared; each may be admitted by itself, too. Without ``interactions``, the feedback contains the text;
+    that are compared; each may be admitted by itself, too. Without ``interactions``, the feedback contains the text;
     ``version`` is the policy version that it is attributed to, -1: any. ``bucket``: kind of prompt for tracked values.
     ``group``: id shared by answers that are compared with each other; ``origin``: episode and request of such an
-    answer,
-    because turns of one episode are not compared; for posted turns, their episode and their items.
+    answer, because turns of one episode are not compared; for posted turns, their episode and their items.
 
     ``weight`` scales the advantages: ``share``, the weight relative to the rest of its episode (0: written by an
-    earlier
-    version, means 1), times a factor below 1 if a new source judged. ``compared`` pairs the verdict of a source with
-    that
-    of the reference keys on the same target: ``(key, reward, reward)``.
+    earlier version, means 1), times a factor below 1 if a new source judged. ``compared`` pairs the verdict of a source
+    with that of the reference keys on the same target: ``(key, reward, reward)``.
 
     ``judges`` are all keys whose feedback contributes to the reward, ``askers`` those that requested the answers,
     ``users`` the users of the conversations if there may be several; empty: ``user``. ``refused`` maps turns of the
-    same
-    episode that are never trained on to the reason.
+    same episode that are never trained on to the reason.
     """
 
     ordinal: int
@@ -147,10 +140,8 @@ class EndedFeedback(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Feedback items that end without training, all with one status and reason.
 
     ``revision`` is set if only that revision, which came too late, is rejected. ``time`` is set if a later revision of
-    an
-    item may count again; 0: the time of the entry. If ``others`` has an id for each item, it completes the reason: an
-    item
-    is retracted `by` it, or `retracts` it.
+    an item may count again; 0: the time of the entry. If ``others`` has an id for each item, it completes the reason:
+    an item is retracted `by` it, or `retracts` it.
     """
 
     ids: PackedIds
@@ -172,8 +163,7 @@ class Decided(Event, frozen=True, kw_only=True, tag=True):
     """Live items end without training: feedback is rejected, expired or retracted, interactions are refused.
 
     ``episodes`` are the posted episodes that closed with them, 16 bytes each: the xxh3-128 of key and name. The leader
-    had
-    read INTERACTIONS and FEEDBACK below the sequences ``read_to`` when it decided.
+    had read INTERACTIONS and FEEDBACK below the sequences ``read_to`` when it decided.
     """
 
     feedback: list[EndedFeedback] = []

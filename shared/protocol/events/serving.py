@@ -36,8 +36,7 @@ class CanaryBegun(Event, frozen=True, kw_only=True, tag=True):
     """Start of a canary trial: ``version`` met every bound on ``figures`` and answers ``share`` of the conversations.
 
     ``served``: the version that answers the others. No batch is sealed until ``Promoted``, ``PromotionRefused`` or a
-    fork
-    ends the trial.
+    fork ends the trial.
     """
 
     version: int
@@ -52,8 +51,7 @@ class Judged(msgspec.Struct, frozen=True, array_like=True):
     """Reward of one conversation during a trial; in jobs without credit over turns, of one answer.
 
     ``interactions`` are its answers, all by the version of its arm; ``judges``, ``askers`` and ``users`` are its
-    owners, as
-    in ``Admission``.
+    owners, as in ``Admission``.
     """
 
     conversation: str

@@ -35,8 +35,7 @@ class JobStarted(Event, frozen=True, kw_only=True, tag=True):
     """First event of a job; ``config_digest`` pins the job file.
 
     ``settings`` are the values of the keys that may change during the run. ``environment`` describes the simulator of
-    an
-    embodied job (``EnvSpec``), from which its policy is built; empty for other jobs.
+    an embodied job (``EnvSpec``), from which its policy is built; empty for other jobs.
     """
 
     config_digest: str
@@ -168,8 +167,7 @@ class BatchTrained(Event, frozen=True, kw_only=True, tag=True):
     """The update was made: all draws of the batch are terminal. ``digest`` is that of the weights of ``version``.
 
     ``metrics`` are all metrics of the update; ``figures`` are those that decide on the promotion of its version. The
-    leader
-    writes the row of METRICS from them; after a takeover, the new leader writes a missing row.
+    leader writes the row of METRICS from them; after a takeover, the new leader writes a missing row.
     """
 
     number: int
@@ -208,10 +206,8 @@ class LineageForked(Event, frozen=True, kw_only=True, tag=True):
     """Updates from ``from_batch`` on are rolled back: a trainer did not reproduce them, or a user requested it.
 
     Their draws, and those of batches sealed after them, become dropped(rolled_back). With ``redraw`` they are drawn
-    again;
-    without, because the rollback is meant to remove this material, ``draws`` lists them. The weights before
-    ``from_batch``
-    continue under the number ``version``, which is above the clock. ``operation`` is the user's request.
+    again; without, because the rollback is meant to remove this material, ``draws`` lists them. The weights before
+    ``from_batch`` continue under the number ``version``, which is above the clock. ``operation`` is the user's request.
     """
 
     from_batch: int

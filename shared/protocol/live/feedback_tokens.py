@@ -15,8 +15,7 @@ class FeedbackGrant(msgspec.Struct, frozen=True, array_like=True):
     """Contents of a token: the feedback it allows, the id of the API key that made it, its expiry (Unix seconds).
 
     ``id`` is that of the resulting feedback item, so a token gives only one. ``target`` (a canonical UUID) is a
-    response,
-    or with ``by_episode`` an episode.
+    response, or with ``by_episode`` an episode.
     """
 
     id: str

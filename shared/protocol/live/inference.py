@@ -64,13 +64,10 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One request of a client, with ``n`` choices for each of its prompts (a chat is one prompt).
 
     ``ids`` are the interaction ids by choice: choice c belongs to prompt c // n. ``logprobs`` is the number of most
-    likely
-    tokens to report per position, -1: no log-probs. Without ``stream`` each choice is sent in one chunk. ``alone``: the
-    client named no episode. ``wanted``: the choices to answer; empty: all. ``canary``: the version on trial that
-    answers
-    this conversation, -1: none; a worker that does not have it uses the served version. ``constraint``: the form that
-    each
-    choice must have.
+    likely tokens to report per position, -1: no log-probs. Without ``stream`` each choice is sent in one chunk.
+    ``alone``: the client named no episode. ``wanted``: the choices to answer; empty: all. ``canary``: the version on
+    trial that answers this conversation, -1: none; a worker that does not have it uses the served version.
+    ``constraint``: the form that each choice must have.
     """
 
     ids: list[str]

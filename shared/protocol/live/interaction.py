@@ -89,10 +89,8 @@ class Interaction(msgspec.Struct, frozen=True, kw_only=True):
     """One choice of a served request, recorded by the worker that sampled it before the client receives its last token.
 
     ``token_ids`` and ``logprobs`` have the same length; ``spans`` cover them. ``request`` is shared by the choices of
-    one
-    request: they are siblings of one prompt. ``episode`` is never empty: a request without one gets its own. ``user``
-    is an
-    HMAC. ``untrainable`` is the reason why the interaction may not be trained on; empty if it may.
+    one request: they are siblings of one prompt. ``episode`` is never empty: a request without one gets its own.
+    ``user`` is an HMAC. ``untrainable`` is the reason why the interaction may not be trained on; empty if it may.
     """
 
     id: str
@@ -141,13 +139,10 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One accepted item of feedback, durable in FEEDBACK before its sender receives the 202.
 
     ``retraction`` withdraws the item that ``body`` names; ``release`` and ``drop`` decide about a held one. ``metric``
-    is
-    declared by the job, or `reward`, `comment`, `demonstration`. Exactly one of ``inference`` and ``episode`` is the
-    target
-    of kind `metric`; ``body`` has the content of other kinds. A `preference` without ``inference`` compares texts:
-    ``body``
-    has the prompt and ``answers``, the better one first. ``key_id`` is the posting key.
-    ``user`` is an HMAC, as in Interaction. Ids are canonical UUIDs without prefix.
+    is declared by the job, or `reward`, `comment`, `demonstration`. Exactly one of ``inference`` and ``episode`` is the
+    target of kind `metric`; ``body`` has the content of other kinds. A `preference` without ``inference`` compares
+    texts: ``body`` has the prompt and ``answers``, the better one first. ``key_id`` is the posting key. ``user`` is an
+    HMAC, as in Interaction. Ids are canonical UUIDs without prefix.
     """
 
     id: str
@@ -208,8 +203,7 @@ class Erasure(msgspec.Struct, frozen=True, kw_only=True):
     """Deletion of one user's data in one job, stored in FEEDBACK: only ids, which identify no person.
 
     ``user`` is an HMAC. The interactions and feedback no longer exist; feedback on them is rejected. Whatever was
-    admitted
-    of the user's conversations before ``time`` (Unix seconds) is deleted, too, even if not listed.
+    admitted of the user's conversations before ``time`` (Unix seconds) is deleted, too, even if not listed.
     """
 
     user: str
