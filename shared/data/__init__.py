@@ -1,1 +1,1 @@
-"""Data sets: rows, their order, and how a row becomes a prompt. No torch and no tokenizer library."""
+"""Data sets: rows, their order, and their conversion to prompts. Imports neither torch nor a tokenizer library."""

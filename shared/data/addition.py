@@ -1,4 +1,4 @@
-"""Endless addition problems, a pure function of seed and index."""
+"""Generated addition problems, a pure function of seed and index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["AdditionRows"]
 
 
 class AdditionRows:
-    """Row i is ``{"prompt": "a+b=", "answer": "<a+b>", "a": a, "b": b}``; operands come from a hash of (seed, i)."""
+    """Row i is ``{"prompt": "a+b=", "answer": "<a+b>", "a": a, "b": b}``; operands are a hash of (seed, i)."""
 
     endless = True
     notes: tuple[str, ...] = ()
@@ -34,5 +34,5 @@ class AdditionRows:
         return {"prompt": f"{a}+{b}=", "answer": str(a + b), "a": a, "b": b}
 
     def where(self, index: int) -> str:
-        """Description and row number."""
+        """Return description and row number."""
         return f"{self.name}, row {index}"

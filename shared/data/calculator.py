@@ -39,12 +39,12 @@ class CalculatorRows:
         return {"prompt": f"{expression}=", "expression": expression, "answer": value}
 
     def where(self, index: int) -> str:
-        """File and the expression."""
+        """Return the file and the expression."""
         return f"{self.name}, expression '{self._pairs[index][0]}'"
 
 
 def normalize(text: str) -> str:
-    """One spelling of equal arithmetic: no blanks, commas or dollar signs; `.50` and `0.5` are the same number."""
+    """Normalise arithmetic: remove blanks, commas and dollar signs; write `.50` and `0.5` as the same number."""
     return _NUMBER.sub(_one_number, _NOISE.sub("", text))
 
 
@@ -55,7 +55,7 @@ def _one_number(match: re.Match[str]) -> str:
 
 
 def find_annotations(path: Path) -> Iterator[tuple[str, str]]:
-    """Every well-formed ``(expression, value)`` of a GSM8K file, normalized, repetitions included.
+    """Yield every well-formed ``(expression, value)`` of a GSM8K file, normalised, repetitions included.
 
     Raises:
         DataError: the file cannot be read, or a row has no text field `answer`.
@@ -73,7 +73,7 @@ def find_annotations(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def open_calculator(source: CalculatorSource) -> CalculatorRows:
-    """Rows of ``source``; what was left out is counted in ``notes``.
+    """Return the rows of ``source``; ``notes`` counts the expressions left out.
 
     Raises:
         DataError: a file cannot be read, or nothing remains.

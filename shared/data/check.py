@@ -1,4 +1,4 @@
-"""Facts of a job's data that need no tokenizer: read when a job is submitted."""
+"""Checks of a job's data that need no tokenizer, made at submission."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = ["DataSummary", "SourceSummary", "check_data", "data_of"]
 
 _ROWS_RENDERED = 64
 _ROWS_MEASURED = 50_000
-"""Of a longer source every so-manieth row is measured."""
+"""Number of rows measured in a larger source, evenly spaced."""
 MAX_SUMMARIES = 64
 SETTLED_S = 2.0
-"""A file that was written this short a time ago may be written again without a change of its time."""
+"""Age (seconds) below which a file may still change without a change of its modification time."""
 _encoder = msgspec.msgpack.Encoder(enc_hook=str)
 
 
@@ -39,7 +39,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class SourceSummary:
-    """One opened source: its name among those of the job, and ``what`` it is, as a path or in words."""
+    """Opened source: its name in the job, and ``what`` it is, as a path or a description."""
 
     name: str
     rows: int
@@ -48,14 +48,14 @@ class SourceSummary:
 
 @dataclass(frozen=True, slots=True)
 class DataSummary:
-    """Sizes of a job's data; ``notes`` say what was left out and what could not be checked."""
+    """Sizes of a job's data; ``notes`` describe what was left out and what could not be checked."""
 
     train: tuple[SourceSummary, ...]
     eval: tuple[SourceSummary, ...]
     rows_per_epoch: int
     num_eval: int
     row_bytes: int
-    """Bytes of the largest row beyond ROW_BYTES; every group carries its row."""
+    """Size of the largest row beyond ROW_BYTES (bytes); every group contains its row."""
     notes: tuple[str, ...]
 
 
@@ -65,9 +65,9 @@ _summaries_known: dict[str, DataSummary] = {}
 def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSummary:
     """Open every source, parse every row and render the first ones. Reads files: call it off the event loop.
 
-    The summary of data that did not change since is remembered: many jobs train on the same files.
+    The summary of unchanged data is cached, because many jobs train on the same files.
 
-    With ``reward`` the rows must also hold what its scorers need. The curriculum function is code of the user and is
+    With ``reward`` the rows must also have what its scorers need. The curriculum function is code of the user and is
     not loaded here.
 
     Raises:
@@ -88,7 +88,7 @@ def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSu
 
 
 def data_of(config: AnyTraining) -> DataSummary:
-    """``check_data`` of a training job; a simulator has no rows, and its held-out reset ids are one source."""
+    """Return ``check_data`` of a training job; a simulator has no rows, and its held-out reset ids are one source."""
     if not isinstance(config, EmbodiedJob):
         return check_data(config.data)
     episodes = config.evaluation.episodes
@@ -97,7 +97,8 @@ def data_of(config: AnyTraining) -> DataSummary:
 
 
 def _key(config: DataConfig, reward: RewardConfig | None) -> str | None:
-    """The files' state that a summary depends on; None where it needs a read, or may still change unseen."""
+    """Return the state of the files that a summary depends on; None if it needs a read, or may still change
+    undetected."""
     parts = [config.model_dump_json(), "" if reward is None else reward.model_dump_json()]
     for source in (*config.train, *config.eval):
         for path in (getattr(source, "path", None), getattr(source, "exclude_path", None)):

@@ -1,4 +1,4 @@
-"""Tests of a program, as they stand in a data row."""
+"""Tests of a program, in the format of data rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class StatementTest:
-    """Python statements, run after the program in its names; passed unless they raise."""
+    """Python statements, executed after the program in its namespace; passed unless they raise."""
 
     code: str
 
 
 @dataclass(frozen=True, slots=True)
 class StreamTest:
-    """A run of its own: passed if it exits with 0 and ``stdout`` is equal but for blanks at line ends."""
+    """Separate run of the program: passed if it exits with 0 and its output equals ``stdout``, ignoring blanks at
+    line ends."""
 
     stdin: str
     stdout: str
@@ -36,7 +37,7 @@ class StreamTest:
 
 @dataclass(frozen=True, slots=True)
 class CallTest:
-    """``call`` is an expression for a callable in the program's names; passed if the value equals ``returns``."""
+    """``call`` is an expression for a callable in the program's namespace; passed if the value equals ``returns``."""
 
     call: str
     returns: Any
@@ -48,16 +49,16 @@ CodeTest = StatementTest | StreamTest | CallTest
 
 
 def parse_tests(row: dict[str, Any], name: str, place: str) -> list[CodeTest]:
-    """The tests in field ``name``: one test, a list of tests, or either as JSON text; ``place`` names the row.
+    """Parse the tests in field ``name``: one test, a list of tests, or either as JSON text; ``place`` names the row.
 
     Raises:
-        DataError: the row has no such field, the field holds no test, or something that is not a test.
+        DataError: the row has no such field, the field has no test, or an invalid one.
     """
     if name not in row:
         raise DataError(missing_field(place, name, row, "the scorer 'code'"))
     value = row[name]
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with contextlib.suppress(orjson.JSONDecodeError):  # Python statements may begin like that too
+        with contextlib.suppress(orjson.JSONDecodeError):  # Python statements may begin like this, too
             value = orjson.loads(value)
     items = value if isinstance(value, list) else [value]
     tests = [_parse(item, f"{place}: field '{name}'") for item in items]

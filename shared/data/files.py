@@ -18,7 +18,7 @@ __all__ = ["FILES", "ROWS", "ArrowRows", "JsonLinesRows", "is_uploaded", "open_f
 
 
 class JsonLinesRows:
-    """JSON objects, one per line. Lines are parsed once at opening, kept as bytes, and parsed again on access."""
+    """JSON objects, one per line. Each line is parsed at opening, kept as bytes, and parsed again on access."""
 
     endless = False
     notes: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class JsonLinesRows:
         return row
 
     def where(self, index: int) -> str:
-        """File and line number, from 1."""
+        """Return file and line number, from 1."""
         return f"{self.name}, line {self._lines[index][0]}"
 
 
@@ -59,30 +59,30 @@ class ArrowRows:
         return row
 
     def where(self, index: int) -> str:
-        """File and row number, from 1 like lines."""
+        """Return file and row number, from 1 like lines."""
         return f"{self.name}, row {index + 1}"
 
 
 FILES, ROWS = "files", "rows.jsonl"
-"""Folder of uploaded data sets below the data directory, and the name of each in a folder of its own."""
+"""Folder of uploaded data sets in the data directory, and the file name of each in its own folder."""
 _UPLOADED = re.compile(r"file-[0-9a-f]{32}", re.ASCII)
 
 
 def is_uploaded(path: str) -> bool:
-    """True if a path in a job file is the id of an uploaded data set."""
+    """Return True if a path in a job file is the id of an uploaded data set."""
     return _UPLOADED.fullmatch(path) is not None
 
 
 def place_of(path: str) -> Path:
-    """Where a path in a job file leads on this host: an id of an uploaded data set leads to its rows."""
+    """Return the path on this host: for an id of an uploaded data set, that of its rows."""
     return load_settings().data_dir / FILES / path / ROWS if is_uploaded(path) else Path(path)
 
 
 def open_file(path: Path, limit: int | None = None) -> JsonLinesRows | ArrowRows:
-    """Open a file or directory, told apart by its suffix; ``limit`` keeps only the first rows.
+    """Open a file or directory, by its suffix; ``limit`` keeps only the first rows.
 
     Raises:
-        DataError: missing, empty, of an unknown kind, or not what its name says.
+        DataError: missing, empty, of an unknown type, or with content that does not fit the suffix.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file; the path must exist on every host that reads the data")
@@ -96,7 +96,7 @@ def open_file(path: Path, limit: int | None = None) -> JsonLinesRows | ArrowRows
 
 
 def read_json_lines(path: Path, limit: int | None = None) -> list[tuple[int, bytes]]:
-    """``(line number, line)`` of each line that is not blank, all checked to be JSON objects.
+    """Return ``(line number, line)`` of each line that is not blank, all checked to be JSON objects.
 
     Raises:
         DataError: the file cannot be read or is empty, or a line is not a JSON object.
@@ -143,7 +143,7 @@ def _read_parquet(path: Path) -> pyarrow.Table:
 
 
 def _read_dataset_directory(path: Path) -> pyarrow.Table:
-    """Concatenate the Arrow stream files that ``state.json`` lists."""
+    """Concatenate the Arrow stream files listed in ``state.json``."""
     splits = path / "dataset_dict.json"
     if splits.exists():
         names = ", ".join(_json_object(splits).get("splits", []))

@@ -1,8 +1,8 @@
-"""The order of training rows: a pure function from ordinal to row, so that any process can resume anywhere.
+"""Order of training rows: a pure function from ordinal to row, so that any process can resume anywhere.
 
-An epoch has as many places as all sources have rows together. Each source gets its weight's share of these places,
-spread evenly; it walks through its own rows pass after pass, each pass a new permutation, and continues in the next
-epoch where it stopped. With one source an epoch is therefore exactly one pass.
+The number of ordinals in an epoch is the total number of rows of all sources. Each source gets its weight's share of
+them, evenly spaced; it iterates over its own rows pass after pass, each pass a new permutation, and continues in the
+next epoch where it stopped. With one source, an epoch is therefore exactly one pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _EPOCHS_KEPT = 3
 
 
 class Place(NamedTuple):
-    """Where an ordinal points."""
+    """Row that an ordinal maps to."""
 
     epoch: int
     source: int
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 class DataOrder:
-    """Maps ordinals to rows. Holds no cursor: equal (config, rows, seed) give equal answers in any process."""
+    """Maps ordinals to rows. Stateless: equal (config, rows, seed) give equal results in any process."""
 
     def __init__(self, config: DataConfig, rows: Sequence[Rows], seed: int) -> None:
         """
@@ -60,11 +60,11 @@ class DataOrder:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Ordinals in one epoch."""
+        """Number of ordinals in one epoch."""
         return len(self._source_P)
 
     def __call__(self, ordinal: int) -> Place:
-        """The row of ``ordinal`` (from 0)."""
+        """Return the row of ``ordinal`` (from 0)."""
         if ordinal < 0:
             raise ValueError(f"ordinal {ordinal} is negative")
         epoch, place = divmod(ordinal, self.rows_per_epoch)
@@ -80,7 +80,7 @@ class DataOrder:
         return found
 
     def _make_epoch(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Source and row of each place of an epoch, int64 [P] each."""
+        """Return source and row of each position of an epoch, int64 [P] each."""
         row_P = np.empty(self.rows_per_epoch, np.int64)
         for source, count in enumerate(self._counts):
             of_source = self._source_P == source
@@ -92,7 +92,7 @@ class DataOrder:
         return self._source_P[order_P], row_P[order_P]
 
     def _walk(self, source: int, steps: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rows that a source gives at ``steps`` of its own endless walk."""
+        """Return the rows of a source at ``steps`` of its own endless iteration."""
         size = len(self._rows[source])
         passes, indices = np.divmod(steps, size)
         if self._shuffle:
@@ -111,7 +111,7 @@ class DataOrder:
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:
-    """Split ``total`` places by weight: largest remainders, so the counts add up and are off by less than one."""
+    """Split ``total`` positions by weight: largest remainders, so the counts add up and are off by less than one."""
     quotas = [total * w / sum(weights) for w in weights]
     counts = [math.floor(q) for q in quotas]
     by_remainder = sorted(range(len(quotas)), key=lambda i: (counts[i] - quotas[i], i))
@@ -121,7 +121,7 @@ def apportion(weights: Sequence[float], total: int) -> list[int]:
 
 
 def permutation(size: int, key: str) -> NDArray[np.int64]:
-    """A permutation of ``range(size)`` that depends only on ``key``.
+    """Return a permutation of ``range(size)`` that depends only on ``key``.
 
     Sorts raw generator output: NumPy keeps that stream stable across versions, unlike ``Generator.permutation``.
     """
@@ -130,8 +130,8 @@ def permutation(size: int, key: str) -> NDArray[np.int64]:
 
 
 def _interleave(counts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Spread sources evenly: item j of n stands at time (j + 1/2) / n. Gives source and j of each place, int64 [P]; an
-    online job has no source."""
+    """Interleave sources evenly: item j of n is at time (j + 1/2) / n. Return source and j of each position, int64
+    [P]; an online job has no source."""
     if not counts:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     source_P = np.concatenate([np.full(n, s, np.int64) for s, n in enumerate(counts)])

@@ -1,4 +1,4 @@
-"""From a row to a prompt: text, token ids and the reference answer. The tokenizer is passed in."""
+"""Conversion of a row to a prompt: text, token ids and the reference answer. The tokenizer is an argument."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Demonstration", "Prompt", "PromptBuilder", "PromptSource", "Tokenize
 
 
 class Tokenizer(Protocol):
-    """The part of a tokenizer that prompts need (transformers' interface)."""
+    """Part of the interface of transformers' tokenizers that prompts need."""
 
     @property
     def bos_token_id(self) -> int | None: ...
@@ -35,9 +35,9 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt: ``token_ids`` [P] encode ``text``; a ``too_long`` one must not be generated from.
+    """Prompt: ``token_ids`` [P] encode ``text``; no completions may be generated for a ``too_long`` one.
 
-    ``source`` is the name of the source that its row is from.
+    ``source`` is the name of the source of its row.
     """
 
     text: str
@@ -49,22 +49,22 @@ class Prompt:
 
 
 class Demonstration(NamedTuple):
-    """A row for supervised training: ``mask`` is 1 where a token of ``answer_ids`` is learnt."""
+    """Row for supervised training: ``mask`` is 1 for tokens of ``answer_ids`` that are trained on."""
 
     prompt_ids: list[int]
     answer_ids: list[int]
     mask: list[int]
 
     def extended(self, token: int) -> Demonstration:
-        """The same with one more token to learn."""
+        """Return a copy with one more trained token."""
         return Demonstration(self.prompt_ids, [*self.answer_ids, token], [*self.mask, 1])
 
 
 class PromptBuilder:
-    """Renders rows. In a plain prompt the system message stands on a line of its own before the template."""
+    """Renders rows. In a plain prompt the system message is on a line of its own before the template."""
 
     def __init__(self, config: PromptConfig, tokenizer: Tokenizer, demonstration: Sequence[str] = ()) -> None:
-        """Raises DataError for a broken template, ConfigError for `add_bos` without such a token."""
+        """Raises DataError for a broken template, ConfigError for `add_bos` if the tokenizer has no such token."""
         self._config = config
         self._tokenizer = tokenizer
         self._template = Template(config.template, "data.prompt.template")
@@ -79,7 +79,7 @@ class PromptBuilder:
         """Render and tokenize one row of ``source``; ``place`` names it in errors.
 
         Raises:
-            DataError: a field is missing or of the wrong kind, or the chat template refuses the messages.
+            DataError: a field is missing or of the wrong type, or the chat template rejects the messages.
         """
         chat = self._config.chat or self._config.messages is not None
         text = self._chat_text(row, place) if chat else self._plain_text(row, place)
@@ -93,7 +93,7 @@ class PromptBuilder:
         return Prompt(text, token_ids, answer, row, too_long=too_long, source=source)
 
     def demonstrate(self, prompt: Prompt, place: str = "row") -> Demonstration:
-        """The demonstration, or else the reference answer, with the end-of-sequence token.
+        """Return the demonstration, or else the reference answer, with the end-of-sequence token.
 
         Raises:
             DataError: rows have no answer, or lack a field.
@@ -130,13 +130,13 @@ class PromptBuilder:
 
 
 def _begins_texts(tokenizer: Tokenizer) -> bool:
-    """True if the tokenizer itself puts its beginning-of-sequence token before a text."""
+    """Return True if the tokenizer itself prepends its beginning-of-sequence token to a text."""
     begun = tokenizer.encode("a", add_special_tokens=True)
     return tokenizer.bos_token_id is not None and begun[:1] == [tokenizer.bos_token_id]
 
 
 def check_messages(row: dict[str, Any], field: str, place: str) -> list[dict[str, Any]]:
-    """The chat messages of a row.
+    """Return the chat messages of a row.
 
     Raises:
         DataError: the field is missing, empty, or not a list of objects with `role` and `content`.
@@ -151,7 +151,7 @@ def check_messages(row: dict[str, Any], field: str, place: str) -> list[dict[str
 
 
 def source_seed(seed: int, split: str, position: int) -> int:
-    """Seed of one source: training and held-out generators never share one."""
+    """Return the seed of one source; training and held-out generators never share one."""
     return xxhash.xxh3_64_intdigest(f"{seed}:{split}:{position}".encode())
 
 
@@ -161,7 +161,8 @@ class PromptSource:
     def __init__(
         self, config: DataConfig, tokenizer: Tokenizer, seed: int, *, demonstration: Sequence[str] = ()
     ) -> None:
-        """``demonstration``: as ``warm_start.demonstration``. Raises DataError where the data cannot be used."""
+        """Open the sources. ``demonstration``: as ``warm_start.demonstration``. Raises DataError if the data cannot
+        be used."""
         self._config = config
         self._builder = PromptBuilder(config.prompt, tokenizer, demonstration)
         self._train = [open_rows(s, seed=source_seed(seed, "train", i)) for i, s in enumerate(config.train)]
@@ -171,20 +172,20 @@ class PromptSource:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Ordinals in one epoch of the training data."""
+        """Number of ordinals in one epoch of the training data."""
         return self._order.rows_per_epoch
 
     @property
     def num_eval(self) -> int:
-        """Held-out prompts."""
+        """Number of held-out prompts."""
         return sum(len(rows) for rows in self._eval)
 
     def train(self, ordinal: int) -> Prompt:
-        """The prompt of a place in the data order."""
+        """Return the prompt of a position in the data order."""
         return self._at(self._order(ordinal))
 
     def eval(self, index: int) -> Prompt:
-        """Held-out prompt ``index``: the sources one after another, each in its own order.
+        """Return held-out prompt ``index``: the sources one after another, each in its own order.
 
         Raises:
             IndexError: at or above ``num_eval``.
@@ -197,9 +198,9 @@ class PromptSource:
         raise IndexError(f"held-out prompt {index} of {self.num_eval}")
 
     def warm_start_batches(self, batch_size: int, steps: int, seed: int) -> Iterator[list[Demonstration]]:
-        """``steps`` batches of demonstrations over the training rows, in an order of their own.
+        """Yield ``steps`` batches of demonstrations over the training rows, in an order of their own.
 
-        Prompts that are too long are passed over.
+        Prompts that are too long are skipped.
 
         Raises:
             DataError: rows have no answer, or every prompt of an epoch is too long.

@@ -1,4 +1,4 @@
-"""Finds in a text what must not be stored, and replaces it. Pure."""
+"""Finds and replaces text that must not be stored. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from penstock.shared.errors import DataError
 __all__ = ["Finder", "Found", "Redactor"]
 
 Finder = Callable[[str], Iterable[tuple[int, int, str]]]
-"""Places ``(start, end, name)`` in a text, in characters."""
+"""Finds places ``(start, end, name)`` in a text, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Characters [start, end) of a text, and what they are."""
+    """Characters [start, end) of a text that match, with the name of the pattern."""
 
     start: int
     end: int
@@ -26,19 +26,19 @@ class Found:
 
 
 class Redactor:
-    """Applies the patterns of a config, and a function of the user where one is given."""
+    """Applies the patterns of a config, and a function of the user if there is one."""
 
     def __init__(self, config: RedactionConfig, function: Finder | None = None) -> None:
         self._patterns = [(name, compile_pattern(pattern)) for name, pattern in config.patterns.items()]
         self._function = function
 
     def find(self, text: str) -> list[Found]:
-        """Matches, in order; matches that overlap are one place under the name of its first part.
+        """Return the matches in order; overlapping ones are merged under the name of the first.
 
         Raises:
-            DataError: the function raised something, or returned what is no place in the text.
+            DataError: the function raised an error, or returned an invalid place.
         """
-        legal = text.encode("utf-8", "replace").decode()  # as many characters, without lone surrogates
+        legal = text.encode("utf-8", "replace").decode()  # same length, without lone surrogates
         places = [
             Found(match.start(), match.end(), name)
             for name, pattern in self._patterns
@@ -57,7 +57,7 @@ class Redactor:
         return found
 
     def replace(self, text: str) -> str:
-        """``text`` with `[NAME]` in each place. Raises DataError, see ``find``."""
+        """Replace each match in ``text`` by `[NAME]`. Raises DataError, see ``find``."""
         parts, end = list[str](), 0
         for place in self.find(text):
             parts += [text[end : place.start], f"[{place.name}]"]
@@ -65,7 +65,7 @@ class Redactor:
         return "".join([*parts, text[end:]])
 
     def replace_all(self, value: Any) -> Any:
-        """The same for every text in a JSON value; keys stay as they are."""
+        """Replace matches in every string of a JSON value; keys are not changed."""
         if isinstance(value, str):
             return self.replace(value)
         if isinstance(value, dict):
@@ -76,7 +76,7 @@ class Redactor:
 def _places(function: Finder, text: str) -> list[Found]:
     try:
         found = [Found(int(start), int(end), str(name)) for start, end, name in function(text)]
-    except Exception as error:  # of the user: anything may come out of it
+    except Exception as error:  # code of the user may raise anything
         raise DataError(f"the redaction function failed: {error!r}") from error
     wrong = next((place for place in found if not 0 <= place.start <= place.end <= len(text)), None)
     if wrong is not None:

@@ -16,7 +16,7 @@ __all__ = ["Rows", "check_rows", "open_rows"]
 
 
 class Rows(Protocol):
-    """A table of rows. Reading an index twice gives equal rows, in every process."""
+    """Table of rows. Reading an index twice gives equal rows, in every process."""
 
     @property
     def name(self) -> str:
@@ -24,25 +24,25 @@ class Rows(Protocol):
 
     @property
     def endless(self) -> bool:
-        """Indices at and above ``len`` are valid too and give further rows."""
+        """True if indices at and above ``len`` are also valid and give further rows."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Parts of the source that were left out while opening, in words."""
+        """Descriptions of parts of the source that were left out at opening."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     def where(self, index: int) -> str:
-        """Place of a row, for error messages: `train.jsonl, line 7`."""
+        """Return the place of a row, for error messages: `train.jsonl, line 7`."""
 
 
 def open_rows(source: Source, *, seed: int = 0) -> Rows:
-    """Open one source. ``seed`` matters to generators only. Reads the whole source: call it off the event loop.
+    """Open one source. ``seed`` is used by generators only. Reads the whole source: call it off the event loop.
 
     Raises:
-        DataError: no such file, nothing in it, or a line that is not a row; names the file and the line.
+        DataError: the file is missing or empty, or a line is not a row; names the file and the line.
     """
     if isinstance(source, AdditionSource):
         return AdditionRows(source, seed)
@@ -56,6 +56,6 @@ def open_rows(source: Source, *, seed: int = 0) -> Rows:
 
 
 def check_rows(rows: Rows, use: Callable[[dict[str, Any], str], object], *, first: int | None = None) -> None:
-    """Apply ``use(row, where)`` to each row, or to the ``first`` ones, for the errors it raises."""
+    """Call ``use(row, where)``, which raises on errors, for each row, or for the ``first`` ones."""
     for index in range(len(rows) if first is None else min(first, len(rows))):
         use(rows[index], rows.where(index))

@@ -1,4 +1,4 @@
-"""Needs of a job's scorers in each row, checked before anything runs."""
+"""Fields that a job's scorers need in each row, checked before the job runs."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from penstock.shared.errors import DataError
 __all__ = ["ScorerNeeds"]
 
 _GIVEN = {"prompt", "completion", "answer"}
-"""Fields of a judge's template that do not come from the row."""
+"""Fields of a judge's template that are not taken from the row."""
 
 
 class ScorerNeeds:
-    """Call it with a row and its place."""
+    """Callable that checks a row, given its place."""
 
     def __init__(self, config: RewardConfig, *, has_answer: bool) -> None:
-        """``has_answer``: rows give a reference answer.
+        """Collect the needs of the scorers. ``has_answer``: rows have a reference answer.
 
         Raises:
             DataError: a scorer needs an answer that no row has, or a judge's template is broken.
@@ -53,7 +53,7 @@ class ScorerNeeds:
         """Check one row.
 
         Raises:
-            DataError: it lacks something; says what and where.
+            DataError: a field is missing or invalid; names the field and the place.
         """
         for field, where in self._fields:
             if field not in row:

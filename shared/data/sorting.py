@@ -1,4 +1,4 @@
-"""Endless sorting problems with answers of very different lengths, a pure function of seed and index."""
+"""Generated sorting problems with answers of very different lengths, a pure function of seed and index."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from penstock.shared.config.data import SORTING_SYMBOLS, SortingSource
 __all__ = ["SortingRows"]
 
 LONGEST_ASTRAY, END_ASTRAY = 63, 1 / 16
-"""Most symbols of an answer that goes astray, and the probability that a symbol after that place is its last."""
+"""Longest corrupted answer in symbols, and the probability that it ends after a random symbol."""
 RAMBLING = SORTING_SYMBOLS[::-1]
-"""An answer that has nothing to do with its problem. Each symbol follows from the one before, the end from the last:
-who has learnt it does not end earlier."""
+"""Answer that is unrelated to its problem. Each symbol follows from the one before, and the end from the last one: a
+policy that has learnt it does not end earlier."""
 
 
 class SortingRows:
-    """Row i is ``{"prompt": "b7Ka=", "answer": "7Kab", "items": 4}``: different symbols, to be put in their order."""
+    """Row i is ``{"prompt": "b7Ka=", "answer": "7Kab", "items": 4}``: distinct symbols to sort."""
 
     endless = True
     notes: tuple[str, ...] = ()
@@ -47,12 +47,12 @@ class SortingRows:
         return {"prompt": "".join(items) + "=", "answer": answer, "items": num_items}
 
     def where(self, index: int) -> str:
-        """Description and row number."""
+        """Return description and row number."""
         return f"{self.name}, row {index}"
 
 
 def _astray(answer: str, draws: random.Random) -> str:
-    """The beginning of ``answer``, then symbols at random: at each of them the end is equally likely."""
+    """Return a prefix of ``answer`` followed by random symbols, with a constant probability of ending after each."""
     answer = answer[: draws.randrange(min(len(answer), LONGEST_ASTRAY))] + draws.choice(SORTING_SYMBOLS)
     while len(answer) < LONGEST_ASTRAY and draws.random() >= END_ASTRAY:
         answer += draws.choice(SORTING_SYMBOLS)

@@ -1,4 +1,4 @@
-"""Tasks that an environment brings: a row is a number, and the env service knows what it stands for."""
+"""Tasks of an environment: a row is a number that the env service interprets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["TaskRows"]
 
 
 class TaskRows:
-    """Rows ``{"task": n}``; prompt and answer stand in for those of the task."""
+    """Rows ``{"task": n}``; prompt and answer are placeholders for those of the task."""
 
     endless = False
     notes: tuple[str, ...] = ()
@@ -29,5 +29,5 @@ class TaskRows:
         return {"task": task, "prompt": f"task {task}", "answer": ""}
 
     def where(self, index: int) -> str:
-        """Which task."""
+        """Return the number of the task."""
         return f"task {self._config.skip + index}"

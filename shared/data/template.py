@@ -11,13 +11,13 @@ from penstock.shared.errors import DataError
 __all__ = ["Template"]
 
 MAX_WIDTH = 1000
-"""Largest width or precision in a placeholder: a job file must not make a prompt of gigabytes."""
+"""Largest width or precision in a placeholder, so that a job file cannot make a prompt of gigabytes."""
 _FIRST_NAME = re.compile(r"[^.\[]*")
 _NUMBER = re.compile(r"\d+")
 
 
 class _BoundedFormatter(string.Formatter):
-    """``str.format`` that refuses large widths and precisions, also those that come from the row (``{a:>{b}}``)."""
+    """``str.format`` with bounded widths and precisions, including those that come from the row (``{a:>{b}}``)."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         for number in _NUMBER.findall(format_spec):
@@ -30,10 +30,10 @@ _FORMATTER = _BoundedFormatter()
 
 
 class Template:
-    """A Python format string such as ``Question: {question}``; fields are looked up in a row."""
+    """Python format string such as ``Question: {question}``; fields are looked up in a row."""
 
     def __init__(self, text: str, where: str) -> None:
-        """``where`` is the configuration key, for messages.
+        """Parse a template. ``where`` is the configuration key, for messages.
 
         Raises:
             DataError: the text is not a format string, or a placeholder has no field name.
@@ -49,7 +49,7 @@ class Template:
             raise DataError(f"{where}: '{text}' has a placeholder without a field name")
 
     def render(self, row: dict[str, Any], place: str) -> str:
-        """Fill in ``row``; ``place`` says where it stands.
+        """Fill in ``row``; ``place`` names it in errors.
 
         Raises:
             DataError: the row lacks a field, or the value cannot be formatted that way.
@@ -64,6 +64,6 @@ class Template:
 
 
 def missing_field(place: str, name: str, row: dict[str, Any], where: str) -> str:
-    """Message for a row that lacks a field."""
+    """Return the message for a row that lacks a field."""
     fields = ", ".join(sorted(row)) or "none"
     return f"{place}: the row has no field '{name}' that {where} needs; its fields: {fields}"

@@ -1,4 +1,4 @@
-"""Objects that a job file names by a dotted path: functions and classes of the user."""
+"""Imports functions and classes of the user, which a job file names by a dotted path."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from penstock.shared.errors import PenstockError
 __all__ = ["code_path", "import_named"]
 
 CODE = "code"
-"""Folder of uploaded files, below the data directory."""
+"""Folder of uploaded files, in the data directory."""
 
 
 def code_path(data_dir: Path, digest: str) -> Path:
-    """Where the uploaded file with this SHA-256 is."""
+    """Return the path of the uploaded file with this SHA-256."""
     return data_dir / CODE / f"{digest}.py"
 
 
 def import_named(path: str, *, what: str, beside: str, error: type[PenstockError]) -> Any:
-    """The callable at ``package.module:name`` (or ``package.module.name``), or at ``file@SHA256:name``, in a file that
-    was uploaded with the job. The import itself runs code of the user.
+    """Import the callable at ``package.module:name`` (or ``package.module.name``), or at ``file@SHA256:name`` in a file
+    uploaded with the job. The import executes code of the user.
 
     Args:
-        what: what it is for, in messages.
+        what: purpose, for messages.
         beside: the service that imports it.
-        error: what is raised where there is nothing of that name to be imported, or it is not callable. Whatever else
-            the user's module raises is left as it is.
+        error: exception type to raise if the name does not exist or is not callable. Other exceptions of the user's
+            module propagate unchanged.
     """
     module, _, name = path.rpartition(":" if ":" in path else ".")
     if not module:
@@ -57,7 +57,8 @@ def _callable(found: Any, path: str, what: str, error: type[PenstockError]) -> A
 
 
 def _uploaded(module: str, what: str, beside: str, error: type[PenstockError]) -> ModuleType:
-    """An uploaded file as a module of a private name, which no installed one has. What it raises is left as it is."""
+    """Import an uploaded file as a module with a private name, distinct from installed ones. Its exceptions
+    propagate."""
     stem, _, digest = module.partition("@")
     name = f"penstock_code_{digest}"
     if name in sys.modules:

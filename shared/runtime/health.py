@@ -1,4 +1,4 @@
-"""``/healthz``, ``/readyz`` and ``/metrics`` of a process, on a tiny HTTP server without dependencies."""
+"""HTTP server with ``/healthz``, ``/readyz`` and ``/metrics`` of a process, without dependencies."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ JSON = "application/json"
 
 
 class HealthServer:
-    """Serves until the ``async with`` block ends. ``ready`` returns whether, and details for people."""
+    """Serves until the ``async with`` block ends. ``ready`` returns the readiness, and details for display."""
 
     def __init__(self, host: str, port: int, ready: Callable[[], tuple[bool, dict[str, Any]]]) -> None:
         self.host = host
         self.port = port
-        """The real port once started, where 0 was given."""
+        """Port; after the start the real one, if 0 was given."""
         self._ready = ready
         self._server: asyncio.Server | None = None
 
@@ -58,7 +58,7 @@ class HealthServer:
                     writer.write((lines + "Connection: close\r\n\r\n").encode())
                 await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # a client that went away or never asked
+            pass  # the client disconnected or never sent a request
         finally:
             writer.close()
 

@@ -1,4 +1,4 @@
-"""Follow the job records: one task for every job that is not terminal. Used by every worker service."""
+"""Watches the job records and runs one task per non-terminal job. Used by every worker service."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 RESTART_S = 1.0
 AGAIN_S = 30.0
-"""Memory is released once more so long after a job: by then threads that still computed for it have mostly ended."""
+"""Delay of the second release of memory after a job (seconds): by then most threads that still computed for it have
+ended."""
 
 
 class _Status(msgspec.Struct, frozen=True):
@@ -39,7 +40,7 @@ class _Status(msgspec.Struct, frozen=True):
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """Of a record only what says whether its job is over: most jobs of an old deployment are."""
+    """Phase of a job record: most jobs of an old deployment are over, and the rest of their records is not decoded."""
 
     status: _Status = _Status()
 
@@ -62,20 +63,21 @@ async def watch_jobs(
     amend: Callable[[str, AnyJob], None] = lambda job, config: None,
     on_end: Callable[[str], None] = lambda job: None,
 ) -> None:
-    """Run ``open_session(job, config)`` for each running job until the job ends; again if it breaks. Until cancelled.
+    """Run ``open_session(job, config)`` for each running job until the job ends, with restarts after failures. Runs
+    until cancelled.
 
-    Evaluation jobs go to ``open_evaluation``, embodied ones to ``open_embodied``, deployments to ``open_serving``; a
-    service without one has no part in them. ``amend(job, config)`` is called when the job file changed; a session that
-    is opened again gets the newest one.
+    Evaluation jobs use ``open_evaluation``, embodied ones ``open_embodied``, deployments ``open_serving``; a service
+    without one ignores such jobs. ``amend(job, config)`` is called when the job file changed; a restarted session gets
+    the newest one.
 
-    ``on_end(job)`` is called when a job is over and its session, if there was one, is closed; also for jobs that ended
-    while this process was not there, so it must be safe to repeat.
+    ``on_end(job)`` is called when a job is over and its session, if any, is closed; also for jobs that ended while this
+    process was not running, so it must be idempotent.
     """
     sessions = _Sessions(open_session, open_evaluation, open_embodied, open_serving, amend)
     watch = bus.kv(subjects.JOBS).watch("")
     try:
         async for entry in watch:
-            if entry.value is None:  # deleted; that it ended may not have been seen here
+            if entry.value is None:  # deleted; its end may not have been observed here
                 await sessions.end(entry.key)
                 on_end(entry.key)
                 continue
@@ -97,24 +99,24 @@ async def watch_jobs(
 
 
 async def release_memory(after_s: float = 0.0) -> None:
-    """Give back what a job left behind in this process.
+    """Release the memory that a job left behind in this process.
 
-    Sessions, engines and their tensors refer to each other, so that only a full collection frees them, with the weight
-    slots that they map; none may come for hours once nothing new is allocated. Then the C library keeps the freed
-    tensors of up to 32 MiB each: ``malloc_trim`` hands their pages back to the system.
+    Sessions, engines and their tensors refer to each other, so that only a full collection frees them, and with them
+    the weight slots that they map; without new allocations, none may run for hours. After it, the C library keeps the
+    freed tensors of up to 32 MiB each: ``malloc_trim`` returns their pages to the system.
     """
     await asyncio.sleep(after_s)
-    gc.collect()  # here and not in a thread: what it finalizes belongs to this loop
+    gc.collect()  # not in a thread: finalizers use objects of this loop
     await asyncio.to_thread(_trim)
 
 
 def _trim() -> None:
-    with contextlib.suppress(OSError, AttributeError):  # another C library
+    with contextlib.suppress(OSError, AttributeError):  # a different C library
         ctypes.CDLL(None).malloc_trim(0)
 
 
 class _Sessions:
-    """The sessions of this process and the job files as they are now."""
+    """Sessions of this process, and the current job files."""
 
     def __init__(
         self,
@@ -131,7 +133,7 @@ class _Sessions:
         self._releasing: asyncio.Task[None] | None = None
 
     def follow(self, job: str, config: AnyJob) -> None:
-        """The record of a job that runs was read."""
+        """Handle the record of a running job: open its session, or amend it."""
         before, self._configs[job] = self._configs.get(job), config
         if before is not None and before != config:
             self._amend(job, config)
@@ -140,11 +142,11 @@ class _Sessions:
             self._tasks[job] = asyncio.create_task(_keep_open(job, partial(self._open, job)))
 
     async def end(self, job: str) -> None:
-        """The job is over."""
+        """Close the session of a job that is over."""
         if job in self._tasks:
             await end_tasks(
                 [self._tasks[job]]
-            )  # stays there until it is over: `close` waits for it where this is cancelled
+            )  # kept in _tasks until it has ended: if this call is cancelled, `close` waits for it
             del self._tasks[job]
             await release_memory()
             if self._releasing is not None:
@@ -153,7 +155,7 @@ class _Sessions:
         self._configs.pop(job, None)
 
     async def close(self) -> None:
-        """End all sessions."""
+        """Close all sessions."""
         await end_tasks([*self._tasks.values(), *([] if self._releasing is None else [self._releasing])])
 
     async def _open(self, job: str) -> None:
@@ -162,7 +164,7 @@ class _Sessions:
         await opener()
 
     def _opener(self, job: str, config: AnyJob) -> Callable[[], Awaitable[None]] | None:
-        """Open the session of a job; None where this service has no part in its kind."""
+        """Return the function that opens the session of a job; None if this service ignores its kind."""
         match config:
             case JobConfig():
                 return partial(self._open_session, job, config)
@@ -181,6 +183,6 @@ async def _keep_open(job: str, open_session: Callable[[], Awaitable[None]]) -> N
         if error is None:
             return
         logger.error("session of job %s broke; opening it again in %g s", job, RESTART_S, exc_info=error)
-        error = None  # its traceback holds whatever the session held
+        error = None  # its traceback references all objects of the session
         await release_memory()
         await asyncio.sleep(RESTART_S)

@@ -1,16 +1,16 @@
-"""The right to write: a compare-and-set lease in the ``leases`` bucket, with an epoch that only grows.
+"""Leases that grant the right to write: compare-and-set entries in the ``leases`` bucket, with an increasing epoch.
 
-A lease is taken over by *observed silence*: whoever saw the entry unchanged for the lease's length on its own
-monotonic clock may replace it. No clocks are compared between hosts, and the store expires nothing: an expiry that the
-server does is silent, no shorter than a second, and leaves markers that refuse a new entry. Time during which the bus
-was away does not count as silence, for then the holder could not speak either.
+A lease is taken over after *observed silence*: a process that saw the entry unchanged for the length of the lease, on
+its own monotonic clock, may replace it. No clocks are compared between hosts, and the store does not expire entries:
+expiry by the server sends no event, has a resolution of a second, and leaves markers that block a new entry. Time
+during which the bus was unreachable does not count as silence, because the holder could not renew either.
 
-The epoch goes up with every acquisition and stands in everything the holder writes. Receivers refuse lower ones, so a
-holder that was stopped and wakes up late does no harm.
+The epoch rises with every acquisition and is part of everything the holder writes. Receivers reject lower epochs, so a
+holder that was suspended and resumes late does no harm.
 
-The holder renews it in a thread of its own, over a connection of its own: work that holds the event loop up for seconds
-does not cost the lease. A process that is stopped renews nothing, and one whose event loop gives no sign for ``HUNG_S``
-is taken for dead: its thread ends the lease.
+The holder renews its lease in a separate thread, over a separate connection: work that blocks the event loop for
+seconds does not lose the lease. A suspended process renews nothing, and if its event loop does not run for ``HUNG_S``,
+the process is considered dead: its thread ends the lease.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Lease", "LeaseRecord"]
 log = logging.getLogger(__name__)
 
 HUNG_S = 30.0
-"""An event loop that ran nothing for so long hangs: whoever waits for the lease may have it."""
+"""Time without activity of the event loop after which the process loses the lease (seconds)."""
 CONNECT_S = 2.0
 
 
@@ -45,7 +45,7 @@ class LeaseRecord(msgspec.Struct, frozen=True):
 
 
 class Lease:
-    """One lease, for one holder. ``acquire``, then run ``keep`` beside the work, then ``release``.
+    """Lease of one holder. ``acquire``, then run ``keep`` beside the work, then ``release``.
 
     ``held`` and ``check`` may be called from any thread. ``hung_s``: see ``HUNG_S``.
     """
@@ -64,7 +64,7 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """True if the lease is held and was renewed recently enough that nobody else can have it."""
+        """True if the lease is held and was renewed recently enough that no other process can hold it."""
         return self._held and time.monotonic() - self._renewed < self.lease_s
 
     def check(self) -> None:
@@ -73,12 +73,12 @@ class Lease:
             raise Fenced(f"lease '{self.key}' is not held any more by '{self.holder}' (epoch {self.epoch})")
 
     async def acquire(self, deadline_s: float | None = None) -> int:
-        """Wait until the lease is ours; returns its epoch, higher than any before.
+        """Wait until this process holds the lease; return its epoch, higher than any before.
 
-        A released lease and our own (a process that restarted under the same name) are taken at once.
+        A released lease, and one of this holder's name (after a restart), are taken at once.
 
         Raises:
-            DeadlineError: somebody else held it until the deadline; without a deadline it waits for ever.
+            DeadlineError: another process held it until the deadline; without a deadline the wait has no limit.
         """
         start = time.monotonic()
         silence = _Silence(longest_gap_s=self.lease_s / 2)
@@ -100,10 +100,10 @@ class Lease:
             await asyncio.sleep(min(self.lease_s / 5, 0.5))
 
     async def keep(self) -> None:
-        """Have a thread renew three times per lease length, until the lease is lost or this is cancelled.
+        """Renew three times per lease length, in a thread, until the lease is lost or this call is cancelled.
 
         Raises:
-            Fenced: somebody else has it, or it could not be renewed in time. The holder must stop writing.
+            Fenced: another process holds it, or it could not be renewed in time. The holder must stop writing.
         """
         self.check()
         self._beat = time.monotonic()
@@ -113,7 +113,7 @@ class Lease:
             while not renewing.over.done():
                 self._beat = time.monotonic()
                 pause_s = min(1.0, self.hung_s / 4)
-                if not renewing.connected:  # on a busy host that may take longer than the lease lasts
+                if not renewing.connected:  # on a busy host this may take longer than the lease
                     pause_s = min(pause_s, self.lease_s / 5)
                     await self._renew_meanwhile()
                 await asyncio.wait({renewing.over}, timeout=pause_s)
@@ -123,7 +123,7 @@ class Lease:
         raise Fenced(f"lease '{self.key}' is not renewed any more: {renewing.reason}")
 
     async def _renew_meanwhile(self) -> None:
-        """Renew over the connection of the holder where it is time to. Raises Fenced."""
+        """Renew over the connection of the holder when due, until the thread is connected. Raises Fenced."""
         if time.monotonic() - self._renewed < self.lease_s / 3:
             return
         try:
@@ -146,10 +146,10 @@ class Lease:
                 log.warning("lease '%s' could not be renewed: %s", self.key, error)
 
     async def renew(self, bus: Bus | None = None) -> None:
-        """Write the entry once more, over ``bus`` (default: the holder's).
+        """Write the entry again, over ``bus`` (default: the holder's).
 
         Raises:
-            Fenced: somebody else wrote to it, or it ran out before.
+            Fenced: another process wrote to it, or it had expired.
             Unavailable: the bus did not answer while the lease was valid.
         """
         self.check()
@@ -166,11 +166,11 @@ class Lease:
                 raise Fenced(
                     f"lease '{self.key}' was taken by '{record.holder}' (epoch {record.epoch} > {self.epoch})"
                 ) from None
-            self._revision = entry.revision  # our own renewal whose answer was lost
+            self._revision = entry.revision  # an own renewal whose response was lost
         self._renewed = asked
 
     async def release(self) -> None:
-        """Give it up so that the next holder need not wait. Never raises for a lease that is lost already."""
+        """Release the lease so that the next holder need not wait. Never raises if the lease is lost already."""
         if not self._held:
             return
         self._held = False
@@ -178,7 +178,7 @@ class Lease:
         try:
             try:
                 await self._kv.update(self.key, empty, self._revision, deadline_s=1.0)
-            except Conflict:  # a renewal that was cut off may be there all the same
+            except Conflict:  # a cancelled renewal may be stored nevertheless
                 entry = await self._kv.get(self.key, deadline_s=1.0)
                 record = _decode(entry)
                 if entry is None or (record.holder, record.epoch) != (self.holder, self.epoch):
@@ -207,7 +207,7 @@ class Lease:
 
 
 class _Renewing:
-    """The thread of one lease. ``over`` is done once it renews no more, and ``reason`` says why."""
+    """Renewal thread of one lease. ``over`` is done once it has stopped renewing, for ``reason``."""
 
     def __init__(self, lease: Lease, bus: Bus) -> None:
         self._lease, self._bus = lease, bus
@@ -220,11 +220,11 @@ class _Renewing:
         self._stopped = False
 
     def start(self) -> None:
-        """Begin to renew."""
+        """Start the thread."""
         threading.Thread(target=self._run, name=f"lease {self._lease.key}", daemon=True).start()
 
     async def stop(self) -> None:
-        """Return once it renews no more, also where this task is cancelled meanwhile."""
+        """Stop the thread and wait for it, even if this task is cancelled meanwhile."""
         with self._lock:
             self._stopped = True
             if self._inside is not None:
@@ -237,7 +237,7 @@ class _Renewing:
     def _run(self) -> None:
         try:
             asyncio.run(self._renew())
-        except Exception as error:  # whatever it was, nobody renews any more: the holder must know
+        except Exception as error:  # after any error the lease is not renewed: notify the holder
             log.exception("the thread that renews lease '%s' failed", self._lease.key)
             self._end(str(error))
 
@@ -250,7 +250,7 @@ class _Renewing:
         await asyncio.wait({task})
         with self._lock:
             self._inside = None
-        self._end(self.reason)  # a task that was cancelled before it began did not say so itself
+        self._end(self.reason)  # a task cancelled before it began did not call _end itself
         if not task.cancelled() and (error := task.exception()) is not None:
             raise error
 
@@ -276,14 +276,14 @@ class _Renewing:
             if not self.over.done():
                 self.over.set_result(None)
 
-        with contextlib.suppress(RuntimeError):  # the loop of the holder is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop of the holder is closed, so no task waits
             self._loop.call_soon_threadsafe(end)
 
 
 class _Silence:
-    """How long an entry was watched without a gap and without a change.
+    """Time during which an entry was observed without interruption and without a change.
 
-    A gap in watching (the bus was away, this process was stopped) starts it anew.
+    An interruption (the bus was unreachable, this process was suspended) restarts it.
     """
 
     def __init__(self, longest_gap_s: float) -> None:
@@ -292,7 +292,8 @@ class _Silence:
         self._since = self._before = 0.0
 
     def observe(self, entry: Entry | None, reconnects: int, asked: float) -> float:
-        """Seconds between the first sight of this revision and ``asked``, when the newest look began."""
+        """Return the seconds between the first observation of this revision and ``asked``, the start of the newest
+        read."""
         now = time.monotonic()
         what = (entry.revision if entry is not None else 0, reconnects)
         if what != self._what or now - self._before > self._longest_gap_s:

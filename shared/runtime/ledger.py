@@ -1,12 +1,12 @@
-"""A job's whole ledger: segments in an archive, then what the stream LEDGER still has.
+"""Complete ledger of a job: segments in an archive, then the entries that remain in the stream LEDGER.
 
 The writer of a ledger moves old entries from the stream to segments::
 
     segment written and fsync'd ──► named by the next entry (compare-and-set) ──► its entries purged from the stream
 
-Every entry since then carries the newest segment's name in its header ``ARCHIVED``. A segment's name holds its SHA-256,
-and each segment names the one before: who has read the newest entry knows every byte that must be in the archive. A
-writer that was replaced may leave a segment behind that no entry names; nobody reads it.
+Every later entry has the newest segment's name in its header ``ARCHIVED``. A segment's name contains its SHA-256, and
+each segment names its predecessor, so that the newest entry determines every byte of the archive. A replaced writer may
+leave a segment behind that no entry names; such a segment is never read.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ __all__ = [
 ]
 
 ARCHIVED = "Penstock-Archived"
-"""Header of a ledger entry: name of the newest segment; everything up to its last entry stands in the archive."""
+"""Header of a ledger entry: name of the newest segment, which ends the archived part of the ledger."""
 MAGIC = b"penstock ledger segment 1\n"
 FOLDER = "ledgers"
 _NAME = re.compile(r"([0-9]{8})-([0-9]{1,20})-([0-9a-f]{64})", re.ASCII)
 _RECORD = struct.Struct(">QI")
-"""Before each entry: its sequence in LEDGER and its length in bytes."""
+"""Prefix of each entry: its sequence in LEDGER and its length in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """The events of one decision, encoded, and its sequence in LEDGER."""
+    """Encoded events of one decision, with their sequence in LEDGER."""
 
     seq: int
     data: bytes
@@ -69,21 +69,21 @@ class Segment:
 
     @property
     def name(self) -> str:
-        """Under which the archive has it."""
+        """Name of the segment in the archive."""
         return f"{self.number:08d}-{self.last_seq}-{self.digest}"
 
 
 class LedgerArchive(Protocol):
-    """Where segments are kept. Methods block: call them off the event loop."""
+    """Storage of segments. Methods block: call them off the event loop."""
 
     def put(self, job: str, name: str, data: bytes) -> None:
         """Store durably. Raises OSError."""
 
     def get(self, job: str, name: str) -> bytes:
-        """Raises NotFound; OSError where it cannot be read."""
+        """Read a segment. Raises NotFound; OSError if it cannot be read."""
 
     def delete(self, job: str) -> None:
-        """Delete all segments of a job; harmless without any. Raises OSError."""
+        """Delete all segments of a job, if any. Raises OSError."""
 
 
 class FileArchive:
@@ -123,7 +123,7 @@ class FileArchive:
 
 
 def ledger_archive(data_dir: Path) -> LedgerArchive:
-    """The archive of a deployment's ledgers."""
+    """Return the archive of a deployment's ledgers."""
     return FileArchive(data_dir / FOLDER)
 
 
@@ -136,7 +136,7 @@ def _sync(folder: Path) -> None:
 
 
 def segment_of(headers: Mapping[str, str], job: str) -> Segment | None:
-    """The newest segment that an entry names; None: nothing of the ledger was archived before it."""
+    """Return the newest segment that an entry names; None: nothing was archived before it."""
     text = headers.get(ARCHIVED)
     if text is None:
         return None
@@ -147,13 +147,13 @@ def segment_of(headers: Mapping[str, str], job: str) -> Segment | None:
 
 
 def newest_segment(messages: Iterable[Message], job: str) -> Segment | None:
-    """The newest segment that any of these entries names."""
+    """Return the newest segment that any of these entries names."""
     found = (segment_of(message.headers, job) for message in messages)
     return max((segment for segment in found if segment is not None), key=lambda one: one.number, default=None)
 
 
 def encode_segment(job: str, entries: Sequence[LedgerEntry], before: Segment | None) -> tuple[Segment, bytes]:
-    """The segment behind ``before`` with these entries (at least one), and its bytes."""
+    """Build the segment after ``before`` with these entries (at least one); return it and its bytes."""
     header = {"job": job, "number": before.number + 1 if before else 1, "before": before.name if before else ""}
     records = (_RECORD.pack(entry.seq, len(entry.data)) + entry.data for entry in entries)
     data = b"".join([MAGIC, msgspec.json.encode(header), b"\n", *records])
@@ -162,7 +162,7 @@ def encode_segment(job: str, entries: Sequence[LedgerEntry], before: Segment | N
 
 
 def decode_segment(job: str, segment: Segment, data: bytes) -> list[LedgerEntry]:
-    """The entries of a segment that was stored under its name. Raises ArchiveError."""
+    """Return the entries of a segment, verified against its name. Raises ArchiveError."""
     if hashlib.sha256(data).hexdigest() != segment.digest:
         raise ArchiveError(
             f"segment {segment.number} of the ledger of job '{job}' was changed: it does not hash to its name "
@@ -179,7 +179,7 @@ def decode_segment(job: str, segment: Segment, data: bytes) -> list[LedgerEntry]
 
 
 def _before(job: str, segment: Segment, data: bytes) -> Segment | None:
-    """The segment that this one names as the one before; None for the first."""
+    """Return the predecessor that a segment names; None for the first."""
     header = msgspec.json.decode(data[len(MAGIC) : data.index(b"\n", len(MAGIC))])
     before = segment_of({ARCHIVED: header["before"]}, job) if header["before"] else None
     if header["job"] != job or (before.number if before else 0) != segment.number - 1:
@@ -200,7 +200,7 @@ def _fetch(archive: LedgerArchive | None, job: str, segment: Segment) -> bytes:
 
 
 def _chain(archive: LedgerArchive | None, job: str, newest: Segment) -> list[Segment]:
-    """Every segment up to ``newest``, the first one first; each one's digest is verified on the way."""
+    """Return all segments up to ``newest``, in order; verifies each one's digest."""
     found = [newest]
     while True:
         data = _fetch(archive, job, found[-1])
@@ -214,10 +214,11 @@ def _chain(archive: LedgerArchive | None, job: str, newest: Segment) -> list[Seg
 async def scan_ledger(
     bus: Bus, job: str, archive: LedgerArchive | None, *, end_seq: int | None = None
 ) -> AsyncGenerator[LedgerEntry, None]:
-    """Every entry of a job's ledger, in order, up to its present end or ``end_seq``; at most one segment is in memory.
+    """Yield every entry of a job's ledger, in order, up to its current end or ``end_seq``; at most one segment is in
+    memory.
 
     Raises:
-        ArchiveError: a segment is missing or was changed; says which one.
+        ArchiveError: a segment is missing or was changed; the message names it.
         Unavailable: the bus does not answer.
     """
     # A purge during this read came after an entry that names what was purged; that entry is read, too.
@@ -234,5 +235,5 @@ async def scan_ledger(
 
 
 async def read_ledger(bus: Bus, job: str, archive: LedgerArchive | None) -> list[LedgerEntry]:
-    """All that ``scan_ledger`` yields."""
+    """Return all entries that ``scan_ledger`` yields."""
     return [entry async for entry in scan_ledger(bus, job, archive)]

@@ -1,6 +1,6 @@
-"""Logs as JSON lines on stderr, and in files where asked for.
+"""Logs as JSON lines on stderr, and optionally in files.
 
-What a task works on travels in context variables and stands in every line.
+Fields of the current task (job, trace) are kept in context variables and added to every line.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ __all__ = ["JsonFormatter", "bound", "setup_logging"]
 
 FILE_BYTES = 16 << 20
 KEEP_S = 7 * 86_400.0
-"""A file that nobody has written to for this long is removed when a service starts."""
+"""Age since the last write after which a log file is removed when a service starts (seconds)."""
 
 _context: ContextVar[dict[str, Any] | None] = ContextVar("penstock_log_context", default=None)
 _STANDARD = frozenset(vars(logging.LogRecord("", 0, "", 0, "", None, None))) | {"message", "asctime", "taskName"}
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (UTC), level, logger, message, bound fields, trace, ``extra`` fields, error."""
+    """Formats one JSON object per line: time (UTC), level, logger, message, bound fields, trace, ``extra`` fields,
+    error."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without a newline."""
+        """Return the line, without a newline."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -61,7 +62,7 @@ def bound(**fields: Any) -> Iterator[None]:
 
 
 def setup_logging(level: str, *, service: str, worker: str, directory: Path | None = None) -> None:
-    """Replace the root logger's handlers by one that writes JSON lines to stderr, and one for a file in ``directory``.
+    """Replace the root logger's handlers by one for JSON lines on stderr, and one for a file in ``directory``.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -83,7 +84,7 @@ def setup_logging(level: str, *, service: str, worker: str, directory: Path | No
 
 
 def _open_file(directory: Path, service: str, worker: str) -> logging.Handler:
-    """Lines go to ``<service>-<worker>.log``, which is set aside once when it is full; old files are removed."""
+    """Open ``<service>-<worker>.log``, which is rotated once when full; remove old files."""
     name = worker if worker.startswith(f"{service}-") else f"{service}-{worker}"
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -16,24 +16,24 @@ OTHER_UNITS = ("_milliseconds", "_ms", "_us", "_minutes", "_hours", "_kb", "_mb"
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 REGISTRY = CollectorRegistry()
-"""Text that ``/metrics`` shows."""
+"""Registry of the metrics that ``/metrics`` returns."""
 
 _known: dict[str, MetricWrapperBase] = {}
 W = TypeVar("W", bound=MetricWrapperBase)
 
 
 def counter(name: str, text: str, labels: Sequence[str] = ()) -> Counter:
-    """A count that only grows; its name gets the suffix ``_total``."""
+    """Return a counter, which only grows; its name gets the suffix ``_total``."""
     return _register(Counter, name.removesuffix("_total"), text, labels)
 
 
 def gauge(name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
-    """A value that goes up and down."""
+    """Return a gauge, which can rise and fall."""
     return _register(Gauge, name, text, labels)
 
 
 def histogram(name: str, text: str, labels: Sequence[str] = (), buckets: Sequence[float] = SECONDS) -> Histogram:
-    """A distribution; buckets default to durations from 1 ms to 5 min."""
+    """Return a histogram; default buckets are durations from 1 ms to 5 min."""
     full = _checked(name)
     if full not in _known:
         _known[full] = Histogram(full, text, labels, buckets=buckets, registry=REGISTRY)
@@ -41,7 +41,7 @@ def histogram(name: str, text: str, labels: Sequence[str] = (), buckets: Sequenc
 
 
 def render() -> bytes:
-    """All metrics in Prometheus's text format."""
+    """Return all metrics in Prometheus's text format."""
     return generate_latest(REGISTRY)
 
 

@@ -1,7 +1,7 @@
-"""The life of a service process: settings, logs, health, bus, heartbeats, signals, drain, exit code.
+"""Life cycle of a service process: settings, logs, health, bus, heartbeats, signals, drain, exit code.
 
-Exit codes: 0 ended or drained after SIGTERM/SIGINT; 1 failed, or did not drain in time; 2 wrong configuration.
-A second signal ends the drain at once.
+Exit codes: 0 ended or drained after SIGTERM/SIGINT; 1 failed, or did not drain in time; 2 invalid configuration. A
+second signal aborts the drain.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 CONNECT_S = 5.0
-"""Length of one round of connecting; after each the wait is logged."""
+"""Length of one round of connecting (seconds); the wait is logged after each."""
 RETRY_S = 0.5
 CLOCK_EVERY_S = 10.0
 COORDINATOR = "coordinator"
@@ -51,7 +51,7 @@ LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 
 LAG = metrics.histogram("loop_lag_seconds", "How late the event loop wakes a timer.", (), LAG_BUCKETS_S)
 WORST_LAG = metrics.gauge("loop_lag_worst_seconds", "The latest wake-up of the last 10 to 20 s.")
 PROBE_S = 0.05
-"""Interval of the timers whose lateness is measured."""
+"""Interval of the timers whose delay is measured (seconds)."""
 WORST_OF_S = 10.0
 BUS_UP = metrics.gauge("bus_connected", "1 while the bus is connected.")
 CLOCK_SKEW = metrics.gauge("clock_skew_seconds", "How far the wall clock of this host is ahead of the bus's.")
@@ -59,32 +59,32 @@ BUS_RECONNECTS = metrics.gauge("bus_reconnects", "How often the bus connection w
 
 
 class Service(Protocol):
-    """A service that ``run_service`` runs."""
+    """Service that ``run_service`` runs."""
 
     ready: bool
-    """True if work can be given to it."""
+    """True if the service accepts work."""
 
     async def run(self) -> None:
-        """Serve until cancelled, or return when there is nothing left to do."""
+        """Serve until cancelled, or return when no work is left."""
 
     async def drain(self) -> None:
-        """Finish what is in hand, take nothing new, return when done."""
+        """Finish current work, accept no new work, and return when done."""
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Per job, for the heartbeat."""
+        """Return the status per job, for the heartbeat."""
 
 
 class ServiceFactory(Protocol):
-    """A class (or function with a ``name``) that makes a service."""
+    """Class (or function with a ``name``) that makes a service."""
 
     name: str
 
     def __call__(self, bus: Bus, settings: ServiceSettings) -> Service:
-        """Make it; nothing is awaited yet."""
+        """Make the service, without awaiting anything."""
 
 
 def run_service(factory: ServiceFactory) -> None:
-    """Run a service process to its end; exits the interpreter with its exit code."""
+    """Run a service process to its end and exit the interpreter with its exit code."""
     faulthandler.enable()
     try:
         settings = load_settings()
@@ -93,16 +93,16 @@ def run_service(factory: ServiceFactory) -> None:
     except ConfigError as error:
         sys.stderr.write(f"{factory.name}: {error}\n")
         sys.exit(EXIT_CONFIG)
-    gc.freeze()  # what was imported stays: without it a full collection of a worker stops the loop for 0.25 s
+    gc.freeze()  # imported objects stay: without this a full collection blocks the loop of a worker for 0.25 s
     code = _run(serve_process(factory, settings))
     if code == EXIT_FAILED:
         _leave_threads(code)
-    gc.freeze()  # the rest, or the interpreter goes through every object of torch at exit: a second of CPU
+    gc.freeze()  # freeze all objects, or the interpreter traverses those of torch at exit: a second of CPU
     sys.exit(code)
 
 
 def _leave_threads(code: int) -> NoReturn:
-    """End at once: a thread that waits for a rank that is gone, or is deep in a long step, may never end."""
+    """Exit at once, because a thread that waits for a lost rank, or computes a long step, may not end."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -119,14 +119,14 @@ def _run(main: Coroutine[Any, Any, int]) -> int:
 
 
 async def serve_process(factory: ServiceFactory, settings: ServiceSettings) -> int:
-    """Everything between settings and exit code."""
+    """Run a service with ``settings`` and return the exit code."""
     try:
         process = _Process(factory, settings)
         return await process.serve()
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_CONFIG
-    except Exception:  # the end of the process: whatever it was, it is logged and becomes the exit code
+    except Exception:  # the end of the process: log any error and return the exit code
         log.exception("%s failed", factory.name)
         return EXIT_FAILED
 
@@ -214,9 +214,9 @@ class _Process:
                 log.warning("waiting for the bus: %s", error)
 
     async def _ensure_streams(self, bus: Bus) -> bool:
-        """Coordinators create the streams; the others may not, and wait for them. Returns once all exist.
+        """Create the streams (coordinators) or wait for them (other services); return once all exist.
 
-        Only the coordinator's own service changes sizes, or two settings would fight.
+        Only the coordinator's own service changes sizes, because two settings would conflict.
         """
         settings = self._settings
         told = ""
@@ -240,7 +240,7 @@ class _Process:
             await asyncio.sleep(RETRY_S)
 
     async def _measure_clock(self, bus: Bus) -> bool:
-        """Set bus time, before the service compares anything with it; a wrong clock of this host is told once."""
+        """Set bus time before the service compares times, and warn once about a wrong clock of this host."""
         while True:
             try:
                 skew_s = await bus.measure_clock()
@@ -269,7 +269,8 @@ class _Process:
             LOOP_LAG.set(max(loop.time() - due, 0.0))
 
     async def _sign(self) -> None:
-        """One heartbeat. The last one, after draining, is not ready: whoever ends so is not lost."""
+        """Send one heartbeat. The last one, after draining, is not ready, so that the process is not reported as
+        lost."""
         settings, bus, service = self._settings, self._bus, self._service
         assert bus is not None
         assert service is not None
@@ -320,7 +321,7 @@ class _Process:
 
     @staticmethod
     async def _first(task: asyncio.Task[Any], event: asyncio.Event) -> None:
-        """Return when the task is done or the event is set."""
+        """Wait until the task is done or the event is set."""
         waiter = asyncio.create_task(event.wait())
         try:
             await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
@@ -329,7 +330,7 @@ class _Process:
 
 
 async def _measure_lag() -> None:
-    """Record how late timers of this loop come, until cancelled."""
+    """Measure the delay of this loop's timers until cancelled."""
     loop = asyncio.get_running_loop()
     before, worst, began = 0.0, 0.0, loop.time()
     while True:

@@ -1,4 +1,4 @@
-"""Deadlines, retries and background tasks: no wait without an end, no task without an owner."""
+"""Deadlines, retries and background tasks: every wait has an end, every task has an owner."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ __all__ = [
 T = TypeVar("T")
 MAX_FACTS = 4096
 AGAIN_S = 30.0
-"""Longer than anything takes to clean up."""
+"""Longer than any task's cleanup (seconds)."""
 _ended: WeakSet[asyncio.Task[Any]] = WeakSet()
 """Tasks that `end_tasks` has cancelled."""
 
 
 class Deadline:
-    """A moment ``seconds`` from now on the monotonic clock, to be shared by the steps of one piece of work."""
+    """Deadline ``seconds`` from now on the monotonic clock, shared by the steps of one operation."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -48,19 +48,19 @@ class Deadline:
 
     @property
     def over(self) -> bool:
-        """True if the time is used up."""
+        """True if the deadline has passed."""
         return self.left_s == 0.0
 
     def check(self, what: str) -> None:
-        """Raise DeadlineError, naming ``what``, when the time is used up."""
+        """Raise DeadlineError, naming ``what``, if the deadline has passed."""
         if self.over:
             raise DeadlineError(f"no {what} within {self.seconds:g} s")
 
 
 class WorkSlice:
-    """Keeps a long loop from holding up the event loop: ``await end()`` after each item.
+    """Keeps a long loop from blocking the event loop: ``await end()`` after each item.
 
-    Others run after every ``seconds`` of work; with ``rest_s`` they have at least so long.
+    Other tasks run after every ``seconds`` of work; with ``rest_s`` for at least that long.
     """
 
     def __init__(self, seconds: float = 0.01, *, rest_s: float = 0.0) -> None:
@@ -68,31 +68,34 @@ class WorkSlice:
         self._began = time.monotonic()
 
     async def end(self) -> None:
-        """Let others run if the slice is used up."""
+        """Yield to the event loop if the slice is used up."""
         if time.monotonic() - self._began >= self.seconds:
             await asyncio.sleep(self.rest_s)
             self._began = time.monotonic()
 
 
 def raise_if_cancelled() -> None:
-    """Raise CancelledError if this task was told to end. A TaskGroup that is failing drops that (until Python 3.13)."""
+    """Raise CancelledError if this task was cancelled. A failing TaskGroup drops the cancellation (until Python
+    3.13)."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
 
 
 async def unexpected(work: Awaitable[None]) -> Exception | None:
-    """Await ``work`` and return the error that ended it, whatever it is: a bug of one must not end others."""
+    """Await ``work`` and return the exception that ended it, of any type, so that a bug in one task does not end
+    others."""
     try:
         await work
-    except Exception as error:  # the caller decides; the traceback is kept
+    except Exception as error:  # returned to the caller, with its traceback
         raise_if_cancelled()
         return error
     return None
 
 
 async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results of what runs at once, in order. The first error cancels the others and is raised when they are over."""
+    """Run coroutines concurrently and return their results in order. The first error cancels the others and is
+    raised when they have ended."""
     running = [asyncio.create_task(work) for work in works]
     try:
         if running:
@@ -106,13 +109,13 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancel tasks and wait until they are over, however they end.
+    """Cancel tasks and wait until they have ended, in any way.
 
-    Each is cancelled once: where this wait is cancelled itself, or a second one begins, what they clean up goes on. One
-    that is not over after AGAIN_S may have lost its cancellation, and is cancelled once more.
+    Each is cancelled once: their cleanup continues if this wait is cancelled itself, or if a second one begins. A task
+    that has not ended after AGAIN_S may have lost its cancellation, and is cancelled again.
     """
     for task in tasks:
-        if task not in _ended:  # `cancelling` would not tell: a timeout of the task's own counts there, too
+        if task not in _ended:  # not `cancelling`, which also counts a timeout inside the task
             _ended.add(task)
             task.cancel()
     left = set(tasks)
@@ -120,7 +123,7 @@ async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
         over, left = await asyncio.wait(left, timeout=AGAIN_S)
         for task in over:
             if not task.cancelled():
-                task.exception()  # retrieved, so that nobody complains of it later
+                task.exception()  # mark the exception as retrieved
         for task in left:
             task.cancel()
 
@@ -129,14 +132,14 @@ async def wait_for(awaitable: Awaitable[T], deadline_s: float, what: str) -> T:
     """Await with a deadline.
 
     Raises:
-        DeadlineError: names ``what`` was waited for. The awaitable is cancelled.
+        DeadlineError: the deadline passed; names ``what``. The awaitable is cancelled.
     """
     try:
         async with asyncio.timeout(deadline_s) as scope:
             return await awaitable
     except TimeoutError:
         if not scope.expired():
-            raise  # the awaitable's own, not ours
+            raise  # raised by the awaitable itself
         raise DeadlineError(f"waited {deadline_s:g} s for {what}") from None
 
 
@@ -149,7 +152,7 @@ async def retry(
     first_pause_s: float = 0.05,
     longest_pause_s: float = 2.0,
 ) -> T:
-    """Repeat ``attempt`` while it raises one of ``on``, with doubling pauses of random length in between.
+    """Repeat ``attempt`` while it raises one of ``on``, with doubling, randomised pauses in between.
 
     Raises:
         DeadlineError: no attempt succeeded in time; names ``what`` and the last error.
@@ -172,8 +175,8 @@ async def retry(
 class Background:
     """Tasks that live as long as an ``async with`` block.
 
-    At the end of the block they are cancelled and awaited. A task that raises cancels the block and the other tasks and
-    its error is raised from the block (alone if there is only one, otherwise in an ExceptionGroup).
+    At the end of the block they are cancelled and awaited. If a task raises, the block and the other tasks are
+    cancelled and the block raises its error (alone if there is only one, otherwise in an ExceptionGroup).
     """
 
     def __init__(self) -> None:
@@ -197,7 +200,7 @@ class Background:
             raise
 
     def spawn(self, work: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
-        """Start a task; ``name`` shows in logs and debuggers."""
+        """Start a task; ``name`` appears in logs and debuggers."""
         task = self._group.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -205,9 +208,9 @@ class Background:
 
 
 class Inbox:
-    """Facts that wait until the leader of a job takes them in, one at a time and in order, between its decisions.
+    """Queue of facts for the leader of a job, which applies them one at a time and in order, between its decisions.
 
-    A fact is a coroutine function that takes it in; with a full inbox, ``put`` waits.
+    A fact is a coroutine function that applies it; ``put`` waits while the queue is full.
     """
 
     def __init__(self, max_facts: int = MAX_FACTS) -> None:
@@ -218,7 +221,7 @@ class Inbox:
         await self._facts.put(fact)
 
     async def ask(self, fact: Callable[[], Awaitable[T]]) -> T:
-        """Add a fact, and return its result once the leader has taken it in."""
+        """Add a fact, and return its result once the leader has applied it."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         async def answered() -> None:
@@ -235,10 +238,10 @@ class Inbox:
             self._facts.put_nowait(_nothing)
 
     async def take(self, within_s: float, *, rest_s: float | None = None) -> None:
-        """Wait for a fact, then take in all facts that are there, within the same time: one decision for many groups.
+        """Wait for a fact, then apply all queued facts, within the same time limit: one decision for many groups.
 
-        Later facts stay, because the leader checks the desired state and deadlines in between. ``rest_s``: longest wait
-        for the first fact; None is ``within_s``.
+        Later facts stay queued, because the leader checks the desired state and deadlines in between. ``rest_s``:
+        longest wait for the first fact (seconds); None: ``within_s``.
         """
         try:
             async with asyncio.timeout(within_s if rest_s is None else rest_s):

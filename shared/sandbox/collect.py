@@ -1,4 +1,4 @@
-"""Result of one run: reads its output, and stops it where its time is over or it writes too much."""
+"""Collects the output of one run, and stops it at its time limit or its output limit."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from penstock.shared.sandbox.plan import READY, START_LIMIT_S, STOP, Verdict
 __all__ = ["Outcome", "collect"]
 
 _PATIENCE_S = 10.0
-"""A run that does not end this long after it was stopped means that the warden is dead."""
+"""Time after stopping a run (seconds) after which the warden is considered dead."""
 _CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run: how it ended, its standard output, and what it reported of its steps."""
+    """Outcome of a run: how it ended, its standard output, and the values of its steps."""
 
     verdict: Verdict
     stdout: bytes
     flooded: bool
-    """The run wrote more than it may, and was ended for that."""
+    """True if the run exceeded its output limit and was stopped for it."""
     steps: dict[int, Any]
-    """Value by number of the step; a step that failed is not in it."""
+    """Value by number of the step; failed steps are missing."""
 
     @property
     def ok(self) -> bool:
-        """The run came to its end and reported success."""
+        """True if the run ended by itself and reported success."""
         return self.verdict == Verdict("exit", 0) and not self.flooded
 
 
 def collect(
     channel: socket.socket, out: int, results: int, *, nonce: str, limit_s: float, output_bytes: int
 ) -> Outcome:
-    """Until the warden has said how the run ended. Its time counts from the moment at which it is contained.
+    """Collect output until the warden has reported the end of the run. The time limit counts from when the run is
+    contained.
 
     Raises:
         OSError: the run was not contained, the warden died, or it does not answer.
@@ -70,11 +71,11 @@ class _Run:
 
     @property
     def left_s(self) -> float:
-        """Until the clock has to be looked at."""
+        """Seconds until the next deadline."""
         return max(0.0, self._deadline - time.monotonic())
 
     def read(self, descriptor: int) -> bool:
-        """True if nothing more comes from there."""
+        """Read from a descriptor; return True at its end."""
         if descriptor not in self._written:
             message = self._channel.recv(256)
             if not message:
@@ -92,7 +93,7 @@ class _Run:
         return not data
 
     def look_at_clock(self) -> None:
-        """Stop a run that has had its time. Raises TimeoutError where that has no effect, or it never begins."""
+        """Stop a run that has exceeded its time limit. Raises TimeoutError if it does not stop, or never begins."""
         if time.monotonic() < self._deadline:
             return
         if self._late or not self._began:
@@ -101,7 +102,7 @@ class _Run:
         self._channel.send(STOP)
 
     def outcome(self, nonce: str) -> Outcome:
-        """Once the warden has said how the run ended."""
+        """Return the outcome, after the warden has reported the end of the run."""
         verdict = self._verdict
         assert verdict is not None
         if not self._began:
@@ -112,7 +113,7 @@ class _Run:
 
 
 def _steps(reported: bytes, nonce: str) -> dict[int, Any]:
-    """The run's report; lines that the program wrote there itself lack the nonce and are passed over."""
+    """Parse the run's report; lines without the nonce were written by the program itself and are ignored."""
     values = {}
     for line in reported.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):

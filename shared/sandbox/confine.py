@@ -1,4 +1,4 @@
-"""Rights that a run gives up for good, in the order that works."""
+"""Permanent drop of a run's rights, in the order that works."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from penstock.shared.sandbox.seccomp import build_filter, install
 __all__ = ["SCRATCH", "confine"]
 
 SCRATCH = "/tmp"
-"""The one directory in which a run with namespaces may write."""
+"""Only directory in which a run with namespaces may write."""
 _MAX_FILES = 64
 _MAX_THREADS = 64
 _WARDENS = 2
-"""The warden and process 1 count too where they have the user of the program."""
+"""The warden and process 1, which count towards the limit if they have the same user as the program."""
 _NOBODY = 65534
 _PRIVATE_USERS = 0x40000000
-"""From here on, user ids are given to wardens by process id: no other process counts against their limits."""
+"""First of the user ids assigned to wardens by process id, so that no other process counts towards their limits."""
 
 
 def confine(plan: Plan, warden: int) -> None:
-    """Limits, user, capabilities, files, system calls. ``warden`` is the number of the process that called fork.
+    """Apply limits, user, capabilities, file access and system-call filter. ``warden`` is the id of the process that
+    forked.
 
     Raises:
         OSError: a layer does not hold; the program must not be started.
@@ -59,7 +60,7 @@ def _limit(plan: Plan) -> None:
     more = _MAX_THREADS if plan.single else plan.max_processes
     if plan.mechanism == "namespaces":
         limits[resource.RLIMIT_NPROC] = (0 if os.geteuid() == 0 else _WARDENS) + more
-    else:  # all threads of the user count; for root the kernel does not count
+    else:  # all threads of the user count; the kernel sets no limit for root
         limits[resource.RLIMIT_NPROC] = _threads_of_user() + more
     for which, most in limits.items():
         hard = resource.getrlimit(which)[1]
@@ -68,17 +69,17 @@ def _limit(plan: Plan) -> None:
 
 
 def _threads_of_user() -> int:
-    """Threads that run now with the user of this process."""
+    """Return the number of threads that currently run under the user of this process."""
     user, found = os.getuid(), 0
     for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process ended meanwhile
             if entry.name.isdigit() and entry.stat().st_uid == user:
                 found += sum(1 for _ in (entry / "task").iterdir())
     return found
 
 
 def _become_nobody(number: int) -> None:
-    """A user that owns nothing and runs nothing else; the usual nobody where a container maps no others."""
+    """Change to a user without files and other processes; to the usual nobody if a container maps no others."""
     os.setgroups([])
     for user in (_PRIVATE_USERS + number, _NOBODY):
         try:

@@ -1,4 +1,4 @@
-"""The system calls that containment needs and Python does not have. Linux only."""
+"""System calls for containment that Python does not provide. Linux only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 MACHINE = platform.machine()
-"""`x86_64` and `aarch64` are known."""
+"""Machine type; `x86_64` and `aarch64` are supported."""
 
 MS_BIND, MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 0x1000, 0x4000, 0x40000, 0x2, 0x4
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
@@ -48,7 +48,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Capabilities(ctypes.Structure):
-    """Header and the two words of each set, as capset wants them."""
+    """Header and the two words of each set, as capset expects them."""
 
     _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int32), ("sets", ctypes.c_uint32 * 6))
 
@@ -63,7 +63,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def syscall(name: str, *arguments: object) -> int:
-    """One of the calls above by name.
+    """Make one of the calls above by name.
 
     Raises:
         OSError: the kernel refuses.
@@ -85,7 +85,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def unmount(target: str) -> None:
-    """Detach a mount; it goes when nobody uses it any more. Raises OSError."""
+    """Detach a mount, which is removed when no longer in use. Raises OSError."""
     _checked(_libc.umount2(target.encode(), _MNT_DETACH), f"umount {target}")
 
 
@@ -102,24 +102,25 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def prctl(option: int, value: int) -> None:
-    """A process control with one value. Raises OSError."""
+    """Call prctl with one value. Raises OSError."""
     _checked(_libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl {option}")
 
 
 def no_new_privileges() -> None:
-    """Nothing executed from here on gains rights. Raises OSError."""
+    """Prevent this process and its children from gaining rights by executing programs. Raises OSError."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def drop_capabilities() -> None:
-    """Give up every capability for good (with ``no_new_privileges``). Raises OSError."""
+    """Drop every capability permanently (with ``no_new_privileges``). Raises OSError."""
     state = _Capabilities(_CAPABILITY_VERSION_3, 0)
     data = ctypes.addressof(state) + _Capabilities.sets.offset
     syscall("capset", ctypes.byref(state), ctypes.c_void_p(data))
 
 
 def stay_with_parent(parent: int) -> None:
-    """Be killed when the parent dies. A change of user or capabilities undoes this: call it after those."""
+    """Have the kernel kill this process when its parent dies. Call after changes of user or capabilities, which undo
+    it."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the process that started this one is gone")

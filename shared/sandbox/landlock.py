@@ -1,4 +1,5 @@
-"""Landlock: a process gives up all file access but what it lists (https://docs.kernel.org/userspace-api/landlock.html)."""
+"""Landlock: drops all file access of a process except to listed trees
+(https://docs.kernel.org/userspace-api/landlock.html)."""
 
 from __future__ import annotations
 
@@ -18,15 +19,15 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _READING = _EXECUTE | _READ_FILE | _READ_DIR
 _ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE
 _FILE_RIGHTS = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 4: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""All rights over files that a version of the interface knows; later versions know those of 5."""
+"""All file rights of each interface version; later versions have those of 5."""
 _NET_RIGHTS = 0b11
 """bind and connect over TCP, from version 4."""
 _SCOPES = 0b11
-"""Abstract sockets of, and signals to, processes outside, from version 6."""
+"""Scopes: abstract sockets of, and signals to, processes outside; from version 6."""
 
 
 def landlock_version() -> int:
-    """Version of the interface; 0 where the kernel has none or has it switched off."""
+    """Return the version of the interface; 0 if the kernel has none or it is disabled."""
     try:
         return syscall("landlock_create_ruleset", None, 0, _CREATE_VERSION)
     except (OSError, KeyError):
@@ -34,9 +35,9 @@ def landlock_version() -> int:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Leave this process and its children only these trees, and no TCP where the kernel can say so.
+    """Restrict this process and its children to these trees, and to no TCP if the kernel supports that.
 
-    Needs ``no_new_privileges``. Paths that do not exist are passed over.
+    Needs ``no_new_privileges``. Missing paths are ignored.
 
     Raises:
         OSError: the kernel refuses.

@@ -1,4 +1,4 @@
-"""Messages between handle, warden and run: limits, means of containment, one job, its outcome."""
+"""Messages between handle, warden and run: limits, mechanisms of containment, one job, its outcome."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ Mechanism = Literal["namespaces", "landlock"]
 """`namespaces`: own mounts, network, process ids, scratch directory; `landlock`: one process, no file changes."""
 
 READY = b"ready\n"
-"""A run writes this once it is contained, before it looks at the program."""
+"""Written by a run once it is contained, before it reads the program."""
 
 START_LIMIT_S = 30.0
-"""For the warden to start, and for a run to be contained."""
+"""Time limit of starting the warden, and of containing a run (seconds)."""
 
 STOP = b"stop"
-"""The handle sends this where a run is to end at once."""
+"""Sent by the handle to stop a run at once."""
 
 
 class Plan(NamedTuple):
-    """Fixed for the life of a warden."""
+    """Settings of a warden, constant for its life."""
 
     mechanism: Mechanism
     parent: int
@@ -28,9 +28,9 @@ class Plan(NamedTuple):
     readable: list[str]
     """Directories that a program may read."""
     packages: list[str]
-    """Directories put on the program's import path after the standard library."""
+    """Directories appended to the program's import path after the standard library."""
     preload: list[str]
-    """Modules that are imported before runs are forked."""
+    """Modules imported before runs are forked."""
     cpu_s: int
     memory_bytes: int
     scratch_bytes: int
@@ -38,23 +38,24 @@ class Plan(NamedTuple):
 
     @property
     def single(self) -> bool:
-        """A program may not start processes."""
+        """True if the program may not start processes."""
         return self.max_processes == 1
 
 
 class Job(NamedTuple):
-    """The program of a run. ``steps`` empty: run the program as a script, standard input to standard output."""
+    """Program of a run. ``steps`` empty: run the program as a script, with standard input and output."""
 
     program: str
     steps: list[dict[str, Any]]
     nonce: str
-    """Written beside each result of a step; a program that prints results of its own does not know it."""
+    """Random text written with each result of a step; a program that prints results of its own does not know it."""
     role: Literal["", "program", "judge"] = ""
-    """Of two runs that are joined by pipes: the one that answers for the program, or the one that takes the steps."""
+    """Role in a pair of runs joined by pipes: the one that answers for the program, or the one that executes the
+    steps."""
 
 
 class Verdict(NamedTuple):
-    """How a run ended: by itself, by a signal, or because its time was over."""
+    """End of a run: by itself, by a signal, or by its time limit."""
 
     ending: Literal["exit", "signal", "time"]
     status: int

@@ -1,9 +1,9 @@
-"""Statements that judge a program, in another process than the program.
+"""Test statements that judge a program, executed in a different process than the program.
 
-Both processes run in sandboxes of their own, joined by two pipes. The judge executes the statements; a name that they
-use and neither they nor Python's builtins define is looked up in the program. Only data crosses: numbers, text and
-containers by value, everything else as a ``Remote`` whose operations are asked of the program. So a program can say
-what its functions return, and nothing about whether that passes.
+Both processes run in sandboxes of their own, joined by two pipes. The judge executes the statements; a name that
+neither they nor Python's builtins define is looked up in the program. Only data crosses the pipes: numbers, text and
+containers by value, all else as a ``Remote`` whose operations are requests to the program. So a program determines what
+its functions return, but not the verdict.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 __all__ = ["Gone", "Remote", "RemoteNames", "serve"]
 
 MAX_BYTES = 64 << 20
-"""Longest message between the two."""
+"""Longest message between the two (bytes)."""
 _PLAIN = (str, int, float)
 _BY_TEXT: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "bytes": (bytes, bytes.hex, bytes.fromhex),
@@ -45,9 +45,9 @@ _CONTAINERS: dict[str, type] = {
     "list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque,
 }  # fmt: skip
 _LONG_BITS = 8192
-"""Integers beyond this have more digits than JSON takes."""
+"""Longest integer in bits that JSON can represent; longer ones have too many digits."""
 _LIBRARY = sys.stdlib_module_names - {"unittest", "doctest", "bdb"}
-"""Modules whose exceptions the judge knows as such; of those left out some say that a test is to be skipped."""
+"""Modules whose exceptions the judge recognises; the excluded ones define exceptions that skip a test."""
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 _UNARY = (
     "neg", "pos", "abs", "invert", "index", "len", "iter", "next", "str", "repr", "bool", "int", "float", "reversed",
@@ -63,11 +63,11 @@ _MUST_BE = {"hash": int, "len": int, "index": int, "int": int, "bool": bool, "st
 
 
 class Gone(Exception):  # noqa: N818  no error of the judge
-    """The other process ended, or does not speak as agreed."""
+    """The other process ended, or violated the protocol."""
 
 
 class _Peer:
-    """One end. ``objects`` are what the other end has handles of."""
+    """One end of the connection. ``objects`` are those that the other end has handles of."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = os.fdopen(read, "rb"), write
@@ -75,12 +75,12 @@ class _Peer:
         self._numbers: dict[int, int] = {}
 
     def ask(self, *message: Any) -> Any:
-        """Send a request and return its answer; serves requests that come meanwhile."""
+        """Send a request and return its reply; serves incoming requests meanwhile."""
         self._send(message)
         return self.wait()
 
     def wait(self) -> Any:
-        """Serve requests until there is an answer. Raises Gone, or what the other end raised."""
+        """Serve requests until the reply arrives. Raises Gone, or the exception raised at the other end."""
         while True:
             message = self._receive()
             kind, rest = message[0], message[1:]
@@ -97,7 +97,7 @@ class _Peer:
         """Answer one request."""
         try:
             answer = ["ok", self.encode(self.carry_out(kind, rest))]
-        except (Exception, SystemExit, KeyboardInterrupt) as error:  # whatever a program or a test raises
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # any exception of a program or a test
             answer = ["raised", *self.describe(error)]
         self._send(answer)
 
@@ -105,7 +105,7 @@ class _Peer:
         raise NotImplementedError
 
     def describe(self, error: BaseException) -> list[Any]:
-        """Class, text, arguments and number of an exception, for ``raise_error`` of the other end."""
+        """Return class, text, arguments and number of an exception, for ``raise_error`` of the other end."""
         args: list[Any] = []
         text = ""
         with contextlib.suppress(Exception):
@@ -114,7 +114,7 @@ class _Peer:
         return [self.encode_error(type(error)), text, args, self.keep(error)]
 
     def encode_error(self, kind: type[BaseException]) -> dict[str, Any]:
-        """An exception class and those that it is made of."""
+        """Encode an exception class with its bases."""
         bases = [base for base in kind.__bases__ if issubclass(base, BaseException)]
         is_builtin = getattr(builtins, kind.__name__, None) is kind
         return {
@@ -129,7 +129,7 @@ class _Peer:
         raise NotImplementedError
 
     def encode(self, value: Any) -> Any:
-        """As JSON. What is no data is kept, and named."""
+        """Encode as JSON. Objects that are not data are kept, and referred to by number."""
         if type(value) is int and value.bit_length() > _LONG_BITS:
             return {"t": "int", "v": hex(value)}
         if value is None or type(value) in (bool, *_PLAIN):
@@ -142,7 +142,7 @@ class _Peer:
         return self._encode_like(value)
 
     def _encode_like(self, value: Any) -> Any:
-        """Containers, and of what is like a number or text its value, without what its class can do."""
+        """Encode containers, and subclasses of numbers and text by value, without the behaviour of their class."""
         found: Any = None
         if isinstance(value, str):
             return str.__str__(value)
@@ -168,20 +168,20 @@ class _Peer:
         raise NotImplementedError
 
     def keep(self, value: Any) -> int:
-        """The number by which the other end names an object."""
+        """Return the number by which the other end refers to an object."""
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
             self._objects.append(value)
         return number
 
     def kept(self, number: Any) -> Any:
-        """The object of that number."""
+        """Return the object with that number."""
         if type(number) is not int or number < 0:
             raise Gone("no such object")
         return self._objects[number]
 
     def decode(self, value: Any) -> Any:
-        """The value of JSON. Raises Gone for what neither end sends."""
+        """Decode a value. Raises Gone for anything that neither end sends."""
         if not isinstance(value, dict):
             if value is None or isinstance(value, bool | int | float | str):
                 return value
@@ -209,7 +209,7 @@ class _Peer:
         return self.decode_object(kind, held, value)
 
     def decode_pair(self, pair: Any) -> tuple[Any, Any]:
-        """Key and value of a dict."""
+        """Decode key and value of a dict."""
         key, each = pair
         return self.decode(key), self.decode(each)
 
@@ -232,12 +232,12 @@ class _Peer:
 
 
 def _private(read: int, write: int) -> tuple[int, int]:
-    """Other numbers for two pipes; what is read and written by their old numbers is nothing."""
+    """Duplicate two pipes to other numbers; reads and writes by the old numbers have no effect."""
     private = os.dup(read), os.dup(write)
     nothing, closed = os.pipe()
     os.close(closed)
     os.dup2(nothing, read)
-    os.dup2(2, write)  # a run's standard error goes nowhere
+    os.dup2(2, write)  # standard error of a run is discarded
     os.close(nothing)
     return private
 
@@ -246,10 +246,10 @@ def _private(read: int, write: int) -> tuple[int, int]:
 
 
 class Remote:
-    """An object of the program. Its operations are the program's, among its own objects.
+    """Object of the program. Operations between such objects are executed by the program.
 
-    It equals no data, and other operations with data raise TypeError: an object could claim to be any number, and would
-    learn which one is wanted.
+    It never equals data, and other operations with data raise TypeError: otherwise an object could pretend to be any
+    number, and would learn the expected one.
     """
 
     __slots__ = ("_number", "_peer")
@@ -262,9 +262,7 @@ class Remote:
         return self._peer.call(self._number, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if (
-            name.startswith("__") and name != "__name__"
-        ):  # protocols by which libraries take what an object is for granted
+        if name.startswith("__") and name != "__name__":  # protocols that libraries trust without checks
             raise AttributeError(name)
         return self._peer.ask("get", self._number, name)
 
@@ -296,7 +294,7 @@ for _name in (*_UNARY, *_BINARY, *_ITEMS, *_COMPARISONS):
 
 
 class _Judge(_Peer):
-    """The end that asks. It lets the program call functions that the tests gave it, and nothing else."""
+    """Requesting end. The program may call functions that the tests passed to it, and nothing else."""
 
     def __init__(self, read: int, write: int) -> None:
         super().__init__(read, write)
@@ -304,7 +302,7 @@ class _Judge(_Peer):
         self._remotes: dict[int, Remote] = {}
 
     def ask(self, *message: Any) -> Any:
-        """As for any end. A ``StopIteration`` ends loops of the statements only where they asked for the next item."""
+        """Send a request. A ``StopIteration`` ends loops of the statements only if they requested the next item."""
         try:
             return super().ask(*message)
         except StopIteration as error:
@@ -313,7 +311,7 @@ class _Judge(_Peer):
             raise RuntimeError("the program raised StopIteration") from error
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Value of a function of the program; its changes of the lists, dicts and sets given to it are carried over."""
+        """Call a function of the program; its changes of list, dict and set arguments are copied back."""
         given = {key: self.encode(each) for key, each in kwargs.items()}
         value, changed = self.ask("call", number, [self.encode(each) for each in args], given)
         for place, new in changed:
@@ -321,11 +319,11 @@ class _Judge(_Peer):
         return value
 
     def operate(self, name: str, *operands: Any) -> Any:
-        """An operation on objects of the program."""
+        """Apply an operation to objects of the program."""
         return self.ask("op", name, [self.encode(each) for each in operands])
 
     def carry_out(self, kind: Any, rest: list[Any]) -> Any:
-        """A function of a test, called by the program."""
+        """Call a function of a test on behalf of the program."""
         if kind != "back":
             raise Gone(f"a program cannot ask for '{kind!r:.20}'")
         number, args, kwargs = rest
@@ -358,7 +356,7 @@ class _Judge(_Peer):
         values = tuple(self.decode(each) for each in args)
         try:
             error = made(*values)
-        except (AttributeError, TypeError, ValueError):  # its arguments are not those that it was made of
+        except (AttributeError, TypeError, ValueError):  # its constructor takes other arguments
             error = made.__new__(made)
         error.args = values
         if made in self._errors.values():
@@ -366,7 +364,7 @@ class _Judge(_Peer):
         raise error
 
     def _error(self, said: Mapping[str, Any]) -> type[BaseException]:
-        """The exception class that a program names: Python's, or one like the program's."""
+        """Return the exception class that a program names: Python's, or a new one with the program's name and bases."""
         module, name, number = str(said["m"]), str(said["v"]), said["n"]
         found = getattr(sys.modules.get(module), name, None) if module.partition(".")[0] in _LIBRARY else None
         if isinstance(found, type) and issubclass(found, Exception | SystemExit):
@@ -378,12 +376,12 @@ class _Judge(_Peer):
 
 
 def _text(error: BaseException) -> str:
-    """The text of an exception as the program gave it."""
+    """Return the text of an exception as reported by the program."""
     return str(vars(error).get("_text", BaseException.__str__(error)))
 
 
 def _attribute(error: BaseException, name: str) -> Any:
-    """An attribute of an exception of the program."""
+    """Return an attribute of an exception of the program."""
     if name.startswith("__") or "_of" not in vars(error):
         raise AttributeError(name)
     return getattr(vars(error)["_of"], name)
@@ -398,15 +396,16 @@ def _replace(target: Any, new: Any) -> None:
 
 
 class RemoteNames(dict[str, Any]):
-    """The names in which statements run. Python's builtins come before names of the program, but for those in ``own``.
+    """Namespace of the statements. Python's builtins take precedence over names of the program, except those in
+    ``own``.
 
-    ``read`` and ``write`` are the pipes; what statements themselves read and write by those numbers is nothing.
+    ``read`` and ``write`` are the pipes; reads and writes of the statements by these numbers have no effect.
     """
 
     def __init__(self, read: int, write: int, own: Iterable[str] = ()) -> None:
         super().__init__(__name__="__main__", __builtins__=builtins)
         self._judge, self._own = _Judge(*_private(read, write)), frozenset(own)
-        self._judge.wait()  # for the program to come to its end
+        self._judge.wait()  # until the program has been executed
 
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name) and name not in self._own:
@@ -421,14 +420,14 @@ class RemoteNames(dict[str, Any]):
 
 
 class _Program(_Peer):
-    """The end that answers."""
+    """Answering end, in the program's process."""
 
     def __init__(self, read: int, write: int, names: dict[str, Any]) -> None:
         super().__init__(read, write)
         self._names = names
 
     def carry_out(self, kind: Any, rest: list[Any]) -> Any:
-        """Requests of the judge."""
+        """Execute a request of the judge."""
         if kind == "name":
             return rest[0] in self._names, self._names.get(rest[0])
         if kind == "call":
@@ -462,7 +461,7 @@ class _Program(_Peer):
         raise (found if isinstance(found, type) and issubclass(found, Exception) else RuntimeError)(text)
 
     def answer_all(self) -> None:
-        """Until the judge ends. What functions print is printed where statements run."""
+        """Answer requests until the judge ends. Output of functions is printed in the judge's process."""
         self._send(["ok", None])
         sys.stdout.flush()
         sys.stdout = io.StringIO()
@@ -479,7 +478,7 @@ class _Program(_Peer):
 
 
 class _Given:
-    """A function of a test, in the program."""
+    """Handle, in the program's process, of a function of a test."""
 
     def __init__(self, peer: _Program, number: int) -> None:
         self.peer, self.number = peer, number
@@ -491,9 +490,9 @@ class _Given:
 
 
 def serve(program: str, names: dict[str, Any], read: int, write: int) -> int:
-    """Execute a program, then answer the judge until it ends; returns the exit status.
+    """Execute a program, then answer the judge until it ends; return the exit status.
 
-    ``read`` and ``write`` are the pipes; what the program itself reads and writes is nothing.
+    ``read`` and ``write`` are the pipes; reads and writes of the program by these numbers have no effect.
     """
     peer = _Program(*_private(read, write), names)
     exec(compile(program, "program.py", "exec"), names)

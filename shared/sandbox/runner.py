@@ -1,4 +1,4 @@
-"""One run, in a process of its own: give up everything, then execute a program and its steps."""
+"""One run, in a separate process: drops all rights, then executes a program and its steps."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ABOVE_ALL = 100
 _MANY = 1 << 20
 
 _STANDARD_LIBRARY = sys.path[1:]
-"""The warden starts without site packages; its first entry is where Penstock lies."""
+"""The warden starts without site packages; the first entry of its path, the location of Penstock, is excluded."""
 
 _compile, _eval, _exec, _dumps, _write, _exit = compile, eval, exec, json.dumps, os.write, os._exit
-"""A program may replace the originals."""
+"""References to the originals, which a program may replace."""
 _WHATEVER = (Exception, SystemExit, KeyboardInterrupt)
 """Errors that a program may raise."""
 
@@ -37,7 +37,7 @@ def run(plan: Plan, descriptors: list[int], warden: int) -> NoReturn:
     """Execute the job of ``descriptors`` (standard input, standard output, results, job) and exit.
 
     The exit status is that of the program. Results are lines of JSON after ``READY``: ``{"step", "nonce", "value"}``
-    for each step that did not raise; without ``READY`` the containment did not hold, and the text says why.
+    for each step that did not raise; without ``READY`` the containment failed, and the text is the cause.
     """
     try:
         job_descriptor = _take(descriptors)
@@ -55,7 +55,7 @@ def run(plan: Plan, descriptors: list[int], warden: int) -> NoReturn:
 
 
 def _take(descriptors: list[int]) -> int:
-    """Put the first three on 0, 1 and ``_RESULTS``, close everything else but the job, whose number is returned."""
+    """Move the first three to 0, 1 and ``_RESULTS``, close all others except the job, and return the job's number."""
     stdin, stdout, results, job = (fcntl.fcntl(number, fcntl.F_DUPFD, _ABOVE_ALL) for number in descriptors)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number, place in ((stdin, 0), (stdout, 1), (nowhere, 2), (results, _RESULTS), (job, _RESULTS + 1)):
@@ -65,14 +65,14 @@ def _take(descriptors: list[int]) -> int:
 
 
 def _read_all(descriptor: int) -> bytes:
-    """Its content; it is closed, so that a program cannot read it again."""
+    """Read and close a descriptor, so that a program cannot read it again."""
     with os.fdopen(descriptor, "rb") as file:
         file.seek(0)
         return file.read()
 
 
 def _fresh_main(packages: list[str]) -> dict[str, Any]:
-    """The names in which the program runs, as if it were the script of a new interpreter."""
+    """Return a namespace in which the program runs as if it were the script of a new interpreter."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "penstock"]:
         del sys.modules[name]
     sys.path[:] = [*_STANDARD_LIBRARY, *packages]
@@ -84,7 +84,7 @@ def _fresh_main(packages: list[str]) -> dict[str, Any]:
 
 
 def _execute(job: Job, names: dict[str, Any]) -> int:
-    """The exit status. Tracebacks go nowhere, so none is printed."""
+    """Execute the program and its steps; return the exit status. Tracebacks are not printed, as no one reads them."""
     try:
         if job.role == "program":
             return serve(job.program, names, 0, 1)
@@ -99,10 +99,10 @@ def _execute(job: Job, names: dict[str, Any]) -> int:
 
 
 def _judge(job: Job) -> int:
-    """Take the steps in names that are looked up in the program, which is in another process."""
+    """Execute the steps with names that are looked up in the program, which runs in another process."""
     try:
         names = RemoteNames(0, 1, [each for step in job.steps for each in step.get("own", ())])
-    except (Gone, OSError, ValueError):  # the program did not come to its end
+    except (Gone, OSError, ValueError):  # the program did not complete
         return 1
     for index, step in enumerate(job.steps):
         _take_step(index, step, job.nonce, names)
@@ -110,19 +110,19 @@ def _judge(job: Job) -> int:
 
 
 def _wind_up(names: dict[str, Any]) -> None:
-    """Steps of an interpreter's end that programs rely on; the rest of it would take longer than most runs."""
+    """Perform the shutdown steps that programs rely on; a complete one would take longer than most runs."""
     with contextlib.suppress(*_WHATEVER):
         for thread in threading.enumerate():
             if thread is not threading.main_thread() and not thread.daemon:
                 thread.join()
         atexit._run_exitfuncs()
         sys.stdout.flush()
-        names.clear()  # files that nobody closed write what they hold back
+        names.clear()  # flushes files that were not closed
         gc.collect()
 
 
 def _take_step(index: int, step: dict[str, Any], nonce: str, names: dict[str, Any]) -> None:
-    """Run a test's statements, or call a function, and report; a step that raises reports nothing."""
+    """Run a test's statements, or call a function, and report the value; a step that raises reports nothing."""
     try:
         value = None
         if "code" in step:

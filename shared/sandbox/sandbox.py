@@ -1,4 +1,4 @@
-"""The handle of a sandbox: starts the warden, proves that it contains, runs jobs and collects what they write."""
+"""Handle of a sandbox: starts the warden, proves containment, runs jobs and collects their output."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def breaches(folder, port, parent):
 
 
 def breaches(run: Callable[[Job], dict[int, Any]]) -> list[str]:
-    """Forbidden things that a program could do, found by running one; empty where containment holds."""
+    """Return the forbidden actions that succeeded in a test program; empty if containment holds."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as tcp, socket.socket(socket.AF_UNIX) as local:
         secret = Path(folder, "secret")
         secret.write_text("secret")
@@ -88,48 +88,48 @@ _ENVIRONMENT = {
     "HOME": SCRATCH,
     "LANG": "C.UTF-8",
     "PATH": "/usr/bin:/bin",
-    "PYTHONHASHSEED": "0",  # the same program scores the same each time
+    "PYTHONHASHSEED": "0",  # equal scores for equal programs
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _RUN = b"run"
 _END_S = 0.2
-"""A program has this long to end after its judge has."""
+"""Time for a program to end after its judge has ended (seconds)."""
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class Limits(Protocol):
-    """Limits of a program: a part of the configuration of its caller."""
+    """Limits of a program: a part of the caller's configuration."""
 
     @property
     def time_limit_s(self) -> float:
-        """Wall-clock time that its processor time is bounded by."""
+        """Wall-clock limit (seconds), which also bounds CPU time."""
         ...
 
     @property
     def memory_bytes(self) -> int:
-        """Address space of one process."""
+        """Address space of one process (bytes)."""
         ...
 
     @property
     def scratch_bytes(self) -> int:
-        """Files in its private directory, all together."""
+        """Total size of files in its private directory (bytes)."""
         ...
 
     @property
     def output_bytes(self) -> int:
-        """Bytes that it may write."""
+        """Largest output (bytes)."""
         ...
 
     @property
     def max_processes(self) -> int:
-        """Processes and threads; 1: one process, any threads."""
+        """Number of processes and threads; 1: one process, any threads."""
         ...
 
     @property
     def site_packages(self) -> bool:
-        """True if it sees what is installed beside this process."""
+        """True if it can import packages installed beside this process."""
         ...
 
     @property
@@ -139,12 +139,12 @@ class Limits(Protocol):
 
 
 class Sandbox:
-    """Runs programs one after another. Opening takes the first mechanism that holds on this machine."""
+    """Runs programs sequentially. Uses the first mechanism that holds on this machine."""
 
     _channel: socket.socket
 
     def __init__(self, config: Limits, mechanisms: Sequence[Mechanism] = ("namespaces", "landlock")) -> None:
-        """Raises SandboxError where no mechanism holds, with the reasons: nothing is ever run without containment."""
+        """Raises SandboxError, with the reasons, if no mechanism holds: programs never run without containment."""
         self._config = config
         self.mechanism = mechanisms[0]
         self._process: subprocess.Popen[bytes] | None = None
@@ -166,19 +166,19 @@ class Sandbox:
         )
 
     def close(self) -> None:
-        """End the warden and whatever it runs."""
+        """End the warden and its runs."""
         if self._process is not None:
             self._channel.close()
-            self._process.kill()  # its child goes along
+            self._process.kill()  # its child is killed with it
             self._process.wait()
             self._process = None
 
     def run(self, job: Job, stdin: str, limit_s: float) -> Outcome:
-        """Execute a job within ``limit_s`` of wall-clock time, counted from the moment at which it is contained.
+        """Execute a job within ``limit_s`` of wall-clock time, counted from when it is contained.
 
         Raises:
-            SandboxError: the sandbox itself failed, or the job nests too deeply to be handed over; says nothing about
-                the program.
+            SandboxError: the sandbox itself failed, or the job is nested too deeply to be sent; independent of the
+                program.
         """
         with contextlib.ExitStack() as files:
             out, write_out = _pipe(files)
@@ -187,9 +187,9 @@ class Sandbox:
             return self._finish(job, out, results, limit_s)
 
     def judge(self, program: Job, judge: Sandbox, steps: Job, limit_s: float) -> Outcome:
-        """Execute ``program`` here, and take the steps of ``steps`` in another sandbox, which asks this one for values.
+        """Execute ``program`` here, and ``steps`` in another sandbox, which requests values from this one.
 
-        The two share nothing but two pipes; the outcome is that of the steps.
+        The two share only two pipes; the outcome is that of the steps.
 
         Raises:
             SandboxError: as ``run``.
@@ -203,9 +203,9 @@ class Sandbox:
             try:
                 results = judge._begin(steps, answered.fileno(), ask.fileno(), files)
             except BaseException:
-                self.close()  # it waits for a judge
+                self.close()  # the program waits for a judge
                 raise
-            for end in (asked, ask, answered, answer):  # each process sees the end of the other
+            for end in (asked, ask, answered, answer):  # copies would hide the end of a process
                 end.close()
             try:
                 return judge._finish(steps, nothing, results, limit_s)
@@ -213,7 +213,7 @@ class Sandbox:
                 self._finish(program, nothing, more, _END_S)
 
     def _begin(self, job: Job, stdin: int, out: int, files: contextlib.ExitStack) -> IO[bytes]:
-        """Start a run; returns where its results can be read. Raises SandboxError."""
+        """Start a run; return the stream of its results. Raises SandboxError."""
         try:
             described = json.dumps(job)
         except RecursionError:
@@ -239,7 +239,7 @@ class Sandbox:
             self.close()
             raise SandboxError(f"the sandbox failed: {error}") from None
         except BaseException:
-            self.close()  # the run may be going on
+            self.close()  # the run may still be active
             raise
 
     def _start(self) -> None:
@@ -264,7 +264,7 @@ class Sandbox:
         except OSError as error:
             problem = f"the warden does not start: {error}"
         if problem:
-            self.close()  # what it says later would be taken for the end of a run
+            self.close()  # a later message would be mistaken for the end of a run
             raise SandboxError(problem)
 
     def _plan(self) -> Plan:
@@ -291,30 +291,30 @@ class Sandbox:
         )
 
     def _prove(self) -> None:
-        """Try from inside what must not be possible.
+        """Attempt forbidden actions from inside.
 
         Raises:
-            SandboxError: something was possible.
+            SandboxError: an attempt succeeded.
         """
         if found := breaches(lambda job: self.run(job, "", START_LIMIT_S).steps):
             raise SandboxError(f"a program could {', '.join(found)}")
 
 
 def _pipe(files: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
-    """Both ends of a new pipe, to read and to write; closed with ``files`` at the latest."""
+    """Return both ends of a new pipe, for reading and writing; closed with ``files`` at the latest."""
     read, write = os.pipe()
     return files.enter_context(os.fdopen(read, "rb", 0)), files.enter_context(os.fdopen(write, "wb", 0))
 
 
 def _environment() -> dict[str, str]:
-    """All that the warden and programs see; nothing of this process but where shared libraries lie."""
+    """Return the environment of the warden and of programs: from this process only the path of shared libraries."""
     libraries = os.environ.get("LD_LIBRARY_PATH")
     return _ENVIRONMENT | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
 
 
 @contextlib.contextmanager
 def _sealed(text: str) -> Iterator[int]:
-    """A descriptor of a file in memory with ``text``, which nobody can change any more."""
+    """Yield a descriptor of an immutable file in memory with ``text``."""
     descriptor = os.memfd_create("penstock", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -327,6 +327,6 @@ def _sealed(text: str) -> Iterator[int]:
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Existing directories, without links and without what lies in another of them."""
+    """Return the existing directories, with links resolved and without subdirectories of others."""
     found = {path for path in paths if Path(path).is_dir() and not Path(path).is_symlink()}
     return sorted(path for path in found if not any(Path(path).is_relative_to(o) for o in found - {path}))

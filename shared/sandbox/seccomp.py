@@ -1,6 +1,6 @@
-"""A filter for system calls that a contained program may not make.
+"""Filter of system calls for contained programs.
 
-Denied calls fail with an error that the program sees; calls added to Linux after this list do not exist for it.
+Denied calls fail with an error that the program sees; calls added to Linux after this list appear as unimplemented.
 https://docs.kernel.org/userspace-api/seccomp_filter.html
 """
 
@@ -21,7 +21,7 @@ _KILL, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 _LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 _NUMBER_AT, _ARCH_AT, _ARGUMENTS_AT = 0, 4, 16
 _LAST_KNOWN = 450
-"""Number of the newest call on this list's kernel (set_mempolicy_home_node, Linux 5.17)."""
+"""Newest call that this list considers (set_mempolicy_home_node, Linux 5.17)."""
 _CLONE_THREAD = 0x10000
 _CLONE_NAMESPACES = 0x7E020000
 """All CLONE_NEW flags of clone."""
@@ -30,7 +30,7 @@ _WRITING = 0o1 | 0o2 | 0o100 | 0o1000
 _PR_SET_PDEATHSIG = 1
 
 Numbers = dict[str, tuple[int, int | None]]
-"""Call -> its number on x86_64 and on aarch64 (None: it does not exist there)."""
+"""Number of each call on x86_64 and on aarch64 (None: does not exist there)."""
 
 _NETWORK: Numbers = {
     "socket": (41, 198), "connect": (42, 203), "accept": (43, 202), "accept4": (288, 242), "bind": (49, 200),
@@ -79,12 +79,13 @@ _FILE_CHANGES: Numbers = {
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
 }  # fmt: skip
 _ABSENT: Numbers = {"clone3": (435, 435), "openat2": (437, 437)}
-"""Their arguments lie in memory, where a filter cannot look: callers fall back to clone and openat."""
+"""Their arguments are in memory, which a filter cannot read: callers fall back to clone and openat."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """Deny ``call`` with ``error`` where ``argument`` has any or none of the bits of ``value``, equals or differs."""
+    """Deny ``call`` with ``error`` if ``argument`` has any or none of the bits of ``value``, equals or differs from
+    it."""
 
     call: tuple[int, int | None]
     argument: int
@@ -92,15 +93,15 @@ class _Condition:
     value: int
     error: int
     high: bool = False
-    """Look at the upper half of the argument."""
+    """Test the upper half of the argument."""
 
 
 def build_filter(*, single: bool, read_only: bool, pid: int) -> bytes:
-    """The filter's program. ``single``: no further processes, and signals only to ``pid``; ``read_only``: no changes to
-    files at all.
+    """Build the filter program. ``single``: no further processes, and signals only to ``pid``; ``read_only``: no
+    changes of files.
 
     Raises:
-        KeyError: for a machine whose numbers are not known.
+        KeyError: the numbers of this machine type are unknown.
     """
     arch, column = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}[MACHINE]
     code = [_op(_LOAD, _ARCH_AT), _op(_EQUAL, arch, 1, 0), _op(_RETURN, _KILL), _op(_LOAD, _NUMBER_AT)]
@@ -120,7 +121,7 @@ def build_filter(*, single: bool, read_only: bool, pid: int) -> bytes:
 
 
 def install(program: bytes) -> None:
-    """Put this process and its children under the filter, for good. Needs ``no_new_privileges``. Raises OSError."""
+    """Apply the filter to this process and its children, permanently. Needs ``no_new_privileges``. Raises OSError."""
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
     syscall("seccomp", _SET_MODE_FILTER, _TSYNC, header)

@@ -1,7 +1,7 @@
-"""The warden: confines itself once, then forks one process for each run and ends what that one leaves behind.
+"""Warden: confines itself once, then forks one process per run and kills what that run leaves behind.
 
-Started by ``sandbox.py`` with an empty environment. With namespaces its child is process 1 of a process-id namespace,
-so that everything a program started dies with one signal. It never sees programs or tests: they pass in descriptors.
+``sandbox.py`` starts it with an empty environment. With namespaces, its child is process 1 of a process-id namespace,
+so that one signal kills everything a program started. It never reads programs or tests: they are passed as descriptors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["enter_namespaces", "fresh_scratch", "main"]
 
 
 _STAGE = "/proc"
-"""The new root is put together here: it exists everywhere, and neither the warden nor a program needs it afterwards."""
+"""Mount point for assembling the new root: it exists everywhere, and is not needed afterwards."""
 _DEVICES = ("null", "zero", "urandom", "random")
 _LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 _INNER_USER = 1000
@@ -36,7 +36,7 @@ _INNER_USER = 1000
 def enter_namespaces(readable: list[str]) -> None:
     """Leave the host's namespaces; only ``readable`` directories stay visible, read-only. The next child is process 1.
 
-    Without root a user namespace is made, where the kernel allows it.
+    Without root, a user namespace is created, if the kernel allows it.
 
     Raises:
         OSError: the kernel or the container refuses.
@@ -61,20 +61,21 @@ def enter_namespaces(readable: list[str]) -> None:
     Path(_STAGE + SCRATCH).mkdir(parents=True, exist_ok=True)
     kernel.protect_mounts(_STAGE, below=False)
     os.chdir(_STAGE)
-    kernel.pivot_root(".", ".")  # the old root now lies over the new one
+    kernel.pivot_root(".", ".")  # the old root is now mounted over the new one
     kernel.unmount(".")
     os.chdir("/")
 
 
 def fresh_scratch(size_bytes: int, *, replace: bool) -> None:
-    """An empty directory in memory for the next run; ``replace`` removes that of the last."""
+    """Mount an empty in-memory directory for the next run; ``replace`` removes that of the last."""
     if replace:
         kernel.unmount(SCRATCH)
     kernel.mount("scratch", SCRATCH, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"size={size_bytes},mode=1777")
 
 
 def _unshared(spaces: int) -> bool:
-    """False where this root may not (a container without the capability): a user namespace may still be possible."""
+    """Return False if this root lacks the right (a container without the capability): a user namespace may still
+    work."""
     try:
         kernel.unshare(spaces)
     except PermissionError:
@@ -97,12 +98,13 @@ _OFTEN_IMPORTED = (
     *("abc", "bisect", "collections", "copy", "dataclasses", "datetime", "decimal", "fractions", "functools", "heapq"),
     *("io", "itertools", "math", "operator", "random", "re", "statistics", "string", "typing"),
 )
-"""Imported before the fork: programs find them ready."""
+"""Modules imported before the fork, so that programs start faster."""
 _NUM_DESCRIPTORS = 4
 
 
 def main(descriptor: int, plan_json: str) -> None:
-    """Serve runs on a socket until it closes. The first message is an empty text, or says why this cannot be."""
+    """Serve runs on a socket until it closes. The first message is empty, or the reason why containment is
+    impossible."""
     channel, plan = socket.socket(fileno=descriptor), Plan(*json.loads(plan_json))
     sys.path += plan.packages
     try:
@@ -120,7 +122,7 @@ def main(descriptor: int, plan_json: str) -> None:
             os.waitpid(child, 0)
             return
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the kernel keeps signals without a handler from process 1
-        kernel.stay_with_parent(0)  # that is how a parent outside looks from here
+        kernel.stay_with_parent(0)  # a parent outside of the namespace has process id 0
     else:
         kernel.stay_with_parent(plan.parent)
     channel.send(json.dumps("").encode())
@@ -134,7 +136,7 @@ def _serve(channel: socket.socket, plan: Plan) -> None:
         message, descriptors, _, _ = socket.recv_fds(channel, 64, _NUM_DESCRIPTORS)
         if not message:
             return
-        if message == STOP:  # the run had ended by itself
+        if message == STOP:  # the run had already ended
             continue
         if plan.mechanism == "namespaces":
             fresh_scratch(plan.scratch_bytes, replace=not first)
@@ -152,7 +154,7 @@ def _serve(channel: socket.socket, plan: Plan) -> None:
 
 
 def _wait(child: int, channel: socket.socket) -> Verdict:
-    """Until the run ends, or the handle wants it ended."""
+    """Wait until the run ends, or until the handle requests a stop."""
     poll = select.poll()
     ended = os.pidfd_open(child)
     try:
@@ -169,7 +171,7 @@ def _wait(child: int, channel: socket.socket) -> Verdict:
 
 
 def _end_all() -> None:
-    """Kill and bury every process of this namespace but this one."""
+    """Kill and reap all other processes of this namespace."""
     assert os.getpid() == 1, "outside a namespace of its own this would end everything"
     while True:
         with contextlib.suppress(ProcessLookupError):
