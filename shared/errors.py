@@ -1,29 +1,29 @@
-"""Every error that Penstock raises on purpose.
+"""All exceptions that Penstock raises deliberately.
 
 ::
 
     PenstockError
     ├── ConfigError (ValueError)        the user's file, flag or environment is wrong
-    │   └── ConstraintError             an answer cannot be made to have the form that a request asks for
+    │   └── ConstraintError             an answer cannot be made to have the form that a request prescribes
     ├── DataError (ValueError)          a data set cannot be read; names the file and the line
     ├── ProtocolError (ValueError)      bytes from the wire break the contract; never guessed, dead-lettered
     │   └── FrameError                  a tensor frame is malformed
-    ├── DeadlineError (TimeoutError)    a wait ran out; says what it waited for
+    ├── DeadlineError (TimeoutError)    a wait timed out; names the awaited event
     ├── Unavailable (ConnectionError)   a service or the bus does not answer
     │   ├── StreamFull                  the stream's byte budget is used up: back off and retry
-    │   ├── DiskFull                    the disk under the bus has no room: it stores nothing until there is some
-    │   └── RankLost                    another process of the same trainer died or hangs: all of them start over
-    ├── Fenced                          somebody with a higher epoch took over: step down, write nothing
+    │   ├── DiskFull                    the disk of the bus is full: it stores nothing until there is space
+    │   └── RankLost                    another process of the same trainer died or hangs: all of them restart
+    ├── Fenced                          a writer with a higher epoch took over: step down, write nothing
     ├── Conflict                        the state does not allow it (HTTP 409)
     ├── NotFound (KeyError)             no such job, message or checkpoint
-    ├── WeightsError                    a weight transfer failed; the engine stays on its old version
+    ├── WeightsError                    a weight transfer failed; the engine keeps its old version
     ├── CheckpointError                 a checkpoint is missing, partial or does not match
     ├── ArchiveError                    a segment of an archived ledger is missing or was changed
     ├── ScoringError                    a scorer failed or hung; the trajectory is failed, never scored by default
-    ├── ToolError                       a tool broke or hung; says nothing about the call
+    ├── ToolError                       a tool broke or hung, independent of the call
     └── SandboxError                    programs cannot be contained here, or a sandbox failed; nothing runs without one
 
-A message says what went wrong, where, and what to do. All are picklable (plain ``args``).
+A message names the error, its place, and a remedy. All exceptions are picklable (plain ``args``).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 
 
 class PenstockError(Exception):
-    """Root of the tree."""
+    """Base class of all exceptions of Penstock."""
 
 
 class ConfigError(PenstockError, ValueError):
@@ -61,7 +61,7 @@ class ConfigError(PenstockError, ValueError):
 
 
 class ConstraintError(ConfigError):
-    """No answer can have the form that a request asks for: its schema is wrong, or nobody can keep to it."""
+    """No answer can have the form that a request prescribes: its schema is wrong, or cannot be satisfied."""
 
 
 class DataError(PenstockError, ValueError):
@@ -77,7 +77,7 @@ class FrameError(ProtocolError):
 
 
 class DeadlineError(PenstockError, TimeoutError):
-    """A wait ran out of time; the message says what it waited for."""
+    """A wait timed out; the message names the awaited event."""
 
 
 class Unavailable(PenstockError, ConnectionError):  # noqa: N818
@@ -85,15 +85,15 @@ class Unavailable(PenstockError, ConnectionError):  # noqa: N818
 
 
 class StreamFull(Unavailable):
-    """A stream refused a message because its byte budget is used up (back-pressure)."""
+    """A stream rejected a message because its byte budget is used up (back-pressure)."""
 
 
 class DiskFull(Unavailable):
-    """The bus could not store a message because its disk, not the stream, has no room."""
+    """The bus could not store a message because its disk is full, not the stream."""
 
 
 class RankLost(Unavailable):
-    """A rank of the trainer died or does not answer; what the ranks did together cannot go on."""
+    """A rank of the trainer died or does not answer; the collective operation cannot continue."""
 
 
 class Fenced(PenstockError):  # noqa: N818
@@ -101,11 +101,11 @@ class Fenced(PenstockError):  # noqa: N818
 
 
 class Conflict(PenstockError):  # noqa: N818
-    """The request is not legal in the present state."""
+    """The current state does not allow the request."""
 
 
 class NotFound(PenstockError, KeyError):  # noqa: N818
-    """No such thing."""
+    """The requested object does not exist."""
 
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0]) if self.args else ""
@@ -116,7 +116,7 @@ class WeightsError(PenstockError):
 
 
 class CheckpointError(PenstockError):
-    """A checkpoint is missing, partial, or belongs to something else."""
+    """A checkpoint is missing, partial, or belongs to another job or model."""
 
 
 class ArchiveError(PenstockError):
@@ -124,12 +124,12 @@ class ArchiveError(PenstockError):
 
 
 class ScoringError(PenstockError):
-    """A scorer raised, hung or returned something that is not a finite number."""
+    """A scorer raised, hung or returned a value that is not a finite number."""
 
 
 class ToolError(PenstockError):
-    """A tool broke, hung, or cannot be opened; a mistake in a call is none."""
+    """A tool broke, hung, or cannot be opened; not raised for mistakes in a call."""
 
 
 class SandboxError(PenstockError):
-    """Nothing on this machine contains programs, or a sandbox failed; says nothing about the program."""
+    """No mechanism on this machine contains programs, or a sandbox failed; independent of the program."""

@@ -15,7 +15,7 @@ SHOWN_CHARS = 60
 
 
 def explain(model: type[BaseModel], error: ValidationError) -> list[tuple[str, str]]:
-    """Turn a pydantic error into ``(dotted key, what is wrong and what to do)`` pairs.
+    """Turn a pydantic error into ``(dotted key, error and remedy)`` pairs.
 
     Keys are those of the document: the names of union members that pydantic adds are removed, and errors of several
     members at one place become one line.

@@ -221,7 +221,7 @@ async def scan_ledger(
         ArchiveError: a segment is missing or was changed; the message names it.
         Unavailable: the bus does not answer.
     """
-    # A purge during this read came after an entry that names what was purged; that entry is read, too.
+    # A purge during this read follows an entry that names the segment with the purged entries; that entry is read, too.
     messages: list[Message] = await bus.read(subjects.LEDGER, subjects.ledger(job), end_seq=end_seq)
     newest = newest_segment(messages, job)
     if newest is not None:

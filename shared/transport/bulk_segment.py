@@ -152,8 +152,7 @@ class Segment(LockedFile):
 
 
 class Owner:
-    """Liveness mark of the process that owns a set of segments: a locked file ``<prefix><id>.owner`` beside
-    ``<prefix><id>-<n>``."""
+    """Liveness mark of a process with segments: a locked file ``<prefix><id>.owner`` for files ``<prefix><id>-<n>``."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
         self.directory = directory

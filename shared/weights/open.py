@@ -60,7 +60,7 @@ class Receiver:
 
     Args:
         receivers: by the name of their transport, in the order in which they are tried.
-        member: the one of them that takes part in broadcasts.
+        member: the receiver of broadcasts among them.
     """
 
     def __init__(self, receivers: Mapping[str, WeightReceiver], member: CollectiveReceiver | None = None) -> None:

@@ -72,8 +72,8 @@ class WarmStartConfig(StrictModel):
     """Sources of demonstrations; empty: the rows of `data.train`. A few demonstrations can warm-start a policy whose
     training prompts have only a checker and no answers."""
     demonstration: list[str] = Field(default_factory=list)
-    """Demonstration made from a row, as format strings over its fields: alternately what the policy writes and what
-    its environment answers, beginning and ending with the policy. Only the policy's parts are trained on. Empty: the
+    """Demonstration made from a row, as format strings over its fields: alternately text of the policy and answers
+    of its environment, beginning and ending with the policy. Only the policy's parts are trained on. Empty: the
     reference answer."""
 
     @field_validator("demonstration")
