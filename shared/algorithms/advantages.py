@@ -16,7 +16,7 @@ STD_EPSILON = 1e-6
 
 
 def grpo_advantages(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor, *, scale_by_std: bool) -> Tensor:
-    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300, §4.1.2).
+    """Return group-relative advantages (DeepSeekMath, arXiv 2402.03300, §4.1.2).
 
     ``A = (r - mean) / (std + 1e-6)`` with mean and unbiased standard deviation of the valid trajectories of the same
     group; without ``scale_by_std`` it is ``r - mean`` (Dr. GRPO, arXiv 2503.20783).
@@ -39,7 +39,7 @@ def grpo_advantages(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor, *, sca
 
 
 def rloo_advantages(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> Tensor:
-    """Reward minus the mean of the *other* trajectories of the group (RLOO, arXiv 2402.14740).
+    """Return the reward minus the mean of the *other* trajectories of the group (RLOO, arXiv 2402.14740).
 
     ``A_i = r_i - Σ_{j≠i} r_j / (n - 1) = n / (n - 1) · (r_i - mean)`` for the n valid trajectories of a group.
 
@@ -64,7 +64,7 @@ def remax_advantages(rewards_B: Tensor, baselines_B: Tensor, valid_B: Tensor) ->
 
 
 def reinforce_pp_baseline_advantages(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """REINFORCE++ with baseline (arXiv 2501.03262): subtract the mean of the group, then whiten over the whole batch.
+    """Subtract the mean of the group, then whiten over the batch (REINFORCE++ with baseline, arXiv 2501.03262).
 
     With ``a = r - mean_group`` it is ``A = (a - mean) / sqrt(var + 1e-8)``, where mean and variance are over all scored
     tokens of the batch, each of which has the a of its trajectory.

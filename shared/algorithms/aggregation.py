@@ -23,7 +23,7 @@ def token_mean(values_M: Tensor, *, num_tokens: int) -> Tensor:
 
 
 def sequence_mean(values_M: Tensor, lengths_M: Tensor, *, num_sequences: int) -> Tensor:
-    """Mean over the tokens of each sequence, then over sequences (DeepSeekMath, arXiv 2402.03300, eq. 3).
+    """Average over the tokens of each sequence, then over sequences (DeepSeekMath, arXiv 2402.03300, eq. 3).
 
     Args:
         lengths_M: number of scored tokens in the sequence each token belongs to.
@@ -32,7 +32,7 @@ def sequence_mean(values_M: Tensor, lengths_M: Tensor, *, num_sequences: int) ->
 
 
 def constant(values_M: Tensor, *, num_sequences: int, horizon: int) -> Tensor:
-    """Sum over tokens by a constant length, then mean over sequences (Dr. GRPO, arXiv 2503.20783, §3.2)."""
+    """Divide the sum over tokens by a constant, then average over sequences (Dr. GRPO, arXiv 2503.20783, §3.2)."""
     return values_M.sum() / (num_sequences * horizon)
 
 

@@ -22,7 +22,7 @@ def add_pairs(known: Mapping[str, Paired], pairs: Iterable[tuple[str, float, flo
 
 
 def concordance(paired: Paired) -> float:
-    """Lin's concordance correlation, ``2 s_xy / (s_x² + s_y² + (x̄ - ȳ)²)`` (Biometrics 45, 1989), in [-1, 1].
+    """Return Lin's concordance correlation, ``2 s_xy / (s_x² + s_y² + (x̄ - ȳ)²)`` (Biometrics 45, 1989), in [-1, 1].
 
     For binary ratings it equals Cohen's kappa. It is 0 if both raters always gave the same single value, which is no
     evidence.

@@ -49,7 +49,7 @@ def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: 
 
 
 def mean_without(rewards: Sequence[float], own: Sequence[float]) -> float | None:
-    """Mean of the rewards except some of them (leave-one-out: RLOO, arXiv 2402.14740, eq. 8); None if none is left.
+    """Return the mean of the rewards except ``own``, or None (leave-one-out: RLOO, arXiv 2402.14740, eq. 8).
 
     Rounded once, so that it does not depend on their order.
     """

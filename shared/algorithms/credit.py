@@ -32,7 +32,7 @@ class Turns:
 
 
 def at_last_token(rewards_B: Tensor, mask_T: Tensor, cu_seqlens_B1: Tensor) -> Tensor:
-    """Whole reward at the last *scored* token of its trajectory, 0 elsewhere, [T].
+    """Return the whole reward at the last *scored* token of its trajectory, 0 elsewhere, [T].
 
     In a trajectory that ends with an observation, this is a token before it; without a scored token the reward is lost.
     """
@@ -45,12 +45,12 @@ def at_last_token(rewards_B: Tensor, mask_T: Tensor, cu_seqlens_B1: Tensor) -> T
 
 
 def to_tokens(values_B: Tensor, mask_T: Tensor, cu_seqlens_B1: Tensor) -> Tensor:
-    """Value of the trajectory at each of its scored tokens, 0 elsewhere, [T]."""
+    """Return the value of the trajectory at each of its scored tokens, 0 elsewhere, [T]."""
     return torch.where(mask_T.bool(), values_B[sequence_of(cu_seqlens_B1)], 0)
 
 
 def turns(mask_T: Tensor, cu_seqlens_B1: Tensor) -> Turns:
-    """Number the turns."""
+    """Number the turns, which are runs of scored tokens."""
     scored_T, sequence_T = mask_T.bool(), sequence_of(cu_seqlens_B1)
     begins_T = scored_T.clone()
     begins_T[1:] &= ~scored_T[:-1] | (sequence_T[1:] != sequence_T[:-1])
@@ -60,7 +60,7 @@ def turns(mask_T: Tensor, cu_seqlens_B1: Tensor) -> Turns:
 
 
 def turn_returns(rewards_K: Tensor, cu_turns_B1: Tensor, *, gamma: float) -> Tensor:
-    """Discounted return of each turn, ``G_k = r_k + gamma · G_{k+1}`` within a trajectory, float32 [K].
+    """Return the discounted return of each turn, ``G_k = r_k + gamma · G_{k+1}`` within a trajectory, float32 [K].
 
     The discount counts turns, not tokens: a long answer costs nothing.
     """
@@ -68,7 +68,7 @@ def turn_returns(rewards_K: Tensor, cu_turns_B1: Tensor, *, gamma: float) -> Ten
 
 
 def turns_to_tokens(values_K: Tensor, turn_T: Tensor) -> Tensor:
-    """Value of the turn at each of its scored tokens, 0 elsewhere, [T]."""
+    """Return the value of the turn at each of its scored tokens, 0 elsewhere, [T]."""
     if not len(values_K):
         return values_K.new_zeros(len(turn_T))
     return torch.where(turn_T >= 0, values_K[turn_T.clamp_min(0)], 0)

@@ -12,7 +12,7 @@ __all__ = ["exact_entropy", "sampled_entropy"]
 
 
 def sampled_entropy(logprobs_M: Tensor) -> Tensor:
-    """Monte-Carlo estimate of the mean entropy, in nats: ``-mean log pi`` over tokens sampled from pi itself.
+    """Estimate the mean entropy by Monte Carlo, in nats: ``-mean log pi`` over tokens sampled from pi itself.
 
     Unbiased, and free if the log-probs are known. For measurement only: its gradient is not that of the entropy.
     """

@@ -23,7 +23,7 @@ def gae(
     lam: float,
     bootstrap_B: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and value targets (arXiv 1506.02438, eq. 16).
+    """Return advantages and value targets (arXiv 1506.02438, eq. 16).
 
     ``δ_t = r_t + gamma · V_{t+1} - V_t``, ``A_t = δ_t + gamma · lam · A_{t+1}``, ``R_t = A_t + V_t``, where t counts
     the *scored* tokens of a trajectory: the bootstrap of the last token of a turn skips the observation and uses the

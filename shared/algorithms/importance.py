@@ -37,7 +37,7 @@ def truncated_weights(log_ratio_M: Tensor, *, high: float) -> Tensor:
 
 
 def masked_weights(log_ratio_M: Tensor, *, low: float, high: float) -> Tensor:
-    """Ratio if it is in [low, high], else 0: masked importance sampling, IcePop (arXiv 2510.18855).
+    """Return the ratio if it is in [low, high], else 0: masked importance sampling, IcePop (arXiv 2510.18855).
 
     Args:
         log_ratio_M: from ``policy_loss.log_ratio`` (tokens) or ``sequence_log_ratio``.

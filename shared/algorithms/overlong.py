@@ -11,7 +11,7 @@ __all__ = ["overlong_filter", "soft_overlong_punishment"]
 
 
 def overlong_filter(truncated_B: Tensor) -> Tensor:
-    """Mask of the trajectories that the loss and its denominators count, bool [B]: those that were not truncated.
+    """Return a mask of the trajectories that the loss and its denominators count, bool [B]: those not truncated.
 
     The reward of a truncated completion is no evidence about its end. Group statistics still count it.
     """

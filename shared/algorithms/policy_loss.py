@@ -115,7 +115,7 @@ def dual_clipped_ratio_loss(
 
 
 def weighted(loss: PolicyLoss, weights_M: Tensor) -> PolicyLoss:
-    """Loss of each token times its importance weight, through which no gradient flows.
+    """Return the loss of each token times its importance weight, through which no gradient flows.
 
     A token of weight 0 adds nothing to the sum, but denominators still count it.
     """

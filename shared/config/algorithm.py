@@ -83,7 +83,7 @@ class _Algorithm(StrictModel):
     """Fewest trajectories from which a group can compute a baseline."""
 
     group_size: int = Field(8, ge=2)
-    """Sampled completions of each prompt, G."""
+    """Completions sampled per prompt, G."""
     min_group: int | None = Field(None, ge=1)
     """Groups with fewer non-failed trajectories are dropped and redrawn; default: half of group_size."""
     clip_low: float = Field(0.2, gt=0, lt=1)

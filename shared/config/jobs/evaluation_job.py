@@ -51,11 +51,11 @@ class EvaluationJob(StrictModel):
     seed: int = Field(0, ge=0, lt=1 << 63)
     """Seed of every completion; with the seed of a training job, the completions equal those of its evaluations."""
     model: ModelConfig
-    """The policy."""
+    """Policy to evaluate."""
     data: EvaluationData
     """Held-out prompts."""
     reward: RewardConfig
-    """How completions are scored."""
+    """Scoring of completions."""
     environment: AnyEnvironment | None = None
     """Multi-turn episodes, with tools or in an environment of `verifiers`; null: one completion per prompt."""
     sampling: SamplingConfig = SamplingConfig()

@@ -120,11 +120,11 @@ class JobConfig(TrainingJob):
     kind: Annotated[Literal["rl"], BeforeValidator(known_kind)] = "rl"
     """Kind of job; `rl` trains on a data set of prompts."""
     model: ModelConfig
-    """The policy."""
+    """Policy to train."""
     data: DataConfig
-    """Training and held-out prompts."""
+    """Training and held-out data."""
     reward: RewardConfig
-    """How completions are scored."""
+    """Scoring of completions."""
     algorithm: AlgorithmConfig = Field(default_factory=GRPOConfig)
     """Advantages and loss."""
     environment: AnyEnvironment | None = None

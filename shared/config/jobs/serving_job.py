@@ -43,7 +43,7 @@ class ServingJob(StrictModel):
     seed: int = Field(0, ge=0, lt=1 << 63)
     """Seed of the initial weights, if `model.config` builds them."""
     model: ModelConfig
-    """The policy."""
+    """Policy to serve."""
     sampling: SamplingConfig = SamplingConfig()
     """Default sampling settings of requests."""
     serving: ServingConfig = ServingConfig()
