@@ -202,5 +202,5 @@ class DataConfig(StrictModel):
         prompt = self.prompt
         if not schemas or not (prompt.chat or prompt.messages is not None) or "tools" in prompt.chat_template_args:
             return self
-        told = {**prompt.chat_template_args, "tools": schemas}
-        return self.model_copy(update={"prompt": prompt.model_copy(update={"chat_template_args": told})})
+        args = {**prompt.chat_template_args, "tools": schemas}
+        return self.model_copy(update={"prompt": prompt.model_copy(update={"chat_template_args": args})})

@@ -261,12 +261,12 @@ def check_completions(
 
 def check_environment(environment: EpisodeConfig | None, reward: RewardConfig, sources: Iterable[Source]) -> None:
     """Raise ValueError if the sources or the scorers need a different environment."""
-    wanted = isinstance(environment, VerifiersConfig)
+    is_verifiers = isinstance(environment, VerifiersConfig)
     for source in sources:
-        if isinstance(source, TasksSource) != wanted:
+        if isinstance(source, TasksSource) != is_verifiers:
             raise ValueError(
                 "environment.type 'verifiers' brings its own tasks: give it sources of type 'tasks', and only them"
-                if wanted
+                if is_verifiers
                 else "a source of type 'tasks' needs environment.type 'verifiers'"
             )
     judged = any(isinstance(scorer, EnvironmentScorer) for scorer in reward.scorers)

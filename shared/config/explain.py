@@ -26,11 +26,11 @@ def explain(model: type[BaseModel], error: ValidationError) -> list[tuple[str, s
         detail = _detail(item, kinds) if item["type"] != "extra_forbidden" else _unknown(model, item["loc"])
         if item["type"] in ("union_tag_invalid", "union_tag_not_found"):
             keys.append(str(item["ctx"]["discriminator"]).strip("'"))
-        told = found.setdefault(".".join(keys) or "(top level)", [])
-        if told and in_union:
-            told[-1] += f", or: {detail}"
+        details = found.setdefault(".".join(keys) or "(top level)", [])
+        if details and in_union:
+            details[-1] += f", or: {detail}"
         else:
-            told.append(detail)
+            details.append(detail)
     return [(key, detail) for key, details in found.items() for detail in details]
 
 

@@ -131,8 +131,8 @@ class PromptBuilder:
 
 def _begins_texts(tokenizer: Tokenizer) -> bool:
     """Return True if the tokenizer itself prepends its beginning-of-sequence token to a text."""
-    begun = tokenizer.encode("a", add_special_tokens=True)
-    return tokenizer.bos_token_id is not None and begun[:1] == [tokenizer.bos_token_id]
+    ids = tokenizer.encode("a", add_special_tokens=True)
+    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
 
 
 def check_messages(row: dict[str, Any], field: str, place: str) -> list[dict[str, Any]]:

@@ -219,7 +219,7 @@ class _Process:
         Only the coordinator's own service changes sizes, because two settings would conflict.
         """
         settings = self._settings
-        told = ""
+        reported = ""
         while True:
             try:
                 if self._factory.name == COORDINATOR:
@@ -234,9 +234,9 @@ class _Process:
                 why = f"a coordinator has not created {', '.join(absent[:3])} yet"
             except Unavailable as error:
                 why = str(error)
-            if why != told:
+            if why != reported:
                 log.warning("waiting for the streams: %s", why)
-            told = why
+            reported = why
             await asyncio.sleep(RETRY_S)
 
     async def _measure_clock(self, bus: Bus) -> bool:

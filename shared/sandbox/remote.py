@@ -363,14 +363,14 @@ class _Judge(_Peer):
             vars(error).update(_text=str(text), _of=self.decode_object("object", number, {}))
         raise error
 
-    def _error(self, said: Mapping[str, Any]) -> type[BaseException]:
+    def _error(self, named: Mapping[str, Any]) -> type[BaseException]:
         """Return the exception class that a program names: Python's, or a new one with the program's name and bases."""
-        module, name, number = str(said["m"]), str(said["v"]), said["n"]
+        module, name, number = str(named["m"]), str(named["v"]), named["n"]
         found = getattr(sys.modules.get(module), name, None) if module.partition(".")[0] in _LIBRARY else None
         if isinstance(found, type) and issubclass(found, Exception | SystemExit):
             return found
         if number not in self._errors:
-            bases = tuple(self._error(base) for base in said["b"])
+            bases = tuple(self._error(base) for base in named["b"])
             self._errors[number] = type(name, bases or (RuntimeError,), {"__str__": _text, "__getattr__": _attribute})
         return self._errors[number]
 
