@@ -44,6 +44,10 @@ API_KEY = "e2e-key"
 LEASE_S = 1.5
 RANK_SILENCE_S = 5.0
 SHM = Path("/dev/shm")
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+WAIT_MS = 60_000
+DESKTOP = {"width": 1440, "height": 1000}
 USER_CODE = Path(__file__).with_name("user_code")
 TASKSETS = Path(__file__).parents[1] / "clients" / "environments"
 LOOK_S = 0.05
@@ -361,3 +365,48 @@ def user_code() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """The browser of this machine, for all tests of a file."""
+    from playwright.sync_api import expect, sync_playwright
+
+    program = os.environ.get("PENSTOCK_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None:
+        message = f"none of {', '.join(BROWSERS)} is installed; PENSTOCK_CHROMIUM may name one"
+        (pytest.fail if os.environ.get("PENSTOCK_REQUIRE_BROWSER") else pytest.skip)(message)
+    expect.set_options(timeout=WAIT_MS)
+    with sync_playwright() as driver:
+        found = driver.chromium.launch(executable_path=program, args=QUIET)
+        yield found
+        found.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A tab of its own session; what its console says in anger fails the test."""
+    context = browser.new_context(viewport=DESKTOP)
+    angry: list[str] = []
+    context.on("weberror", lambda error: angry.append(str(error.error)))
+    context.on("console", lambda line: angry.append(line.text) if "Content Security Policy" in line.text else None)
+    tab = context.new_page()
+    tab.set_default_timeout(WAIT_MS)
+    yield tab
+    context.close()
+    assert angry == []
+
+
+@pytest.fixture(scope="session")
+def enter() -> Callable[..., None]:
+    """Opens the page with a key."""
+
+    def opened(page: Any, stack: Deployment, key: str = API_KEY, where: str = "") -> None:
+        """Give it a key when it asks, and wait until it uses the key: a test may open another page then."""
+        page.goto(f"{stack.stack.url}/{where}")
+        page.wait_for_selector("#ask-key[open]")
+        page.fill("#key-text", key)
+        with page.expect_request(lambda request: request.headers.get("authorization") == f"Bearer {key}"):
+            page.keyboard.press("Enter")
+
+    return opened

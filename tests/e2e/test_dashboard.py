@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Page, expect
 
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol import subjects
@@ -23,8 +20,6 @@ from penstock.shared.transport.message import Outgoing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(180)]
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-QUIET = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 WAIT_MS = 60_000
 KEY = "e2e-key"
 DESKTOP, PHONE = {"width": 1440, "height": 1000}, {"width": 390, "height": 844}
@@ -49,34 +44,6 @@ LONG = ["train.max_updates=20000", "checkpoint.every=20000"]
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """The browser of this machine, for all tests of this file."""
-    program = os.environ.get("PENSTOCK_CHROMIUM") or next(filter(None, map(shutil.which, BROWSERS)), None)
-    if program is None:
-        message = f"none of {', '.join(BROWSERS)} is installed; PENSTOCK_CHROMIUM may name one"
-        (pytest.fail if os.environ.get("PENSTOCK_REQUIRE_BROWSER") else pytest.skip)(message)
-    expect.set_options(timeout=WAIT_MS)
-    with sync_playwright() as driver:
-        found = driver.chromium.launch(executable_path=program, args=QUIET)
-        yield found
-        found.close()
-
-
-@pytest.fixture
-def page(browser: Browser) -> Iterator[Page]:
-    """A tab of its own session; what its console says in anger fails the test."""
-    context = browser.new_context(viewport=DESKTOP)  # type: ignore[arg-type]
-    angry: list[str] = []
-    context.on("weberror", lambda error: angry.append(str(error.error)))
-    context.on("console", lambda line: angry.append(line.text) if "Content Security Policy" in line.text else None)
-    tab = context.new_page()
-    tab.set_default_timeout(WAIT_MS)
-    yield tab
-    context.close()
-    assert angry == []
-
-
-@pytest.fixture(scope="module")
 def brief(stack: Any) -> str:
     """A job of two updates that has ended."""
     job: str = stack.submit("train.max_updates=2", name="brief", metadata={"owner": "ana"})
@@ -84,16 +51,7 @@ def brief(stack: Any) -> str:
     return job
 
 
-def enter(page: Page, stack: Any, key: str = KEY, where: str = "") -> None:
-    """Open the page, give it a key when it asks, and wait until it uses the key: a test may open another page then."""
-    page.goto(f"{stack.stack.url}/{where}")
-    page.wait_for_selector("#ask-key[open]")
-    page.fill("#key-text", key)
-    with page.expect_request(lambda request: request.headers.get("authorization") == f"Bearer {key}"):
-        page.keyboard.press("Enter")
-
-
-def test_a_job_can_be_watched_and_cancelled(stack: Any, page: Page) -> None:
+def test_a_job_can_be_watched_and_cancelled(stack: Any, page: Page, enter: Any) -> None:
     hosts = set()
     page.on("request", lambda request: hosts.add(request.url.split("/")[2]))
     job = stack.submit(*LONG, name="watched")
@@ -132,7 +90,7 @@ def test_a_job_can_be_watched_and_cancelled(stack: Any, page: Page) -> None:
     assert hosts == {stack.stack.url.split("/")[2]}, "everything came from the coordinator"
 
 
-def test_the_events_of_a_job_that_is_over_have_an_end(stack: Any, page: Page, brief: str) -> None:
+def test_the_events_of_a_job_that_is_over_have_an_end(stack: Any, page: Page, enter: Any, brief: str) -> None:
     """All of them once, then that nothing follows, and no other connection for more."""
     connections: list[str] = []
     page.on("request", lambda request: connections.append(request.url) if request.url.endswith("/events") else None)
@@ -147,7 +105,7 @@ def test_the_events_of_a_job_that_is_over_have_an_end(stack: Any, page: Page, br
     assert len(connections) == 1, connections
 
 
-def test_warnings_of_a_job_stand_first(stack: Any, page: Page) -> None:
+def test_warnings_of_a_job_stand_first(stack: Any, page: Page, enter: Any) -> None:
     never = {"scorers": [{"type": "format", "pattern": "never"}], "processes": 1}
     job = stack.submit(name="unwell", reward=never)
     assert stack.finish(job).status.phase == "succeeded"
@@ -159,7 +117,7 @@ def test_warnings_of_a_job_stand_first(stack: Any, page: Page) -> None:
     expect(warned.locator("li[data-key=no_signal]")).to_contain_text("of the last 8 updates teach nothing")
 
 
-def test_a_key_is_asked_for_once(stack: Any, page: Page) -> None:
+def test_a_key_is_asked_for_once(stack: Any, page: Page, enter: Any) -> None:
     """A wrong one again; a good one is used by other tabs, too, until it is removed in one of them."""
     enter(page, stack, "wrong")
     page.wait_for_selector("#ask-key[open]")
@@ -179,7 +137,7 @@ def test_a_key_is_asked_for_once(stack: Any, page: Page) -> None:
     assert page.evaluate("sessionStorage.length") == 0
 
 
-def test_jobs_are_found_compared_and_told_apart_on_a_phone(stack: Any, page: Page, brief: str) -> None:
+def test_jobs_are_found_compared_and_told_apart_on_a_phone(stack: Any, page: Page, enter: Any, brief: str) -> None:
     reward = {"scorers": [{"type": "function", "path": "e2e_scorers:raises_markup"}], "timeout_s": 5.0}
     told = {"owner": "ben", "purpose": "to-see-what-a-page-makes-of-it"}
     broken = stack.submit("train.max_updates=5", name="marked", reward=reward, metadata=told)
@@ -225,7 +183,7 @@ def test_jobs_are_found_compared_and_told_apart_on_a_phone(stack: Any, page: Pag
     assert page.evaluate("window.attacked") is None
 
 
-def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, make_job: Any) -> None:
+def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, enter: Any, make_job: Any) -> None:
     """Three verdicts, one of them taken back: as many bars as fates, as long as their shares."""
     spec = {**make_job(name="judged"), **LIVE}
     job = stack.client.submit({name: part for name, part in spec.items() if name not in ("data", "reward")}).id
@@ -251,7 +209,7 @@ def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, make_job: Any) ->
     stack.finish(job)
 
 
-def test_videos_of_held_out_episodes_are_played(stack: Any, page: Page, tmp_path: Path) -> None:
+def test_videos_of_held_out_episodes_are_played(stack: Any, page: Page, enter: Any, tmp_path: Path) -> None:
     """The film reaches the list, a player by ranges, the command line and the page; deleting the job deletes it."""
     job = stack.client.submit(ROBOT).id
     assert stack.finish(job).status.phase == "succeeded"
@@ -316,7 +274,7 @@ VIEWS = {
 AXE = Path(__file__).with_name("axe") / "axe.min.js"
 
 
-def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, brief: str) -> None:
+def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, enter: Any, brief: str) -> None:
     """No rule of axe-core is broken and nothing is wider than the screen; in both colour schemes, on both widths."""
     enter(page, stack)
     titles = set()
@@ -339,7 +297,7 @@ def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, brief
     assert len(titles) == len(VIEWS), titles
 
 
-def test_a_checkpoint_is_served_from_the_page(stack: Any, page: Page, brief: str) -> None:
+def test_a_checkpoint_is_served_from_the_page(stack: Any, page: Page, enter: Any, brief: str) -> None:
     enter(page, stack, where=f"#/jobs/{brief}/checkpoints")
     page.get_by_role("button", name=re.compile("^Serve checkpoint")).first.click()
     page.get_by_label("Name of the model").fill("from-the-page")
@@ -351,7 +309,7 @@ def test_a_checkpoint_is_served_from_the_page(stack: Any, page: Page, brief: str
     assert stack.finish(record.id).status.phase == "cancelled"
 
 
-def test_samples_are_read_token_by_token(stack: Any, page: Page, brief: str) -> None:
+def test_samples_are_read_token_by_token(stack: Any, page: Page, enter: Any, brief: str) -> None:
     enter(page, stack, where=f"#/jobs/{brief}/samples")
     tokens = page.locator(".tokens .token")
     tokens.first.wait_for()
@@ -380,7 +338,7 @@ def test_samples_are_read_token_by_token(stack: Any, page: Page, brief: str) -> 
     page.get_by_text("No loaded completion holds this text.").wait_for()
 
 
-def test_older_completions_are_searched(stack: Any, page: Page) -> None:
+def test_older_completions_are_searched(stack: Any, page: Page, enter: Any) -> None:
     """A text that no loaded completion holds is looked for in those before them."""
     job = stack.submit("train.max_updates=5", "checkpoint.every=20000", name="searched")
     assert stack.finish(job).status.phase == "succeeded"
@@ -396,7 +354,7 @@ def test_older_completions_are_searched(stack: Any, page: Page) -> None:
     expect(page.locator(".sample-list .clip").filter(has_text=wanted).first).to_be_visible()
 
 
-def test_a_job_file_is_tried_and_submitted(stack: Any, page: Page, brief: str) -> None:
+def test_a_job_file_is_tried_and_submitted(stack: Any, page: Page, enter: Any, brief: str) -> None:
     """A clone keeps every value of its file; a flaw is shown with its key."""
     enter(page, stack, where=f"#/submit?from={brief}")
     file = page.get_by_label("Job file")
@@ -459,7 +417,7 @@ def test_a_chart_tells_the_newest_of_each_curve_and_stays_zoomed(stack: Any, pag
     assert found["flat"] == [0, 1]
 
 
-def test_metrics_say_what_they_mean(stack: Any, page: Page, brief: str) -> None:
+def test_metrics_say_what_they_mean(stack: Any, page: Page, enter: Any, brief: str) -> None:
     """Numerics and staleness stand apart, each with its sentence; curves run along updates or minutes."""
     enter(page, stack, where=f"#/jobs/{brief}/metrics")
     expect(page.locator(".chart[data-title='mismatch/kl'] figcaption")).to_contain_text("computes something else")
@@ -485,7 +443,7 @@ MOST_BYTES, MOST_ROWS, MOST_POINTS, MOST_METRICS_BYTES = 300_000, 60, 400, 200_0
 LONGEST = {"8": 1, "512": 2, "1024": 3}
 
 
-def test_the_page_is_light_and_soon_there(stack: Any, page: Page, brief: str) -> None:
+def test_the_page_is_light_and_soon_there(stack: Any, page: Page, enter: Any, brief: str) -> None:
     """With many jobs and a hundred thousand points: few bytes, none that the first paint waits for."""
     record = stack.client.get(brief)
     copies = [record.model_copy(update={"id": new_job_id(), "name": f"many-{n}"}) for n in range(NUM_JOBS)]

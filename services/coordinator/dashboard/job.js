@@ -1,5 +1,6 @@
 // One job: its heading, what can be done with it, and its views.
 
+import { amendFields, amendment } from "./amend.js";
 import { change, get } from "./api.js";
 import { showCheckpoints } from "./checkpoints.js";
 import { ask, choice, field, make, number, patch, phase, say } from "./dom.js";
@@ -68,38 +69,27 @@ const QUESTIONS = {
     make("p", { class: "hint" }, "They work for every job of the deployment. Those that stop finish what they have in hand."),
     field("Service", choice([["rollout", "rollout"], ["reward", "reward"], ["env", "env"]], "rollout", { name: "pool" })),
     field("Workers", make("input", { name: "replicas", type: "number", min: 0, max: 64, value: 2, required: true }))], "Scale"),
-  amend: (job) => ask(`Change ${job.name}`, [
-    make("p", { class: "hint" }, "It holds from the next batch on. An empty field changes nothing; the job file lists what else may change (",
-      make("code", {}, "penstock amend"), ")."), AMENDED.map(([name, text]) =>
-      field(text, make("input", { name, type: "number", step: "any", min: 0, placeholder: String(valueAt(job.spec, name) ?? "default") })))], "Change"),
+  amend: async (job, path) => {
+    const { data } = await get(`${path}/amendable`);
+    const values = await ask(`Change ${job.name}`, amendFields(data, job), "Change");
+    return values && { patch: amendment(data, job, values) };
+  },
 };
-const AMENDED = [
-  ["train.max_updates", "Updates at most (train.max_updates)"], ["optimizer.learning_rate", "Learning rate (optimizer.learning_rate)"],
-  ["sampling.temperature", "Temperature (sampling.temperature)"], ["checkpoint.every", "Updates between checkpoints (checkpoint.every)"],
-];
-
-function valueAt(spec, name) {
-  return name.split(".").reduce((value, key) => value?.[key], spec);
-}
 
 const REQUESTS = {
   checkpoint: (path) => change("POST", `${path}/checkpoints`),
   scale: (path, { pool, replicas }) => change("POST", `${path}/scale`, { pool, replicas: Number(replicas) }),
-  amend: (path, values) => {
-    const patch = {};
-    for (const [name, text] of Object.entries(values)) {
-      const [section, key] = name.split(".");
-      if (text !== "") patch[section] = { ...patch[section], [key]: Number(text) };
-    }
-    return Object.keys(patch).length ? change("PATCH", path, patch) : null;
+  amend: (path, { patch }, job) => {
+    if (patch === null) say(`${job.name}: nothing was changed.`);
+    return patch && change("PATCH", path, patch);
   },
 };
 
 async function act(job, path, verb) {
-  const values = verb in QUESTIONS ? await QUESTIONS[verb](job) : {};
-  if (values === null) return;
   try {
-    const reply = await (REQUESTS[verb] ?? ((path) => change("POST", `${path}/${verb}`)))(path, values);
+    const values = verb in QUESTIONS ? await QUESTIONS[verb](job, path) : {};
+    if (values === null) return;
+    const reply = await (REQUESTS[verb] ?? ((path) => change("POST", `${path}/${verb}`)))(path, values, job);
     if (reply === null) return;
     const from = reply.applies_at_step ? ` from update ${number(reply.applies_at_step)} on` : "";
     say(`${job.name}: ${verb} is asked for${from}.`);

@@ -18,6 +18,7 @@ __all__ = [
     "changed_keys",
     "is_amendable",
     "leaves",
+    "ranges_of",
     "settings_of",
     "value_at",
     "with_patch",
@@ -47,6 +48,35 @@ def settings_of(config: TrainingJob) -> dict[str, Any]:
     """Return the value of every amendable key; None if its section does not exist."""
     spec = config.model_dump(mode="json")
     return {key: value_at(spec, key) for key in AMENDABLE}
+
+
+def ranges_of(config: BaseModel) -> list[dict[str, Any]]:
+    """Rows of the settings that may change in a job that is ``config`` now, in the order of AMENDABLE.
+
+    Each has ``key``, the present ``value``, ``type`` (integer or number), ``minimum`` or ``above`` (the least that is
+    allowed, and what it must exceed; null: no bound), ``optional`` (null is a value), and ``description``.
+    """
+    return [_range(config, key) for key in AMENDABLE if is_amendable(config, key) and _owner(config, key) is not None]
+
+
+def _owner(config: BaseModel, key: str) -> BaseModel | None:
+    """The section that holds a key; None where the job has none."""
+    node: Any = config
+    for part in key.split(".")[:-1]:
+        node = getattr(node, part, None)
+    return node if isinstance(node, BaseModel) else None
+
+
+def _range(config: BaseModel, key: str) -> dict[str, Any]:
+    owner, name = _owner(config, key), key.rpartition(".")[2]
+    assert owner is not None
+    schema = type(owner).model_json_schema()["properties"][name]
+    kinds = schema.get("anyOf", [schema])
+    (number,) = (kind for kind in kinds if kind["type"] != "null")
+    return {
+        "key": key, "value": getattr(owner, name), "type": number["type"], "minimum": number.get("minimum"),
+        "above": number.get("exclusiveMinimum"), "optional": len(kinds) > 1, "description": schema["description"],
+    }  # fmt: skip
 
 
 def is_amendable(config: BaseModel, key: str) -> bool:

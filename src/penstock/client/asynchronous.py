@@ -215,6 +215,10 @@ class AsyncClient:
         """List the workers of the job."""
         return await self._send(calls.rows(job, "workers"))
 
+    async def amendable(self, job: str) -> Rows:
+        """Settings that ``amend`` may change: key, value, type, minimum or above, optional, description."""
+        return await self._send(calls.rows(job, "amendable"))
+
     async def videos(self, job: str) -> Rows:
         """List videos of held-out episodes: name, version, reset_id, success, reward (return), steps, error."""
         return await self._send(calls.rows(job, "videos"))

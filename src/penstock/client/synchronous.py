@@ -210,6 +210,10 @@ class Client:
         """List the workers of the job."""
         return self._send(calls.rows(job, "workers"))
 
+    def amendable(self, job: str) -> Rows:
+        """Settings that ``amend`` may change: key, value, type, minimum or above, optional, description."""
+        return self._send(calls.rows(job, "amendable"))
+
     def videos(self, job: str) -> Rows:
         """List videos of held-out episodes: name, version, reset_id, success, reward (return), steps, error."""
         return self._send(calls.rows(job, "videos"))

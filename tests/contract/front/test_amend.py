@@ -75,6 +75,25 @@ async def test_what_cannot_change_is_named(
         assert same.status_code == 202  # values that are so already
 
 
+async def test_what_may_change_is_listed_with_values_and_ranges(connect: Any, job: Any) -> None:
+    async with connect() as client:
+        path = await submitted(client, {**job, "limits": {"timeout_s": 60}})
+        rows = {row["key"]: row for row in (await client.get(f"{path}/amendable")).json()["data"]}
+        assert set(rows) == set(AMENDABLE) - {"algorithm.kl.coef"}, "there is no KL to weigh"
+        spec = JobConfig.parse((await client.get(path)).json()["spec"])
+        assert {key: row["value"] for key, row in rows.items()} == {key: settings_of(spec)[key] for key in rows}
+        rate, every, limit = (rows[key] for key in ("optimizer.learning_rate", "checkpoint.every", "limits.timeout_s"))
+        assert (rate["type"], rate["minimum"], rate["above"], rate["optional"]) == ("number", None, 0, False)
+        assert (every["type"], every["minimum"], every["above"], every["optional"]) == ("integer", 1, None, False)
+        assert (limit["type"], limit["above"], limit["value"], limit["optional"]) == ("number", 0, 60, True)
+        assert all(row["description"].endswith(".") for row in rows.values())
+        adaptive = {"kl": {"coef": 0.1, "adaptive": {"target": 0.1}}}
+        for kl, listed in (({"kl": {"coef": 0.1}}, True), (adaptive, False)):
+            path = await submitted(client, {**job, "algorithm": {**job.get("algorithm", {}), **kl}})
+            found = [row["key"] for row in (await client.get(f"{path}/amendable")).json()["data"]]
+            assert ("algorithm.kl.coef" in found) is listed
+
+
 async def test_a_backend_is_replaced_by_another_type_and_amended_key_by_key(connect: Any, job: Any) -> None:
     async with connect() as client:
         path = await submitted(client, job)

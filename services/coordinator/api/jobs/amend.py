@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Path, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -22,6 +22,7 @@ from penstock.shared.config.jobs.amendable import (
     changed_keys,
     is_amendable,
     leaves,
+    ranges_of,
     value_at,
     with_patch,
 )
@@ -63,6 +64,33 @@ class Patch(BaseModel):
         {}, description="any key; another `type` replaces the section. The trainer goes on from a checkpoint of its own"
     )
     metadata: dict[str, str | None] = {}
+
+
+class Amendable(BaseModel):
+    """A setting that may change while the job runs, with its present value and its range."""
+
+    key: str
+    value: float | int | None
+    type: Literal["integer", "number"]
+    minimum: float | None = Field(description="Least that is allowed")
+    above: float | None = Field(description="What it must exceed")
+    optional: bool = Field(description="null is a value, too")
+    description: str
+
+
+class AmendableList(BaseModel):
+    """Settings that may change."""
+
+    object: Literal["list"] = "list"
+    data: list[Amendable]
+    has_more: bool = False
+
+
+@router.get("/amendable", response_model=AmendableList, dependencies=[require("jobs:read")])
+async def amendable(job: JobId, backend: BackendDep) -> Response:
+    """List the settings that may change while the job runs, beside `backend` and `metadata`, with values and ranges."""
+    spec = (await backend.control.get(job)).spec
+    return Json({"object": "list", "data": ranges_of(job_model(spec).model_validate(spec)), "has_more": False})
 
 
 @router.patch(

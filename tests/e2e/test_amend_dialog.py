@@ -1,0 +1,79 @@
+"""The dialog of the page that changes a running job: typed fields, and only what differs is sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from penstock.shared.config.jobs.amendable import settings_of, with_patch
+from penstock.shared.config.jobs.job import JobConfig
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(180)]
+
+LONG = ["train.max_updates=20000", "checkpoint.every=20000"]
+"""A job that the test ends itself, however slow or fast the machine is."""
+LEAST = {"train.max_updates": 1, "checkpoint.every": 1, "checkpoint.keep": 1, "limits.byte_budget": 1024}
+"""Borders that are not 0."""
+
+
+def test_what_is_changed_of_a_running_job_is_sent_and_nothing_else(stack: Any, page: Any, enter: Any) -> None:
+    """Fields have present values and the ranges of the job file; what is out of range does not leave the dialog."""
+    kl = {"group_size": 4, "kl": {"coef": 0.05}}
+    job = stack.submit(*LONG, name="amended", algorithm=kl, metadata={"owner": "ana", "team": "a"})
+    enter(page, stack, where=f"#/jobs/{job}")
+    sent: list[Any] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "PATCH" else None)
+
+    page.get_by_role("button", name="amend").click()
+    dialog = page.get_by_role("dialog")
+    config = JobConfig.model_validate(stack.client.get(job).spec)
+    dialog.get_by_label("Learning rate").wait_for()
+    fields = {one.get_attribute("name"): one for one in dialog.locator("input[type=number]").all()}
+    assert {name: float(one.input_value() or -1) for name, one in fields.items()} == {
+        name: -1 if value is None else value for name, value in settings_of(config).items()
+    }
+    for name, one in fields.items():  # a value at the border is taken where the job file takes it
+        least = LEAST.get(name, 0)
+        one.fill(str(least))
+        changed = with_patch(config.model_dump(mode="json"), nested(name, least))
+        assert one.evaluate("one => one.checkValidity()") is not is_refused(changed), name
+    page.keyboard.press("Escape")
+
+    page.get_by_role("button", name="amend").click()
+    dialog.get_by_role("button", name="Change").click()
+    page.get_by_text("amended: nothing was changed.").wait_for()
+    page.get_by_role("button", name="amend").click()
+    rate, labels = dialog.get_by_label("Learning rate"), dialog.get_by_label("Labels")
+    rate.fill("-1")
+    dialog.get_by_role("button", name="Change").click()
+    assert rate.evaluate("one => one.matches(':invalid')")
+    rate.fill("0.0002")
+    dialog.get_by_label("Weight of the KL").fill("0.1")
+    labels.fill("owner=ben")
+    dialog.get_by_role("button", name="Change").click()
+    page.get_by_text("amended: amend is asked for").wait_for()
+    wanted = {"optimizer": {"learning_rate": 0.0002}, "algorithm": {"kl": {"coef": 0.1}}}
+    assert sent == [{**wanted, "metadata": {"owner": "ben", "team": None}}]
+    spec = stack.client.get(job).spec
+    assert (spec["optimizer"]["learning_rate"], spec["algorithm"]["kl"]["coef"]) == (0.0002, 0.1)
+    assert spec["metadata"] == {"owner": "ben"}
+    stack.client.cancel(job, checkpoint=False)
+    assert stack.finish(job).status.phase == "cancelled"
+
+
+def nested(name: str, value: Any) -> dict[str, Any]:
+    """``a.b`` and a value as ``{"a": {"b": value}}``."""
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return dict(value)
+
+
+def is_refused(data: dict[str, Any]) -> bool:
+    """The range of a key is left; a whole that does not fit is another matter."""
+    try:
+        JobConfig.model_validate(data)
+    except ValidationError as error:
+        return any(flaw["type"].startswith(("greater_than", "less_than")) for flaw in error.errors())
+    return False
