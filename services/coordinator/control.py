@@ -298,18 +298,19 @@ class CoordinatorControl:
         wanted = partial(columns, names=names, step_from=step_from, step_to=step_to, max_points=max_points)
         return await asyncio.to_thread(lambda: wanted(_rows(messages)))
 
-    async def workers(self, job: str) -> list[Row]:
+    async def workers(self, job: str, *, history: bool = False) -> list[Row]:
         """Return one row per live or recently lost worker of the job.
 
         ``service``, ``worker``, ``host``, ``pid``, ``ready``, ``age_s`` (of the last heartbeat), ``alive``, and the
-        heartbeat's entry for this job (``version``, ``running``, ``waiting_for``, ``since``, ...).
+        heartbeat's entry for this job (``version``, ``running``, ``waiting_for``, ``since``, ...). ``history``: with
+        ``spans``, what each was seen to do in the last minutes.
         """
         await self.store.get(job)
         clock = time.monotonic()
         chosen = transports_of(job, self.members, clock)
         return [
             row | ({"chosen_transport": chosen[row["worker"]]} if row["worker"] in chosen else {})
-            for row in self.members.rows(job, clock)
+            for row in self.members.rows(job, clock, history=history)
         ]
 
     async def metric_names(self, job: str) -> list[Row]:

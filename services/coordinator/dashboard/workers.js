@@ -1,4 +1,4 @@
-// Services that work for a job: what each does now and did since this view was opened, and the stages of the updates.
+// Services that work for a job: what each does now and did in the last minutes, and the stages of the updates.
 
 import { get } from "./api.js";
 import { age, make, number, panel, patch, table } from "./dom.js";
@@ -10,20 +10,20 @@ const KEPT_S = 300;
 const STAGES = ["generate", "wait", "train", "checkpoint"];
 const PARTS = ["update", "wait", "fetch", "publish", "checkpoint"];
 const MOST_WAITS = 2;
-const histories = new Map(); // by job: a strip goes on growing while other views of the job are looked at
 
 export function showWorkers({ content, signal, loop, path }) {
   const [services, activity, spent, stages] = Array.from({ length: 4 }, () => make("div"));
-  const history = histories.get(path) ?? new Map();
-  histories.set(path, history);
+  const history = new Map();
   content.replaceChildren(panel("Services", services), panel("Busy and waiting", activity),
     panel("Time of the trainer", spent), panel("Stages of the newest updates", stages));
   loop(EVERY_MS, async () => {
-    const [now, { data }, why] = await Promise.all([path, `${path}/workers`, `${path}/why`].map((url) => get(url, signal)));
+    const told = history.size ? "workers" : "workers?history=true";
+    const [now, { data }, why] = await Promise.all([path, `${path}/${told}`, `${path}/why`].map((url) => get(url, signal)));
     const rows = data.map((row) => ({ ...row, wait: waitOf(row, why.data) }));
     patch(services, table("Services", columns(rows, now.spec.train?.max_lag ?? 0), rows, "No service has been heard of.", (row) => row.worker));
     patch(spent, spentOf(rows));
     if (TERMINAL.has(now.status.phase)) return patch(activity, make("p", { class: "hint" }, "The job is over: nobody works for it."));
+    if (!history.size) recall(history, data, Date.now() / 1000);
     note(history, rows, Date.now() / 1000);
     patch(activity, activityOf(history, Date.now() / 1000));
   });
@@ -62,6 +62,13 @@ function weightsOf(row) {
   return `${row.transport}${instead}, ${number(row.stage_s)} s${fetched}`;
 }
 
+/** Begin with what the coordinator saw before this view was opened. */
+function recall(history, rows, now) {
+  for (const { worker, spans = [] } of rows) {
+    history.set(worker, spans.map(({ kind, wait, start_age_s, end_age_s }) => ({ kind, wait, start: now - start_age_s, end: now - end_age_s })));
+  }
+}
+
 function note(history, rows, now) {
   for (const row of rows) {
     const kind = !row.alive ? "lost" : row.running ? "busy" : "waiting";
@@ -77,7 +84,7 @@ function activityOf(history, now) {
   const start = Math.max(now - KEPT_S, Math.min(...[...history.values()].flat().map((span) => span.start), now));
   if (now - start < 1) return make("p", { class: "hint" }, "Watching since now; a strip for each worker grows here.");
   const place = (time) => `${(100 * (Math.max(time, start) - start)) / (now - start)}%`;
-  return [make("p", { class: "hint" }, `The last ${age(now - start)}, as seen every ${EVERY_MS / 1000} s.`, legend(["busy", "waiting", "lost"])),
+  return [make("p", { class: "hint" }, `The last ${age(now - start)}, as their heartbeats told.`, legend(["busy", "waiting", "lost"])),
     [...history].map(([worker, spans]) => {
       const text = sharesOf(spans, start, now);
       return make("div", { class: "strip told", "data-key": worker }, make("span", { class: "strip-name" }, worker), make("div", { class: "track", role: "img", "aria-label": `${worker}: ${text}` },

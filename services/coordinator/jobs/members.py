@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +15,10 @@ LOST_AFTER = 4.0
 """Heartbeat intervals without a heartbeat after which a worker counts as lost."""
 FORGET_AFTER_S = 600.0
 """Time for which a lost worker stays listed (seconds)."""
+HISTORY_S = 300.0
+"""Time for which states of a worker are kept (seconds)."""
+MOST_SPANS = 200
+"""Most states of a worker for one job; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +30,52 @@ class Member:
 
     def alive(self, now: float) -> bool:
         """Return True if the newest heartbeat is recent enough."""
-        return now - self.heard <= max(LOST_AFTER * self.beat.interval_s, 2.0)
+        return now - self.heard <= _silence(self.beat)
+
+
+@dataclass(slots=True)
+class Span:
+    """What a worker did for a job, from ``start`` to ``end`` (monotonic seconds), as its heartbeats told."""
+
+    kind: Literal["busy", "waiting", "lost"]
+    wait: str
+    start: float
+    end: float
+
+    def row(self, now: float) -> dict[str, Any]:
+        """As JSON, in seconds before ``now``: the clock of whoever reads it does not matter."""
+        ages = {"start_age_s": round(now - self.start, 3), "end_age_s": round(now - self.end, 3)}
+        return {"kind": self.kind, "wait": self.wait, **ages}
+
+
+class History:
+    """Spans of one worker by job."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, deque[Span]] = {}
+
+    def note(self, beat: Heartbeat, now: float) -> None:
+        """Go on with the newest span of each job, or begin another; jobs that it works for no more are forgotten."""
+        for job, row in beat.jobs.items():
+            spans = self._spans.setdefault(job, deque(maxlen=MOST_SPANS))
+            if spans and now - spans[-1].end > _silence(beat):
+                spans.append(Span("lost", "", spans[-1].end, now))
+            kind: Literal["busy", "waiting"] = "busy" if row.get("running") else "waiting"
+            wait = str(row.get("waiting_for") or "")
+            if spans and (spans[-1].kind, spans[-1].wait) == (kind, wait):
+                spans[-1].end = now
+            else:
+                spans.append(Span(kind, wait, spans[-1].end if spans else now, now))
+        self._spans = {job: spans for job, spans in self._spans.items() if now - spans[-1].end < HISTORY_S}
+
+    def rows(self, job: str, now: float) -> list[dict[str, Any]]:
+        """Spans of the last HISTORY_S, oldest first."""
+        return [span.row(now) for span in self._spans.get(job, ()) if now - span.end < HISTORY_S]
+
+
+def _silence(beat: Heartbeat) -> float:
+    """Seconds without a heartbeat after which its worker counts as lost."""
+    return max(LOST_AFTER * beat.interval_s, 2.0)
 
 
 class Members:
@@ -33,6 +83,7 @@ class Members:
 
     def __init__(self) -> None:
         self._members: dict[tuple[str, str], Member] = {}
+        self._histories: dict[tuple[str, str], History] = {}
 
     def on_heartbeat(self, beat: Heartbeat, now: float) -> bool:
         """Record a heartbeat; return True if its worker was not alive before, or if its readiness changed."""
@@ -40,6 +91,8 @@ class Members:
         self._members[beat.service, beat.worker] = Member(beat, now)
         for key in [k for k, m in self._members.items() if now - m.heard > FORGET_AFTER_S]:
             del self._members[key]
+            self._histories.pop(key, None)
+        self._histories.setdefault((beat.service, beat.worker), History()).note(beat, now)
         return before is None or not before.alive(now) or before.beat.ready != beat.ready
 
     def of(self, service: str, now: float) -> list[Member]:
@@ -50,8 +103,11 @@ class Members:
         """Return all listed workers, live or lost."""
         return [member for _, member in sorted(self._members.items())]
 
-    def rows(self, job: str, now: float) -> list[dict[str, Any]]:
-        """Return one row per worker, with its entry for ``job``; without workers that drained before they ended."""
+    def rows(self, job: str, now: float, *, history: bool = False) -> list[dict[str, Any]]:
+        """Return one row per worker, with its entry for ``job``; without workers that drained before they ended.
+
+        ``history``: add ``spans``, its states for the job in the last ``HISTORY_S`` seconds.
+        """
         return [
             {
                 "service": m.beat.service,
@@ -63,6 +119,7 @@ class Members:
                 "age_s": round(now - m.heard, 3),
                 "clock_skew_s": None if m.beat.clock_skew_s is None else round(m.beat.clock_skew_s, 3),
                 **m.beat.jobs.get(job, {}),
+                **({"spans": self._histories[m.beat.service, m.beat.worker].rows(job, now)} if history else {}),
             }
             for m in self.everybody()
             if m.alive(now) or m.beat.ready

@@ -211,9 +211,9 @@ class AsyncClient:
     sample = awaits(calls.sample)
     timeline = awaits(calls.timeline)
 
-    async def workers(self, job: str) -> Rows:
-        """List the workers of the job."""
-        return await self._send(calls.rows(job, "workers"))
+    async def workers(self, job: str, *, history: bool = False) -> Rows:
+        """List the workers of the job; ``history`` adds ``spans``, the states of each in the last five minutes."""
+        return await self._send(calls.rows(job, "workers", history=history or None))
 
     async def amendable(self, job: str) -> Rows:
         """Settings that ``amend`` may change: key, value, type, minimum or above, optional, description."""

@@ -206,9 +206,9 @@ class Client:
     sample = sends(calls.sample)
     timeline = sends(calls.timeline)
 
-    def workers(self, job: str) -> Rows:
-        """List the workers of the job."""
-        return self._send(calls.rows(job, "workers"))
+    def workers(self, job: str, *, history: bool = False) -> Rows:
+        """List the workers of the job; ``history`` adds ``spans``, the states of each in the last five minutes."""
+        return self._send(calls.rows(job, "workers", history=history or None))
 
     def amendable(self, job: str) -> Rows:
         """Settings that ``amend`` may change: key, value, type, minimum or above, optional, description."""

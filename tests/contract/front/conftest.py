@@ -293,11 +293,12 @@ class Books:
         wanted = [name for name in query["names"] or series if name in series]
         return {"steps": steps, "wall": [float(s) for s in steps], "series": {n: series[n] for n in wanted}}
 
-    async def workers(self, job: str) -> list[dict[str, Any]]:
+    async def workers(self, job: str, *, history: bool = False) -> list[dict[str, Any]]:
         self._known(job)
+        spans = {"spans": [{"kind": "busy", "wait": "", "start_age_s": 9.0, "end_age_s": 0.3}]} if history else {}
         return [
             {"service": "rollout", "worker": "rollout-0", "host": "h", "pid": 7, "ready": True, "alive": True,
-             "age_s": 0.3, "version": 2, "waiting_for": "version 3"}
+             "age_s": 0.3, "version": 2, "waiting_for": "version 3", **spans}
         ]  # fmt: skip
 
     async def samples(self, job: str, **query: Any) -> list[dict[str, Any]]:

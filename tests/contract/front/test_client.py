@@ -252,6 +252,8 @@ def test_views(client: Client, books: Any, job: Any) -> None:
     record = client.submit(job)
     assert client.metrics(record.id, names="loss")["series"] == {"loss": [5.0, 4.0, 3.0, 2.0, 1.0]}
     assert client.workers(record.id)[0]["worker"] == "rollout-0"
+    assert "spans" not in client.workers(record.id)[0]
+    assert [span["kind"] for span in client.workers(record.id, history=True)[0]["spans"]] == ["busy"]
     assert len(client.samples(record.id, limit=5, env="addition")) == 5
     with pytest.raises(NotFound, match="they are called addition"):
         client.samples(record.id, env="hard")

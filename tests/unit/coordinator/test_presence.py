@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.services.coordinator.jobs.members import Members, PresenceWatch
+from penstock.services.coordinator.jobs.members import HISTORY_S, MOST_SPANS, Members, PresenceWatch
 from penstock.shared.protocol.messages import Heartbeat
 
 SERVICES = ("rollout", "trainer")
@@ -16,10 +16,10 @@ class Workers:
     def __init__(self) -> None:
         self.members, self.watch, self.clock = Members(), PresenceWatch(), 0.0
 
-    def beat(self, worker: str, *, service: str = "rollout", ready: bool = True) -> None:
+    def beat(self, worker: str, *, service: str = "rollout", ready: bool = True, **jobs: dict[str, Any]) -> None:
         beat = Heartbeat(
             service=service, worker=worker, host="h", pid=1, started=0.0, interval_s=1.0, health_port=0, ready=ready,
-            jobs={},
+            jobs=jobs,
         )  # fmt: skip
         self.members.on_heartbeat(beat, self.clock)
 
@@ -67,3 +67,36 @@ def test_a_loss_before_the_first_look_is_not_reported() -> None:
     workers = Workers()
     workers.beat("rollout-0")
     assert workers.changes(60.0) == []
+
+
+def test_what_a_worker_did_is_remembered_by_job() -> None:
+    workers = Workers()
+    for clock, row in ((0.0, {}), (1.0, {"running": 2}), (2.0, {"running": 1}), (3.0, {"waiting_for": "version 3"})):
+        workers.clock = clock
+        workers.beat("rollout-0", job=row)
+    workers.clock = 20.0  # it was silent for 17 s
+    workers.beat("rollout-0", job={"running": 1}, other={"running": 1})
+    workers.beat("rollout-1")
+    first, second = workers.members.rows("job", 21.0, history=True)
+    assert second["spans"] == []
+    assert [(s["kind"], s["wait"], s["start_age_s"], s["end_age_s"]) for s in first["spans"]] == [
+        ("waiting", "", 21.0, 21.0), ("busy", "", 21.0, 19.0), ("waiting", "version 3", 19.0, 18.0),
+        ("lost", "", 18.0, 1.0), ("busy", "", 1.0, 1.0),
+    ]  # fmt: skip
+    assert len(workers.members.rows("other", 21.0, history=True)[0]["spans"]) == 1
+    assert "spans" not in workers.members.rows("job", 21.0)[0]
+
+
+def test_a_history_has_an_end() -> None:
+    workers = Workers()
+    for second in range(MOST_SPANS + 50):
+        workers.clock = float(second)
+        workers.beat("rollout-0", job={"running": second % 2}, short={"running": 1} if second < 5 else {})
+    (row,) = workers.members.rows("job", workers.clock, history=True)
+    assert len(row["spans"]) == MOST_SPANS
+    (row,) = workers.members.rows("job", workers.clock + HISTORY_S - 5, history=True)
+    assert 0 < len(row["spans"]) < MOST_SPANS, "what is older is shown no more"
+    workers.clock += HISTORY_S + 1
+    workers.beat("rollout-0", new={"running": 1})
+    (row,) = workers.members.rows("job", workers.clock, history=True)
+    assert row["spans"] == []

@@ -198,9 +198,15 @@ async def timeline(
 
 
 @router.get("/workers", response_model=RowList, dependencies=READ)
-async def workers(job: JobId, backend: BackendDep) -> Response:
+async def workers(
+    job: JobId,
+    backend: BackendDep,
+    history: Annotated[
+        bool, Query(description="Add `spans`: states of each worker in the last five minutes, from heartbeats to this coordinator")
+    ] = False,
+) -> Response:
     """List the workers of the job, their policy versions, and what each waits for."""
-    return _rows(await backend.control.workers(job))
+    return _rows(await backend.control.workers(job, history=history))
 
 
 @router.get("/samples", response_model=SampleList, dependencies=READ)

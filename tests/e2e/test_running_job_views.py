@@ -1,7 +1,8 @@
-"""The dialog of the page that changes a running job: typed fields, and only what differs is sent."""
+"""Views of a job that runs, in a browser: the dialog that changes it, and what its workers did before."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -77,3 +78,22 @@ def is_refused(data: dict[str, Any]) -> bool:
     except ValidationError as error:
         return any(flaw["type"].startswith(("greater_than", "less_than")) for flaw in error.errors())
     return False
+
+
+def test_the_strips_of_workers_begin_before_the_page_was_opened(stack: Any, page: Any, enter: Any) -> None:
+    job = stack.submit(*LONG, name="strips")
+    stack.reach(job, 1)
+
+    def seconds_told() -> float:
+        (row,) = [row for row in stack.client.workers(job, history=True) if row["worker"] == "rollout-0"]
+        return max((span["start_age_s"] for span in row["spans"]), default=0.0)
+
+    stack.until(lambda: seconds_told() > 8, "a history of some seconds")
+    enter(page, stack, where=f"#/jobs/{job}/workers")
+    told = page.get_by_text(re.compile(r"^The last \d+ s, as their heartbeats told"))
+    told.wait_for()
+    since_opened, text = page.evaluate("one => [performance.now() / 1000, one.textContent]", told.element_handle())
+    assert float(text.split()[2]) > since_opened + 3, "what this page saw itself is shorter"
+    page.get_by_label(re.compile("^rollout-0: busy")).wait_for()
+    stack.client.cancel(job, checkpoint=False)
+    assert stack.finish(job).status.phase == "cancelled"
