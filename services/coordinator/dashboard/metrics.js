@@ -25,11 +25,18 @@ export async function showComparison({ page, signal, loop, title }, ids) {
     if (begun) return;
     const jobs = await Promise.all(ids.map((id) => get(`/v1/jobs/${encodeURIComponent(id)}`, signal)));
     begun = true;
-    const isNamed = new Set(jobs.map(({ name }) => name)).size === jobs.length;
-    const links = jobs.map(({ id, name }) => make("a", { class: "label", href: `#/jobs/${encodeURIComponent(id)}` }, name));
+    const names = namesOf(jobs);
+    const links = jobs.map(({ id }, place) => make("a", { class: "label", href: `#/jobs/${encodeURIComponent(id)}` }, names[place]));
     content.before(make("p", { class: "links" }, links));
-    show(content, { signal, loop }, jobs.map(({ id, name }) => ({ id, name: isNamed ? name : `${name} ${id.slice(-6)}` })));
+    show(content, { signal, loop }, jobs.map(({ id }, place) => ({ id, name: names[place] })));
   });
+}
+
+/** Names that tell jobs apart: their own, or the settings and seed that a sweep gave them, or with the end of their ids. */
+function namesOf(jobs) {
+  const swept = ({ name, spec }) => (spec.metadata?.settings ? `${spec.metadata.settings} seed ${spec.seed}` : name);
+  const ways = [({ name }) => name, swept, ({ id, name }) => `${name} ${id.slice(-6)}`];
+  return ways.map((way) => jobs.map(way)).find((names, place) => place === 2 || new Set(names).size === names.length);
 }
 
 function show(content, { signal, loop }, jobs) {

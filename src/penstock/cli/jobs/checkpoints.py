@@ -138,4 +138,9 @@ def choose(rows: list[dict[str, Any]], which: str) -> dict[str, Any]:
         if which == str(row["number"]) or (which in FLAGS and row[which]):
             return row
     known = ", ".join(str(row["number"]) for row in rows) or "none"
+    if which == "best" and rows:
+        raise NotFound(
+            "no checkpoint 'best': the job file names no metric to keep it by (checkpoint.keep_best: "
+            f"{{metric: eval/greedy}}), or nothing was measured; there are: {known} (or initial, newest, final)"
+        )
     raise NotFound(f"no checkpoint '{which}'; there are: {known} (or initial, best, newest, final)")

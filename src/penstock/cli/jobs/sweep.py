@@ -29,6 +29,8 @@ LAST = 10
 """Updates at the end whose mean is compared."""
 LOOK_S = 1.0
 MAX_JOBS = 200
+MOST_COMPARED = 8
+"""Jobs in the address of a comparison."""
 COLOURS = ("#3366cc", "#dc3912", "#ff9900", "#109618", "#990099", "#0099c6", "#dd4477", "#66aa00")
 WIDTH, HEIGHT, LEFT, ROW = 640, 320, 56, 18
 
@@ -50,6 +52,18 @@ class Point:
     def ends(self) -> list[float]:
         """Mean of the last updates of each job that has any."""
         return [fmean(value for _, value in curve[-LAST:]) for curve in self.curves if curve]
+
+    @property
+    def mean(self) -> float:
+        """Of the ends; below every number where no job has any."""
+        return fmean(self.ends) if self.ends else float("-inf")
+
+    @property
+    def best(self) -> JobRecord | None:
+        """The job with the highest end."""
+        measured = [(job, curve) for job, curve in zip(self.jobs, self.curves, strict=True) if curve]
+        ends = dict(zip((job.id for job, _ in measured), self.ends, strict=True))
+        return max((job for job, _ in measured), key=lambda job: ends[job.id], default=None)
 
 
 def points_of(grid: Sequence[str]) -> list[tuple[str, ...]]:
@@ -90,13 +104,19 @@ def sweep(
         for point in points:
             point.jobs = [client.get(job.id) for job in point.jobs]
             point.curves = [_curve(client, job.id, metric) for job in point.jobs]
+        url = client.url
+        if not any(point.ends for point in points):
+            note(f"no job has '{metric}'; there are: {', '.join(_metrics(client, points)) or 'none'}")
+    points.sort(key=lambda point: point.mean, reverse=True)
     if plot is not None:
         plot.write_text(svg_plot(points, metric), encoding="utf-8")
         note(f"curves: {plot}")
     if as_json:
         show_json({"sweep": label, "metric": metric, "points": [_plain(point) for point in points]})
     else:
-        console().print(table(("SETTINGS", f"{metric}#", "LEAST#", "MOST#", "JOBS#", "WARNINGS"), _rows(points)))
+        head = ("SETTINGS", f"{metric}#", "LEAST#", "MOST#", "JOBS#", "BEST JOB", "WARNINGS")
+        console().print(table(head, [_row(point) for point in points]))
+        _tell_next(points, url)
     done = all(job.status.phase == "succeeded" for point in points for job in point.jobs)
     raise typer.Exit(OK if done else FAILED)
 
@@ -129,7 +149,8 @@ def _still_active(client: Client, jobs: Sequence[JobRecord]) -> list[JobRecord]:
     left = [job for job in found if job.status.phase not in TERMINAL_PHASES]
     for job in found:
         if job not in left:
-            note(f"{job.id}  {job.status.phase} {job.status.message}, reward {number(job.status.reward)}")
+            told = f": {job.status.message}" if job.status.message else ""
+            note(f"{job.id}  {job.status.phase}, reward {number(job.status.reward)}{told}")
     if len(left) == len(jobs):
         time.sleep(LOOK_S)
     return left
@@ -141,24 +162,34 @@ def _curve(client: Client, job: str, metric: str) -> list[tuple[int, float]]:
     return [(step, value) for step, value in zip(found["steps"], values, strict=False) if value is not None]
 
 
-def _rows(points: Sequence[Point]) -> list[tuple[str, ...]]:
-    """Best first."""
-    order = sorted(points, key=lambda point: fmean(point.ends) if point.ends else float("-inf"), reverse=True)
-    return [
-        (
-            point.name,
-            *(number(of(point.ends)) if point.ends else "" for of in (fmean, min, max)),
-            str(len(point.jobs)),
-            ", ".join(sorted({warning.kind for job in point.jobs for warning in job.status.warnings})),
-        )
-        for point in order
-    ]
+def _metrics(client: Client, points: Sequence[Point]) -> list[str]:
+    """Names of all that the jobs measured."""
+    return sorted({row.name for point in points for job in point.jobs for row in client.metric_names(job.id)})
+
+
+def _row(point: Point) -> tuple[str, ...]:
+    return (
+        point.name,
+        *(number(of(point.ends)) if point.ends else "" for of in (fmean, min, max)),
+        str(len(point.jobs)),
+        point.best.id if point.best is not None else "",
+        ", ".join(sorted({warning.kind for job in point.jobs for warning in job.status.warnings})),
+    )
+
+
+def _tell_next(points: Sequence[Point], url: str) -> None:
+    """Where to see the curves, and how to get the weights of the best: all jobs of a sweep have one name."""
+    jobs = [job.id for point in points for job in point.jobs][:MOST_COMPARED]
+    note(f"curves: {url}/#/compare?jobs={','.join(jobs)}")
+    if (best := points[0].best) is not None:
+        which = "@best" if best.status.best_checkpoint is not None else ""  # else the final one
+        note(f"the best one: penstock export {best.id}{which} --to DIRECTORY")
 
 
 def _plain(point: Point) -> dict[str, Any]:
     jobs = [{"id": job.id, "phase": job.status.phase, "warnings": job.status.warnings} for job in point.jobs]
-    return {"settings": list(point.settings), "mean": fmean(point.ends) if point.ends else None,
-            "ends": point.ends, "jobs": jobs}  # fmt: skip
+    return {"settings": list(point.settings), "mean": point.mean if point.ends else None, "ends": point.ends,
+            "best": None if point.best is None else point.best.id, "jobs": jobs}  # fmt: skip
 
 
 def svg_plot(points: Sequence[Point], metric: str) -> str:
