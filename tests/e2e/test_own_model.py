@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def python(*words: str) -> str:
-    """What a program prints."""
+    """Output of a program."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)

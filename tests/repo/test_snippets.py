@@ -1,4 +1,4 @@
-"""What the pages show can be used as it stands: job files parse, commands have these options, clients these methods."""
+"""Snippets of the pages can be used: job files parse, commands have these options, clients have these methods."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Member:
 
 @dataclass(slots=True)
 class Span:
-    """What a worker did for a job, from ``start`` to ``end`` (monotonic seconds), as its heartbeats told."""
+    """Work of a worker for a job, or a wait, from ``start`` to ``end`` (monotonic seconds), as its heartbeats told."""
 
     kind: Literal["busy", "waiting", "lost"]
     wait: str
