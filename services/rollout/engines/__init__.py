@@ -10,12 +10,20 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from penstock.services.rollout.engines.adapter import ModelFiles
 from penstock.services.rollout.engines.base import Engine, Updatable, UpdatableByReference, UpdateMode
 from penstock.services.rollout.engines.constraint import Grammars
 from penstock.services.rollout.engines.embedded import EmbeddedEngine
 from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.model import ModelConfig
-from penstock.shared.config.rollout import ENGINE_PACKAGES, ENVIRONMENTS, RolloutConfig, SglangConfig, VllmConfig
+from penstock.shared.config.rollout import (
+    ENGINE_PACKAGES,
+    ENVIRONMENTS,
+    EmbeddedConfig,
+    RolloutConfig,
+    SglangConfig,
+    VllmConfig,
+)
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.architecture import plan_of
@@ -49,10 +57,8 @@ def open_job_engine(config: TextJob, tokenizer: PreTrainedTokenizerFast, setting
     Raises:
         ConfigError: as ``open_engine``.
     """
-    if isinstance(config.rollout, VllmConfig):
-        return _open_vllm(config, config.rollout, tokenizer, settings)
-    if isinstance(config.rollout, SglangConfig):
-        return _open_sglang(config, config.rollout, tokenizer, settings)
+    if not isinstance(config.rollout, EmbeddedConfig):
+        return _open_adapter(config, config.rollout, tokenizer, settings)
     return open_engine(
         config.model, tokenizer, max_running=config.placement.max_running, seed=config.seed,
         device=resolve_device(config.placement.device),
@@ -105,44 +111,35 @@ def _detokenizer(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[int]], st
     return lambda token_ids: str(tokenizer.decode(token_ids, skip_special_tokens=False))
 
 
-def _open_vllm(
-    config: TextJob, options: VllmConfig, tokenizer: PreTrainedTokenizerFast, settings: ServiceSettings
+def _open_adapter(
+    config: TextJob, options: VllmConfig | SglangConfig, tokenizer: PreTrainedTokenizerFast, settings: ServiceSettings
 ) -> Engine:
-    """The directory, if it was written here, is removed once vLLM has loaded it."""
-    from penstock.services.rollout.engines.vllm import VllmEngine, VllmModel
-
+    """An engine that others wrote, which reads the model from a directory; it removes those that were written here."""
     source = config.model
-    model, folder, is_plain = _model_in_directory(config, tokenizer)
-    given = VllmModel(
-        path=folder, temporary=not is_plain, dtype=source.dtype, layout=layout_of(model.named_parameters()),
-        vocab_size=model.get_output_embeddings().weight.shape[0], head_dim=_head_dim(model.config),
-        max_length=options.max_length or model.config.max_position_embeddings, trusted=source.trust_remote_code,
-    )  # fmt: skip
-    return VllmEngine(
-        given, options, settings, max_running=config.placement.max_running, stop_ids=stop_token_ids(tokenizer, model),
-        detokenize=_detokenizer(tokenizer), threads=config.placement.rollout_threads,
-    )  # fmt: skip
-
-
-def _open_sglang(
-    config: TextJob, options: SglangConfig, tokenizer: PreTrainedTokenizerFast, settings: ServiceSettings
-) -> Engine:
-    from penstock.services.rollout.engines.sglang import SglangEngine, SglangModel
-
     model, folder, is_plain = _model_in_directory(config, tokenizer)
     words = Path(tempfile.mkdtemp(prefix="penstock-tokenizer-"))
     tokenizer.save_pretrained(words)
-    given = SglangModel(
-        path=folder, tokenizer=words, dtype=config.model.dtype, layout=layout_of(model.named_parameters()),
-        vocab_size=model.get_output_embeddings().weight.shape[0],
-        max_length=options.max_length or model.config.max_position_embeddings,
-        temporary=(words,) if is_plain else (words, folder), trusted=config.model.trust_remote_code,
-        device=resolve_device(config.placement.device),
+    given = ModelFiles(
+        path=folder, tokenizer=words, temporary=(words,) if is_plain else (words, folder), dtype=source.dtype,
+        layout=layout_of(model.named_parameters()), vocab_size=model.get_output_embeddings().weight.shape[0],
+        head_dim=_head_dim(model.config), max_length=options.max_length or model.config.max_position_embeddings,
+        trusted=source.trust_remote_code, device=resolve_device(config.placement.device),
     )  # fmt: skip
-    return SglangEngine(
+    return _adapter_of(options)(
         given, options, settings, max_running=config.placement.max_running, stop_ids=stop_token_ids(tokenizer, model),
         detokenize=_detokenizer(tokenizer), threads=config.placement.rollout_threads,
     )  # fmt: skip
+
+
+def _adapter_of(options: VllmConfig | SglangConfig) -> Callable[..., Engine]:
+    """The class of an engine; its packages may be imported here alone."""
+    if isinstance(options, VllmConfig):
+        from penstock.services.rollout.engines.vllm import VllmEngine
+
+        return VllmEngine
+    from penstock.services.rollout.engines.sglang import SglangEngine
+
+    return SglangEngine
 
 
 def _model_in_directory(config: TextJob, tokenizer: PreTrainedTokenizerFast) -> tuple[PreTrainedModel, Path, bool]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.services.rollout.engines import EmbeddedEngine, Engine, UpdatableByReference, UpdateMode
+from penstock.services.rollout.engines.adapter import ModelFiles
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.config.rollout import SglangConfig, VllmConfig
 from penstock.shared.config.service import ServiceSettings
@@ -224,11 +225,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> ServiceSettings:
 
 def vllm(folder: Path, settings: ServiceSettings) -> Engine:
     """vLLM on the directory of a model."""
-    from penstock.services.rollout.engines.vllm import VllmEngine, VllmModel
+    from penstock.services.rollout.engines.vllm import VllmEngine
 
     tokenizer, model = build_tokenizer(CONFIG), peaked_model(0)
     model.save_pretrained(folder)
-    given = VllmModel(
+    given = ModelFiles(
         path=folder, dtype="float32", vocab_size=len(tokenizer), max_length=512,
         layout=layout_of(model.named_parameters()),
     )  # fmt: skip
@@ -240,12 +241,12 @@ def vllm(folder: Path, settings: ServiceSettings) -> Engine:
 
 def sglang(folder: Path, settings: ServiceSettings) -> Engine:
     """SGLang on the directory of a model, on the device PENSTOCK_TEST_DEVICE."""
-    from penstock.services.rollout.engines.sglang import SglangEngine, SglangModel
+    from penstock.services.rollout.engines.sglang import SglangEngine
 
     tokenizer, model = build_tokenizer(CONFIG), peaked_model(0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    given = SglangModel(
+    given = ModelFiles(
         path=folder, tokenizer=folder, dtype="float32", vocab_size=len(tokenizer), max_length=512,
         layout=layout_of(model.named_parameters()), device=os.environ.get("PENSTOCK_TEST_DEVICE", "cuda"),
     )  # fmt: skip

@@ -178,7 +178,7 @@ async def test_a_load_that_fails_makes_the_engine_dirty_until_a_full_update(
     asking = asyncio.create_task(bench.engine.generate(bench.ask("cut")))
     await bench.until_tokens(20)
     with monkeypatch.context() as patch:
-        patch.setattr(f"{type(bench.engine).__module__}.check_layout", lambda layout, expected: None)
+        patch.setattr("penstock.services.rollout.engines.adapter.check_layout", lambda layout, expected: None)
         await bench.engine.stage(manifest, None)
     await bench.engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
     with pytest.raises(WeightsError, match="load weights"):
