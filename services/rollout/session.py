@@ -24,6 +24,7 @@ from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.online.section import OnlineConfig
+from penstock.shared.config.rollout import ClassConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.prompts import Prompt, PromptSource
 from penstock.shared.errors import ConfigError, DataError, ProtocolError
@@ -202,14 +203,15 @@ class RolloutSession:
         A worker without the job's engine takes no tickets and reports this in its heartbeats.
         """
         if lacks_engine(self.config.rollout, self._settings):
-            what = f"a rollout worker that has the engine '{self.config.rollout.engine}'; this one has it not"
-            self._asking.wait("engine", what, subjects.tickets(self.job))
-            await self._drained.wait()
+            await self._stand_by(f"that has the engine '{self.config.rollout.engine}'; this one has it not")
             return
         try:
             await asyncio.to_thread(self._load)
         except (ConfigError, DataError) as error:
             await self._report_unusable(error)
+            if isinstance(self.config, JobConfig) and isinstance(self.config.rollout, ClassConfig):
+                await self._stand_by(f"that can open the engine; here: {error}")
+                return
             raise
         assert self._engine is not None
         engines = [self._engine] + ([self._candidate.engine] if self._candidate is not None else [])
@@ -219,6 +221,11 @@ class RolloutSession:
             for engine in engines:
                 await engine.close()
             self._held.clear()
+
+    async def _stand_by(self, other: str) -> None:
+        """Take no ticket, and say that the job waits for another worker."""
+        self._asking.wait("engine", f"a rollout worker {other}", subjects.tickets(self.job))
+        await self._drained.wait()
 
     async def _work_with(self, engine: Engine) -> None:
         await engine.start()

@@ -7,13 +7,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from penstock.shared.config.base import StrictModel
+from penstock.shared.config.base import CodeName, StrictModel
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.protocol.generation import Caps
 
 __all__ = [
     "ENGINE_PACKAGES",
     "ENVIRONMENTS",
+    "ClassConfig",
     "EmbeddedConfig",
     "RolloutConfig",
     "SglangConfig",
@@ -81,18 +82,34 @@ class SglangConfig(StrictModel):
     )  # fmt: skip
 
 
+class ClassConfig(StrictModel):
+    """An engine of yours: a Python class, which rollout workers import; see
+    [Bring your own engine](how-to/engine.md)."""
+
+    engine: Literal["class"] = "class"
+    path: CodeName
+    """`package.module:Class`, importable by the rollout service, or `./file.py:Class`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Of the class, which says what it takes and refuses the rest."""
+    max_length: int | None = Field(None, ge=2)
+    """Most tokens of a prompt and its completion. None: what the model takes."""
+
+    caps: ClassVar[Caps] = VllmConfig.caps
+
+
 def _embedded_unless_named(data: Any) -> Any:
-    return {"engine": "embedded", **data} if isinstance(data, dict) else data
+    if not isinstance(data, dict):
+        return data
+    if ":" in str(data.get("engine")):
+        raise ValueError(f"engine: name a class of yours by engine: class and path: '{data['engine']}'")
+    return {"engine": "embedded", **data}
 
 
-RolloutConfig = Annotated[
-    EmbeddedConfig | VllmConfig | SglangConfig, Field(discriminator="engine"), BeforeValidator(_embedded_unless_named)
-]
+AnyRollout = EmbeddedConfig | VllmConfig | SglangConfig | ClassConfig
+RolloutConfig = Annotated[AnyRollout, Field(discriminator="engine"), BeforeValidator(_embedded_unless_named)]
 
 
-def check_engine(
-    rollout: EmbeddedConfig | VllmConfig | SglangConfig, model: ModelConfig, wants: Iterator[tuple[str, str, bool]]
-) -> None:
+def check_engine(rollout: AnyRollout, model: ModelConfig, wants: Iterator[tuple[str, str, bool]]) -> None:
     """Raise ValueError that names the key of what the engine cannot do.
 
     Args:

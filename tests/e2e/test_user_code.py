@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 MANUAL = Path(__file__).resolve().parents[2] / "docs/rewards.md"
+EXAMPLES = MANUAL.parents[1] / "examples"
 SECTION = MANUAL.read_text(encoding="utf-8").partition("## A function of yours\n")[2].partition("\n## ")[0]
 
 
@@ -82,3 +84,39 @@ def test_a_dry_run_finds_code_that_cannot_be_used(stack: Any, folder: Path) -> N
     missing = dry_run("--set", "reward.scorers=[{type: function, path: 'no.such.module:score'}]")
     assert missing.exit_code == 2, missing.output
     assert "No module named 'no'" in missing.output
+
+
+@pytest.mark.long
+def test_an_engine_of_the_users_own_trains_a_job(stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job of docs/how-to/engine.md, as it stands there."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    page = (MANUAL.parent / "how-to/engine.md").read_text()
+    (commands,) = re.findall(r"```bash\n(.*?)```", page, flags=re.DOTALL)
+    for line in commands.splitlines():
+        result = stack.cli(*shlex.split(line)[1:])
+        assert result.exit_code == 0, result.output
+    job = stack.client.find("own-engine")
+    assert re.fullmatch(r"own_engine@[0-9a-f]{64}:TransformersEngine", job.spec["rollout"]["path"])
+    mismatch = stack.client.metrics(job.id, names="mismatch/logprob")["series"]["mismatch/logprob"]
+    assert max(value for value in mismatch if value is not None) < 1e-4
+    versions = {int(row[1]) for group in stack.groups(job.id).values() for row in group.spans}
+    assert len(versions) > 1, "it followed the versions"
+    stack.check_books(job.id)
+
+
+@pytest.mark.long
+def test_a_job_says_why_its_engine_cannot_be_opened(stack: Any) -> None:
+    for change, said in [
+        ("rollout.options={atention: eager}", "atention: unknown key; did you mean 'attention'?"),
+        ("rollout.path=no_such_module:Engine", "No module named 'no_such_module'"),
+    ]:
+        result = stack.cli("submit", str(EXAMPLES / "own-engine.yaml"), "--set", change)
+        assert result.exit_code == 0, result.output
+        job = stack.client.find("own-engine").id
+        stack.until(partial(told, stack, job, said), "the reason", 60, partial(stack.client.why, job))
+        stack.client.cancel(job, checkpoint=False)
+        stack.finish(job)
+
+
+def told(stack: Any, job: str, said: str) -> bool:
+    return any(said in str(row) for row in stack.client.why(job))

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from penstock.client.beside import read_job
 from penstock.shared.config import ServiceSettings
-from penstock.shared.config.base import load_yaml
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.jobs.needs import OPTIONAL, needs
 from penstock.shared.protocol.permissions import ROLES
@@ -239,13 +239,13 @@ def installed(service: str) -> set[str]:
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_images_can_run_the_examples(path: Path) -> None:
-    job = parse_job(load_yaml(path))
+    job = parse_job(read_job(path).data)
     for need in needs(job):
         assert CLOSURES[need.extra] <= installed(need.service), (path.name, need)
 
 
 def test_an_example_needs_more_than_torch() -> None:
-    found = [need for path in EXAMPLES for need in needs(parse_job(load_yaml(path)))]
+    found = [need for path in EXAMPLES for need in needs(parse_job(read_job(path).data))]
     assert {("peft", "rollout"), ("peft", "trainer")} <= {(need.package, need.service) for need in found}
     assert not CLOSURES["lora"] <= installed("reward"), "the test can fail"
 

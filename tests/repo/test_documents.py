@@ -11,7 +11,8 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from penstock.shared.config import ServiceSettings, load_yaml
+from penstock.client.beside import read_job
+from penstock.shared.config import ServiceSettings
 from penstock.shared.config.base import StrictModel
 from penstock.shared.config.jobs.kinds import parse_job
 
@@ -61,7 +62,7 @@ def test_every_key_of_the_job_file_is_read(model: type[BaseModel]) -> None:
 
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: str(path.name))
 def test_examples_are_valid_jobs(path: Path) -> None:
-    parse_job(load_yaml(path), where=path.name)
+    parse_job(read_job(path).data, where=path.name)
 
 
 def test_there_are_examples() -> None:

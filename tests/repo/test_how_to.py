@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +19,7 @@ from penstock.shared.config.environment import EnvironmentConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "how-to"
-PATCHED = sorted(page.name for page in PAGES.glob("*.md") if "```diff" in page.read_text())
+EXECUTED = sorted(page.name for page in PAGES.glob("*.md") if "```console" in page.read_text())
 FENCE = re.compile(r"^```(\w+)(?: title=\"[^\"]+\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -37,23 +39,40 @@ def copy(tmp_path: Path) -> Path:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", PATCHED)
+@pytest.mark.parametrize("page", EXECUTED)
 def test_patches_apply_and_commands_succeed(page: str, copy: Path) -> None:
     for diff in fences(page, "diff"):
         done = run(copy, "git", "apply", "-C1", "-", input=diff)
         assert done.returncode == 0, f"{done.stderr}\n{diff}"
     for line in "".join(fences(page, "console")).splitlines():
-        program, *arguments = shlex.split(line.removeprefix("$ "))
+        variables, program, *arguments = words_of(line)
         assert program == "pytest", "other programs need a deployment"
-        done = run(copy, sys.executable, "-m", "pytest", *arguments)
+        done = run(copy, sys.executable, "-m", "pytest", *arguments, **variables)
         assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-2000:]}"
 
 
-def run(directory: Path, *command: str, input: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(directory / "src")}
+def words_of(line: str) -> tuple[Any, ...]:
+    """The variables that a command line sets, and its words."""
+    words = shlex.split(line.removeprefix("$ "))
+    variables = dict(word.split("=", 1) for word in itertools.takewhile(lambda word: "=" in word, words))
+    return variables, *words[len(variables) :]
+
+
+def run(directory: Path, *command: str, input: str | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [str(directory / "src"), variables.get("PYTHONPATH")]))
+    environment = {**os.environ, **variables, "PYTHONPATH": path}
     return subprocess.run(
         command, cwd=directory, input=input, text=True, capture_output=True, timeout=500, check=False, env=environment
     )
+
+
+def test_the_engine_of_the_page_is_the_example() -> None:
+    """The page shows the heart of the file that its commands run, and the section of its job."""
+    (code,), (rollout,) = fences("engine.md", "python"), fences("engine.md", "yaml")
+    whole = (ROOT / "examples" / "own_engine.py").read_text()
+    assert [line for line in code.splitlines() if "def " not in line and line.strip() not in whole] == []
+    job = yaml.safe_load((ROOT / "examples" / "own-engine.yaml").read_text())
+    assert yaml.safe_load(rollout)["rollout"] == job["rollout"]
 
 
 def test_the_tool_of_the_page_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ MOE = {
 
 
 def engine(name: str, job: dict[str, Any]) -> dict[str, Any]:
-    return {**job, "rollout": {"engine": name}}
+    path = {"path": "own_engine:Engine"} if name == "class" else {}
+    return {**job, "rollout": {"engine": name, **path}}
 
 
 def test_a_job_names_its_engine_and_options() -> None:
@@ -48,6 +49,8 @@ def test_a_job_names_its_engine_and_options() -> None:
     [
         ({"engine": "vlm"}, "rollout.engine: found 'vlm'; did you mean 'vllm'?"),
         ({"engine": "embedded", "kv": 4}, "rollout.kv: unknown key of 'embedded'"),
+        ({"engine": "own:Engine"}, "rollout: engine: name a class of yours by engine: class and path: 'own:Engine'"),
+        ({"engine": "class", "path": "own"}, "rollout.path: "),
     ],
 )
 def test_a_wrong_engine_or_option_is_named(rollout: dict[str, Any], said: str) -> None:
@@ -56,7 +59,7 @@ def test_a_wrong_engine_or_option_is_named(rollout: dict[str, Any], said: str) -
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", ["vllm", "sglang", "class"])
 @pytest.mark.parametrize(
     ("job", "key"),
     [

@@ -19,12 +19,14 @@ from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.rollout import (
     ENGINE_PACKAGES,
     ENVIRONMENTS,
+    ClassConfig,
     EmbeddedConfig,
     RolloutConfig,
     SglangConfig,
     VllmConfig,
 )
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.data.user_code import import_named
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.architecture import plan_of
 from penstock.shared.models.building import building
@@ -112,10 +114,13 @@ def _detokenizer(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[int]], st
 
 
 def _open_adapter(
-    config: TextJob, options: VllmConfig | SglangConfig, tokenizer: PreTrainedTokenizerFast, settings: ServiceSettings
+    config: TextJob,
+    options: VllmConfig | SglangConfig | ClassConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    settings: ServiceSettings,
 ) -> Engine:
     """An engine that others wrote, which reads the model from a directory; it removes those that were written here."""
-    source = config.model
+    source, kind = config.model, _adapter_of(options)
     model, folder, is_plain = _model_in_directory(config, tokenizer)
     words = Path(tempfile.mkdtemp(prefix="penstock-tokenizer-"))
     tokenizer.save_pretrained(words)
@@ -125,21 +130,24 @@ def _open_adapter(
         head_dim=_head_dim(model.config), max_length=options.max_length or model.config.max_position_embeddings,
         trusted=source.trust_remote_code, device=resolve_device(config.placement.device),
     )  # fmt: skip
-    return _adapter_of(options)(
+    return kind(
         given, options, settings, max_running=config.placement.max_running, stop_ids=stop_token_ids(tokenizer, model),
         detokenize=_detokenizer(tokenizer), threads=config.placement.rollout_threads,
     )  # fmt: skip
 
 
-def _adapter_of(options: VllmConfig | SglangConfig) -> Callable[..., Engine]:
+def _adapter_of(options: VllmConfig | SglangConfig | ClassConfig) -> Callable[..., Engine]:
     """The class of an engine; its packages may be imported here alone."""
     if isinstance(options, VllmConfig):
         from penstock.services.rollout.engines.vllm import VllmEngine
 
         return VllmEngine
-    from penstock.services.rollout.engines.sglang import SglangEngine
+    if isinstance(options, SglangConfig):
+        from penstock.services.rollout.engines.sglang import SglangEngine
 
-    return SglangEngine
+        return SglangEngine
+    found: Callable[..., Engine] = import_named(options.path, what="rollout.path", beside="rollout", error=ConfigError)
+    return found
 
 
 def _model_in_directory(config: TextJob, tokenizer: PreTrainedTokenizerFast) -> tuple[PreTrainedModel, Path, bool]:

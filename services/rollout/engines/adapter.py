@@ -15,6 +15,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -24,11 +25,12 @@ from torch import Tensor
 from penstock.services.rollout.engines.base import Listener, UpdateMode
 from penstock.services.rollout.engines.completion import Completion, Finish
 from penstock.services.rollout.engines.dispatch import Dispatch
-from penstock.services.rollout.engines.remote import Written, check_layout, label_of
+from penstock.services.rollout.engines.remote import CALL_S, Written, check_layout, label_of
 from penstock.services.rollout.engines.requests import check_request, check_text
 from penstock.services.rollout.engines.updates import ServedWeights
 from penstock.services.rollout.held_weights import HeldWeights
-from penstock.shared.config.rollout import SglangConfig, VllmConfig
+from penstock.shared.config.base import StrictModel
+from penstock.shared.config.rollout import ClassConfig, SglangConfig, VllmConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConstraintError, PenstockError, WeightsError
 from penstock.shared.protocol.generation import (
@@ -41,12 +43,14 @@ from penstock.shared.protocol.generation import (
     WeightInfo,
 )
 from penstock.shared.protocol.weights import Layout, WeightManifest, WeightRoutes, short_digest
-from penstock.shared.weights import Way
+from penstock.shared.runtime.tasks import wait_for
+from penstock.shared.weights import Staged, Way, open_receiver
+from penstock.shared.weights.open import Receiver
 
 __all__ = ["EngineAdapter", "ModelFiles"]
 
 S = TypeVar("S", bound=Written)
-C = TypeVar("C", bound=VllmConfig | SglangConfig)
+C = TypeVar("C", bound=VllmConfig | SglangConfig | ClassConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +102,15 @@ class EngineAdapter(ABC, Generic[S, C]):
         settings: of the rollout worker, for receiving weights.
         threads: of the computation on a CPU.
         detokenize: for stop strings.
+
+    Raises:
+        ConfigError: the options are not of ``options_type``.
     """
 
     title: ClassVar[str]
     """Name of the engine, for messages."""
+    options_type: ClassVar[type[StrictModel]] = StrictModel
+    """Of ``rollout.options``, for an engine that a job file names by its class; by default it takes none."""
 
     def __init__(
         self,
@@ -116,6 +125,9 @@ class EngineAdapter(ABC, Generic[S, C]):
     ) -> None:
         self.model, self._config, self._settings, self._threads = model, config, settings, threads
         self._max_running, self._detokenize = max_running, detokenize
+        self.options: Any = None
+        if isinstance(config, ClassConfig):
+            self.options = self.options_type.parse(config.options, where="rollout.options")
         self.caps = config.caps
         self.max_length, self.stop_ids = model.max_length, tuple(sorted(stop_ids))
         self._dispatch: Dispatch[S] = Dispatch(
@@ -125,6 +137,11 @@ class EngineAdapter(ABC, Generic[S, C]):
         self._staged: WeightManifest | None = None
         self._is_open, self._halted = False, False
         self._num_scored = 0
+        self._label = label_of(0, "")
+        """Of the tokens that are decoded now."""
+        self._staging = ThreadPoolExecutor(1, "stage")
+        self._receiver: Receiver | None = None
+        self._fetched: Staged | None = None
 
     # -- for each engine ---------------------------------------------------------------------------------------------
 
@@ -132,13 +149,12 @@ class EngineAdapter(ABC, Generic[S, C]):
     async def _open(self) -> None:
         """Start the engine with the model as version 0; see ``start``."""
 
-    @abstractmethod
     async def _shut(self) -> None:
         """End it, also where it did not start. Safe to repeat."""
 
-    @abstractmethod
     def _gone(self) -> str | None:
         """Why it cannot serve any more; None: it can."""
+        return None
 
     @abstractmethod
     def _begin(self, completion: Completion) -> S:
@@ -146,11 +162,13 @@ class EngineAdapter(ABC, Generic[S, C]):
 
     @abstractmethod
     async def _decode(self, stream: S) -> Finish:
-        """Have a completion decoded; see ``Dispatch``."""
+        """Decode a completion, and book and tell its tokens; see ``Dispatch``. One that is ``unwanted`` ends soon."""
 
-    @abstractmethod
     async def _end(self, streams: Sequence[S]) -> None:
-        """End streams and wait until they are over; see ``Dispatch``."""
+        """Wait until streams are over, which are ``unwanted``; see ``Dispatch``."""
+        self._dispatch.notice()
+        over = self._dispatch.until(lambda: not any(map(self._dispatch.lives, streams)))
+        await wait_for(over, CALL_S, f"{self.title} to end {len(streams)} completions")
 
     @abstractmethod
     async def _score(self, number: int, token_ids: list[int], top_logprobs: int) -> tuple[list[float], list[Likely]]:
@@ -158,22 +176,30 @@ class EngineAdapter(ABC, Generic[S, C]):
 
     @abstractmethod
     async def _stand_still(self, *, clear_cache: bool) -> None:
-        """Stop at a token boundary; with ``clear_cache`` all is computed anew when it goes on."""
+        """Return once no token is computed any more; with ``clear_cache`` all is computed anew when it goes on.
+
+        ``self._halted`` is True from before until ``_move_on`` has returned. May be repeated meanwhile.
+        """
 
     @abstractmethod
     async def _move_on(self) -> None:
         """Undo ``_stand_still``."""
 
-    @abstractmethod
     async def _fetch(self, manifest: WeightManifest, routes: WeightRoutes | None) -> Way:
-        """Open a version and prove its digest, instead of the one that was fetched before; see ``stage``."""
+        """Open a version and prove its digest, instead of the one that was fetched before; see ``stage``.
 
-    @abstractmethod
+        By default in this process: ``self._fetched`` has its tensors until ``_release``.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._staging, self._receive, manifest, routes)
+
     async def _release(self) -> None:
         """Let go of the version that was fetched, if there is one. Safe to repeat."""
+        await asyncio.get_running_loop().run_in_executor(self._staging, self._drop)
 
     async def _check_fetched(self, version: int) -> None:
-        """Raise WeightsError where the version that was fetched is not intact; nothing is touched yet."""
+        """Raise WeightsError where the version that was fetched is not intact; asked before and after it is loaded."""
+        if self._fetched is not None and not self._fetched.intact():
+            raise WeightsError(f"the memory of version {version} was overwritten before it was loaded")
 
     @abstractmethod
     async def _load(self, label: str) -> None:
@@ -187,9 +213,23 @@ class EngineAdapter(ABC, Generic[S, C]):
             WeightsError: they may be there still.
         """
 
-    @abstractmethod
-    async def _label(self) -> str:
+    async def _served_label(self) -> str:
         """The engine's own label of the weights that it serves."""
+        return self._label
+
+    def _receive(self, manifest: WeightManifest, routes: WeightRoutes | None) -> Way:
+        if self._receiver is None:
+            self._receiver = open_receiver(self._settings)
+        if routes is not None:
+            self._receiver.follow(self._settings.worker_id, routes)
+        self._drop()
+        self._fetched = self._receiver.stage(manifest)
+        return self._fetched.way
+
+    def _drop(self) -> None:
+        if self._fetched is not None:
+            self._fetched.release()
+            self._fetched = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -221,8 +261,16 @@ class EngineAdapter(ABC, Generic[S, C]):
         await self._dispatch.close()
         self._is_open = False
         await self._shut()
-        await asyncio.to_thread(self.model.remove_temporary)
+        await asyncio.to_thread(self._clean_up)
         self._dispatch.fail()
+
+    def _clean_up(self) -> None:
+        self._staging.shutdown()  # what it still receives is dropped, too: a lock would stay
+        self._drop()
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+        self.model.remove_temporary()
 
     async def health(self) -> dict[str, Any]:
         """Counts and flags. Raises Unavailable once the engine cannot serve."""
@@ -390,6 +438,8 @@ class EngineAdapter(ABC, Generic[S, C]):
             touched = True
             label = label_of(update.version, short_digest(update.digest))
             await self._load(label)
+            self._label = label
+            await self._check_fetched(update.version)
             await self._flush()
             await self._check_label(label, WeightsError)
             self._served.adopt()
@@ -413,7 +463,7 @@ class EngineAdapter(ABC, Generic[S, C]):
 
     async def _check_label(self, expected: str, kind: type[PenstockError]) -> None:
         """Have the engine say which weights it serves; raises an error of the given kind if these are others."""
-        served = await self._label()
+        served = await self._served_label()
         if served != expected:
             raise kind(f"{self.title} says that it serves '{served}', and not '{expected}'")
 

@@ -12,8 +12,10 @@ from penstock.shared.errors import WeightsError
 from penstock.shared.protocol.generation import Likely, Token
 from penstock.shared.protocol.weights import Layout
 
-__all__ = ["Written", "check_layout", "checkpoint_tensors", "label_of"]
+__all__ = ["CALL_S", "Written", "check_layout", "checkpoint_tensors", "label_of"]
 
+CALL_S = 120.0
+"""Longest that an engine may take for one call; a step of a large batch comes before it."""
 _PER_CHARACTER = 4
 """A stop string of c characters is written by at most 4 c tokens that are not empty (UTF-8)."""
 

@@ -17,10 +17,10 @@ from typing import Any
 
 from penstock.services.rollout.engines.adapter import EngineAdapter
 from penstock.services.rollout.engines.completion import Completion, Finish
-from penstock.services.rollout.engines.remote import label_of
+from penstock.services.rollout.engines.remote import CALL_S
 from penstock.services.rollout.engines.sglang_calls import Stream, generate_body, name_of, read_scores, score_body
 from penstock.services.rollout.engines.sglang_files import VersionFiles
-from penstock.services.rollout.engines.sglang_server import CALL_S, SglangServer
+from penstock.services.rollout.engines.sglang_server import SglangServer
 from penstock.shared.config.rollout import SglangConfig
 from penstock.shared.errors import ConfigError, DeadlineError, PenstockError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Likely
@@ -52,7 +52,6 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
     _files: VersionFiles | None = None
     _folder: Path | None = None
     """Of the version that was fetched."""
-    _served_label = label_of(0, "")
     _heard = 0.0
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -75,7 +74,7 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
         self._look_at(await self._server.ready())
         if not self._server.is_own:
             await self._take_over(self._server)
-        await self._check_label(self._served_label, Unavailable)
+        await self._check_label(self._label, Unavailable)
 
     def _words(self) -> list[str]:
         """Options of the server that is started here."""
@@ -83,7 +82,7 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
         words = [
             "--model-path", str(model.path), "--tokenizer-path", str(model.tokenizer), "--dtype", model.dtype,
             "--context-length", str(model.max_length), "--max-running-requests", str(self._max_running),
-            "--weight-version", self._served_label,
+            "--weight-version", self._label,
             "--incremental-streaming-output", "--skip-server-warmup", "--log-level", "warning",
         ]  # fmt: skip
         words += ["--trust-remote-code"] if model.trusted else []
@@ -127,7 +126,7 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
         """Undo what an earlier worker may have left, and load the model as version 0."""
         await server.post("/abort_request", {"rid": "", "abort_all": True}, "end earlier requests")
         await server.post("/continue_generation", {}, "go on")
-        await self._load_from(self.model.path, self._served_label)
+        await self._load_from(self.model.path, self._label)
 
     async def _shut(self) -> None:
         server, self._server = self._server, None
@@ -143,7 +142,7 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
         """Counts and flags; see ``Engine.health``. A server that runs already is asked, too."""
         counts = await super().health()
         if self._server is not None and not self._server.is_own:
-            await self._label()
+            await self._served_label()
         return counts
 
     def _gone(self) -> str | None:
@@ -170,7 +169,7 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
                 self._heard = time.monotonic()
                 if ended is None:
                     before = len(stream.token_ids)
-                    told, ended = stream.take(part, self._served_label)
+                    told, ended = stream.take(part, self._label)
                     self._dispatch.generated_tokens += len(stream.token_ids) - before
                     self._dispatch.tell(stream.completion, told)
                 meta = part.get("meta_info") or {}
@@ -235,7 +234,6 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
         """Running completions were retracted before."""
         assert self._folder is not None
         await self._load_from(self._folder, label)
-        self._served_label = label
 
     async def _load_from(self, folder: Path, label: str) -> None:
         body = {
@@ -248,7 +246,7 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
         """The update does so, too, but earlier versions of SGLang ignored it if that failed."""
         await self._post("/flush_cache", {}, "drop its caches", WeightsError)
 
-    async def _label(self) -> str:
+    async def _served_label(self) -> str:
         if self._server is None:
             raise self._dispatch.unavailable()
         info = await self._server.get("/model_info", "say what it serves", older="/get_model_info")

@@ -15,12 +15,11 @@ from typing import Any
 
 import httpx
 
+from penstock.services.rollout.engines.remote import CALL_S
 from penstock.shared.errors import PenstockError, Unavailable
 
-__all__ = ["CALL_S", "SglangServer", "free_port"]
+__all__ = ["SglangServer", "free_port"]
 
-CALL_S = 120.0
-"""Longest that the server may take for one call; a step of a large batch comes before it."""
 START_S = 900.0
 """Longest that it may take to load a model."""
 STOP_S = 10.0

@@ -16,7 +16,7 @@ import msgspec
 
 from penstock.services.rollout.engines.adapter import EngineAdapter
 from penstock.services.rollout.engines.completion import Completion, Finish
-from penstock.services.rollout.engines.remote import label_of
+from penstock.services.rollout.engines.remote import CALL_S
 from penstock.services.rollout.engines.vllm_calls import (
     Stream,
     likely,
@@ -28,7 +28,6 @@ from penstock.shared.config.rollout import VllmConfig
 from penstock.shared.errors import ConfigError, PenstockError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Likely
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
-from penstock.shared.runtime.tasks import wait_for
 from penstock.shared.weights import Way
 
 __all__ = ["KNOWN_VERSIONS", "VllmEngine"]
@@ -37,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 KNOWN_VERSIONS = ("0.32.0",)
 """Versions of vLLM with which the contract tests of this adapter passed."""
-CALL_S = 120.0
-"""Longest that vLLM may take for one call; a step of a large batch comes before it."""
 STAGE_S = 300.0
 _POLL_S = 0.01
 
@@ -56,7 +53,7 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
 
     async def _open(self) -> None:
         self._llm = await asyncio.to_thread(self._start_processes)
-        await self._call(self._llm.update_weight_version(label_of(0, "")), "label its weights")
+        await self._call(self._llm.update_weight_version(self._label), "label its weights")
 
     def _start_processes(self) -> Any:
         """Blocks, about 15 s on an idle CPU."""
@@ -132,8 +129,7 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
         names = [stream.internal_id for stream in streams if stream.internal_id]
         if names:
             await self._call(self._llm.abort(names, internal=True), "end requests")
-        over = self._dispatch.until(lambda: not any(map(self._dispatch.lives, streams)))
-        await wait_for(over, CALL_S, f"vLLM to end {len(streams)} completions")
+        await super()._end(streams)
 
     async def _score(self, number: int, token_ids: list[int], top_logprobs: int) -> tuple[list[float], list[Likely]]:
         prompt = {"prompt_token_ids": token_ids}
@@ -180,7 +176,7 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
 
     async def _check_fetched(self, version: int) -> None:
         if not all(await self._workers("penstock_intact")):
-            raise WeightsError(f"the memory of version {version} was overwritten before it was committed")
+            raise WeightsError(f"the memory of version {version} was overwritten before it was loaded")
 
     async def _load(self, label: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -195,7 +191,7 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
         if not await self._call(dropped, "drop its caches", WeightsError):
             raise WeightsError("vLLM did not drop its caches")
 
-    async def _label(self) -> str:
+    async def _served_label(self) -> str:
         return str(await self._call(self._llm.get_weight_version(), "say its version", WeightsError))
 
     # -- vLLM --------------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[mis
         """Load every tensor of the open version.
 
         Raises:
-            WeightsError: there is none, it was overwritten, or parameters of the model are not in it.
+            WeightsError: there is none, or parameters of the model are not in it.
         """
         staged = _slots.staged
         if staged is None:
@@ -173,8 +173,6 @@ class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[mis
             loaded.add(HEAD)
         if missing := wanted.difference(loaded):
             raise WeightsError(f"{len(missing)} parameters got no weights, among them '{min(missing)}'")
-        if not staged.intact():
-            raise WeightsError(f"the memory of version {staged.manifest.version} was overwritten while it was loaded")
 
     def finish_weight_update(self) -> None:
         """Bring what was loaded into the form of the kernels."""

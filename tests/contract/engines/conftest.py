@@ -1,7 +1,8 @@
 """Engines under test, each over a small peaked model, and the plain forward that judges their log-probs.
 
-The embedded engine is made anew for each test. One with processes of its own takes too long to start: all tests of a
-run share it, in its own interpreter (``PENSTOCK_TEST_ENGINE``; ``run_contract`` starts such a run).
+``PENSTOCK_TEST_ENGINE`` names the engine. The embedded one, or a class of somebody's own (``module:Class``), is made
+anew for each test. One with processes of its own takes too long to start: all tests of a run share it, in its own
+interpreter (``run_contract`` starts such a run).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,11 +22,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.services.rollout.engines import EmbeddedEngine, Engine, UpdatableByReference, UpdateMode
-from penstock.services.rollout.engines.adapter import ModelFiles
+from penstock.services.rollout.engines.adapter import EngineAdapter, ModelFiles
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
-from penstock.shared.config.rollout import SglangConfig, VllmConfig
+from penstock.shared.config.rollout import ClassConfig, SglangConfig, VllmConfig
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import Unavailable
+from penstock.shared.data.user_code import import_named
+from penstock.shared.errors import ConfigError, Unavailable
 from penstock.shared.models import build_model, build_tokenizer
 from penstock.shared.protocol.generation import GenRequest, Sample, Sampling
 from penstock.shared.protocol.weights import WeightManifest
@@ -223,39 +225,48 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> ServiceSettings:
     return ServiceSettings(shm_dir=folder / "shm", data_dir=folder, host_id="here", worker_id="rollout-0")
 
 
-def vllm(folder: Path, settings: ServiceSettings) -> Engine:
-    """vLLM on the directory of a model."""
-    from penstock.services.rollout.engines.vllm import VllmEngine
-
-    tokenizer, model = build_tokenizer(CONFIG), peaked_model(0)
-    model.save_pretrained(folder)
-    given = ModelFiles(
-        path=folder, dtype="float32", vocab_size=len(tokenizer), max_length=512,
-        layout=layout_of(model.named_parameters()),
-    )  # fmt: skip
-    return VllmEngine(
-        given, VllmConfig(kv_cache_gib=0.25), settings, max_running=MAX_RUNNING, stop_ids=[EOS],
-        detokenize=tokenizer.decode,
-    )  # fmt: skip
-
-
-def sglang(folder: Path, settings: ServiceSettings) -> Engine:
-    """SGLang on the directory of a model, on the device PENSTOCK_TEST_DEVICE."""
-    from penstock.services.rollout.engines.sglang import SglangEngine
-
+def files_of(folder: Path, **options: Any) -> ModelFiles:
+    """``peaked_model(0)`` in a directory."""
     tokenizer, model = build_tokenizer(CONFIG), peaked_model(0)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    given = ModelFiles(
+    return ModelFiles(
         path=folder, tokenizer=folder, dtype="float32", vocab_size=len(tokenizer), max_length=512,
-        layout=layout_of(model.named_parameters()), device=os.environ.get("PENSTOCK_TEST_DEVICE", "cuda"),
+        layout=layout_of(model.named_parameters()), **options,
     )  # fmt: skip
-    return SglangEngine(
-        given, SglangConfig(), settings, max_running=MAX_RUNNING, stop_ids=[EOS], detokenize=tokenizer.decode
-    )
+
+
+def adapter(kind: type[EngineAdapter[Any, Any]], config: Any, settings: ServiceSettings, **options: Any) -> Engine:
+    """An engine on the directory of a model."""
+    return kind(
+        files_of(settings.data_dir / "model", **options), config, settings, max_running=MAX_RUNNING, stop_ids=[EOS],
+        detokenize=build_tokenizer(CONFIG).decode,
+    )  # fmt: skip
+
+
+def vllm(settings: ServiceSettings) -> Engine:
+    """vLLM."""
+    from penstock.services.rollout.engines.vllm import VllmEngine
+
+    return adapter(VllmEngine, VllmConfig(kv_cache_gib=0.25), settings)
+
+
+def sglang(settings: ServiceSettings) -> Engine:
+    """SGLang, on the device PENSTOCK_TEST_DEVICE."""
+    from penstock.services.rollout.engines.sglang import SglangEngine
+
+    return adapter(SglangEngine, SglangConfig(), settings, device=os.environ.get("PENSTOCK_TEST_DEVICE", "cuda"))
+
+
+def of_class(settings: ServiceSettings) -> Engine:
+    """The class that PENSTOCK_TEST_ENGINE names."""
+    found = import_named(OWN, what="PENSTOCK_TEST_ENGINE", beside="rollout", error=ConfigError)
+    return adapter(found, ClassConfig(path=OWN), settings)
 
 
 OUTSIDE = {"vllm": vllm, "sglang": sglang}
+IN_PROCESS = ":" in OWN
+"""The engine is a class of which each test makes one."""
 _shared: list[Engine] = []
 """The engine of the run, once it is started."""
 
@@ -265,6 +276,13 @@ def by_tensors(bench: Bench) -> None:
     """Only for engines that are handed tensors."""
     if bench.engine.caps.staging != "tensors":
         pytest.skip("this engine opens versions by itself")
+
+
+@pytest.fixture
+def elsewhere() -> None:
+    """Only for engines whose processes open versions and share prefixes among requests."""
+    if IN_PROCESS:
+        pytest.skip("this engine is in this process")
 
 
 @pytest.fixture
@@ -279,13 +297,17 @@ async def bench(request: pytest.FixtureRequest, one_thread: None, settings: Serv
     if getattr(request.node, "callspec", None) and request.node.callspec.params.get("mode") == "swap":
         pytest.skip("this engine copies in place")
     if not _shared:
-        engine = OUTSIDE[OWN](settings.data_dir / "model", settings)
+        engine = of_class(settings) if IN_PROCESS else OUTSIDE[OWN](settings)
         await engine.start()
         _shared.append(engine)
     publisher = open_publisher(JOB, layout_of(peaked_model(0).named_parameters()), settings)
     found = ReferenceBench(_shared[0], publisher=publisher)
     await found.update(0, seed=0)
     yield found
+    if IN_PROCESS:
+        await _shared.pop().close()
+        publisher.close()
+        return
     try:
         await found.engine.health()
     except Unavailable:

@@ -23,6 +23,7 @@ from penstock.shared.weights.slots import slot_paths
 
 LONG = tuple(5 + i % 40 for i in range(200))
 JOB = "job_engines"
+ELSEWHERE = pytest.mark.usefixtures("elsewhere")
 
 
 async def completion(bench: Any, name: str, **sampling: Any) -> Any:
@@ -48,6 +49,7 @@ async def test_no_cached_prefix_outlives_an_update(bench: Any) -> None:
     assert bench.error(sample, prompt=LONG, seeds=(0, 1)) < 1e-4
 
 
+@ELSEWHERE
 async def test_a_cache_that_is_not_dropped_would_be_seen(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: without the flush the label is right and the log-probs are not."""
     halt = bench.engine._halt
@@ -128,6 +130,7 @@ async def test_damaged_bytes_are_refused_by_the_process_that_reads_them(bench: A
     assert (await bench.engine.weight_info()).version == 0
 
 
+@ELSEWHERE
 async def test_a_staged_version_is_held_until_its_update_is_over(bench: Any, settings: Any) -> None:
     manifest = await asyncio.to_thread(bench.publish, 1, 1)
     way = await bench.engine.stage(manifest, None)
@@ -206,6 +209,7 @@ async def test_scores_are_those_of_a_plain_forward(bench: Any) -> None:
     assert [row[0][0] for row in scores.top] == plain[:-1].argmax(-1).tolist()
 
 
+@ELSEWHERE
 async def test_a_process_that_dies_with_a_version_open_frees_it_and_the_engine_says_so(
     bench: Any, settings: Any
 ) -> None:

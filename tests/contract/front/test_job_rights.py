@@ -30,6 +30,8 @@ def with_code(job: dict[str, Any], place: str = "scorer") -> dict[str, Any]:
     elif place == "tool":
         tool = {"type": "function", "name": "t", "description": "d", "parameters": {"type": "object"}, "path": MODULE}
         job["environment"] = {"type": "tools", "tools": [tool], "max_observation_tokens": 8, "max_turns": 1}
+    elif place == "engine":
+        job["rollout"] = {"engine": "class", "path": MODULE}
     elif place == "curriculum":
         job["data"]["curriculum"] = MODULE
     else:
@@ -44,7 +46,7 @@ async def refusal(client: Any, job: dict[str, Any], caller: dict[str, str]) -> s
     return "" if reply.status_code == 202 else str(reply.json()["error"]["code"])
 
 
-@pytest.mark.parametrize("place", ["scorer", "tool", "curriculum", "model"])
+@pytest.mark.parametrize("place", ["scorer", "tool", "engine", "curriculum", "model"])
 async def test_a_job_that_names_code_needs_the_scope_for_it(connect: Any, job: Any, place: str) -> None:
     async with connect(api_keys="root") as client:
         writer, coder = await key(client), await key(client, "jobs:code")
