@@ -336,7 +336,7 @@ def stack_of_ranks(nursery: Any) -> Iterator[Deployment]:
         yield deployment
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def deploy(nursery: Any) -> Callable[..., Deployment]:
     """A stack in a folder, which the test starts; its services come from the nursery, or from a launch of the test."""
     return lambda directory, launch=nursery.launch, **options: Deployment(directory, launch, **options)

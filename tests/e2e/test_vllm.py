@@ -1,12 +1,15 @@
-"""A job that vLLM decodes, through the whole system: rollout workers run in its interpreter."""
+"""Jobs that vLLM decodes, through the whole system: rollout workers run in its interpreter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.shared.protocol.events import BatchTrained
@@ -14,34 +17,100 @@ from penstock.shared.protocol.events import BatchTrained
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
 
 UPDATES = 30
+API_KEY = "e2e-key"
 MISMATCH = 1e-4
 """Largest mean difference of log-probs between vLLM and the trainer, in float32."""
 
 
-def test_a_job_learns_from_what_vllm_writes(
-    deploy: Callable[..., Any], make_job: Callable[..., Any], tmp_path: Path, python_with: Callable[[str], Path]
-) -> None:
-    deployment = deploy(tmp_path / "vllm", pythons={"rollout": python_with("vllm")})
-    deployment.ready_s = 400.0  # an interpreter of its own imports its own torch
-    with deployment as stack:
-        job = stack.client.submit(
-            make_job(
-                f"train.max_updates={UPDATES}", "train.draw_timeout_s=600", "train.batch_size=64",
-                "optimizer.learning_rate=1e-3",
-                "model.config.num_heads=1", "model.config.num_kv_heads=1",  # heads of 32, the smallest that it has
-                rollout={"engine": "vllm", "kv_cache_gib": 0.25},
-            )
-        ).id  # fmt: skip
-        assert stack.finish(job, 900).status.step == UPDATES
-        series = stack.client.metrics(job, names="reward/mean,mismatch/logprob")["series"]
-        rewards = series["reward/mean"]
-        assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1, rewards
-        assert max(value for value in series["mismatch/logprob"] if value is not None) < MISMATCH
-        stack.check_books(job)
-        digests = {event.version: event.digest for event in stack.ledger(job) if isinstance(event, BatchTrained)}
-        spans = [span for group in stack.groups(job).values() for span in labels(group)]
-        assert len({version for version, _ in spans}) > 2, "vLLM followed the versions"
-        assert all(digests[version].startswith(weights) for version, weights in spans if version in digests)
+VLLM = {"engine": "vllm", "kv_cache_gib": 0.25}
+HEADS = ("model.config.num_heads=1", "model.config.num_kv_heads=1")
+"""Heads of 32, the smallest that vLLM has on a CPU."""
+LIVE: dict[str, Any] = {
+    "kind": "online_rl", "name": "live", "rollout": VLLM, "algorithm": {"type": "reinforce_pp"},
+    "train": {"batch_size": 8, "max_lag": 2},
+    "online": {"metrics": {"liked": {"type": "boolean", "when_true": 1.0, "when_false": -1.0}}, "max_wait_s": 2},
+    "data": {"eval": {"type": "addition", "digits": 1, "num_rows": 8}, "prompt": {"max_tokens": 8}},
+    "evaluation": {"every": 1, "num_prompts": 8, "greedy": True},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def stack(
+    deploy: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, python_with: Callable[[str], Path]
+) -> Iterator[Any]:
+    """Of all tests here: an interpreter of its own imports its own torch."""
+    deployment = deploy(tmp_path_factory.mktemp("vllm") / "run", pythons={"rollout": python_with("vllm")})
+    deployment.ready_s = 400.0
+    with deployment as found:
+        yield found
+
+
+def test_a_job_learns_from_what_vllm_writes(stack: Any, make_job: Callable[..., Any]) -> None:
+    job = stack.client.submit(
+        make_job(
+            f"train.max_updates={UPDATES}", "train.draw_timeout_s=600", "train.batch_size=64",
+            "optimizer.learning_rate=1e-3", *HEADS, rollout=VLLM,
+        )
+    ).id  # fmt: skip
+    assert stack.finish(job, 900).status.step == UPDATES
+    series = stack.client.metrics(job, names="reward/mean,mismatch/logprob")["series"]
+    rewards = series["reward/mean"]
+    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1, rewards
+    assert max(value for value in series["mismatch/logprob"] if value is not None) < MISMATCH
+    stack.check_books(job)
+    digests = {event.version: event.digest for event in stack.ledger(job) if isinstance(event, BatchTrained)}
+    spans = [span for group in stack.groups(job).values() for span in labels(group)]
+    assert len({version for version, _ in spans}) > 2, "vLLM followed the versions"
+    assert all(digests[version].startswith(weights) for version, weights in spans if version in digests)
+
+
+def test_vllm_answers_live_requests_and_its_answers_are_trained(stack: Any, make_job: Callable[..., Any]) -> None:
+    job = stack.client.submit(make_job(*HEADS, **LIVE)).id
+    headers = {"authorization": f"Bearer {API_KEY}"}
+    with httpx.Client(base_url=stack.stack.url, headers=headers, timeout=120) as http:
+
+        def ask(**more: Any) -> httpx.Response:
+            body = {"model": "live", "messages": [{"role": "user", "content": "1+2="}], **more}
+            return http.post("/v1/chat/completions", json=body)
+
+        stack.until(lambda: ask().is_success, "an answer", 400, lambda: stack.client.why(job))
+        check_forms_of_answers(ask)
+        stack.until(partial(judged, http, ask, stack, job), "three updates", 300, lambda: stack.client.why(job))
+        newest = ask().json()
+        assert int(newest["model"].rpartition("@")[2]) > 0, "vLLM serves what was trained"
+    series = stack.client.metrics(job, names="eval/greedy,mismatch/logprob")["series"]
+    assert [value for value in series["eval/greedy"] if value is not None], "held-out prompts were answered"
+    assert max(value for value in series["mismatch/logprob"] if value is not None) < MISMATCH
+    stack.client.cancel(job)
+    stack.finish(job, 120)
+    stack.check_books(job)
+
+
+def check_forms_of_answers(ask: Callable[..., httpx.Response]) -> None:
+    """Streams, several choices and log-probs as from the embedded engine; a form is refused with its field."""
+    several = ask(n=2, seed=5, logprobs=True, top_logprobs=2, max_tokens=4).json()
+    assert [choice["index"] for choice in several["choices"]] == [0, 1]
+    tokens = several["choices"][0]["logprobs"]["content"]
+    assert all(len(token["top_logprobs"]) == 2 for token in tokens)
+    streamed = ask(seed=5, stream=True, max_tokens=4)
+    pieces = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    text = "".join(piece["choices"][0]["delta"].get("content") or "" for piece in pieces if piece["choices"])
+    assert text == several["choices"][0]["message"]["content"], "the same seed"
+    schema = {"type": "json_schema", "json_schema": {"name": "sum", "schema": {"type": "object"}}}
+    refused = ask(response_format=schema)
+    assert refused.status_code == 400, refused.text
+    assert "rollout.engine 'vllm' keeps no answer to a form" in refused.text
+    assert ask(top_p=0.5).is_success
+
+
+def judged(http: httpx.Client, ask: Callable[..., httpx.Response], stack: Any, job: str) -> bool:
+    """Judge some answers; True once the policy was trained on such three times."""
+    for number in range(8):
+        answer = ask(messages=[{"role": "user", "content": f"{number}+1="}]).json()
+        liked = answer["choices"][0]["message"]["content"].startswith(("0", "1", "2", "3", "4"))
+        body = {"inference_id": answer["id"], "metric_name": "liked", "value": liked}
+        assert http.post("/v1/feedback", json=body).status_code == 202
+    return bool(stack.status(job).step >= 3)
 
 
 def labels(group: Any) -> list[tuple[int, str]]:

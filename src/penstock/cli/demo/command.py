@@ -16,7 +16,7 @@ from rich.console import Console
 
 from penstock.cli.demo.online import LIMIT_S, load_online_job, run_online, tell_online
 from penstock.cli.demo.outcome import GOAL, Outcome, scores_of
-from penstock.cli.deployment.machine import DEMO, DEMO_STREAMS, DataDir, example, ready_with_progress
+from penstock.cli.deployment.machine import DEMO, DEMO_STREAMS, DataDir, example, pythons_for, ready_with_progress
 from penstock.cli.deployment.sims import ensure_simulator
 from penstock.cli.exits import INTERRUPTED
 from penstock.cli.jobs.commands import Overrides, load_job
@@ -74,6 +74,7 @@ def demo(
     try:
         if show is Show.ONLINE:
             live = load_online_job(file or example(ONLINE_DEMO), overrides or [], directory, hostile=hostile)
+            options = replace(options, pythons=pythons_for(live))
             shown = asyncio.run(run_online(live, options, hostile=hostile, limit_s=limit_s, screen=screen))
             tell_online(shown, directory, as_json=as_json)
             code = shown.code
@@ -82,6 +83,7 @@ def demo(
             job = load_job(file or example(ROBOT_DEMO if robot else DEMO), overrides or [])
             if isinstance(job, EmbodiedJob):
                 ensure_simulator(job.environment.backend)
+            options = replace(options, pythons=pythons_for(job))
             goal = GOAL if file is None else None
             outcome = asyncio.run(_run(job, options, screen, goal))
             _tell(outcome, screen, as_json=as_json)

@@ -22,12 +22,14 @@ from penstock.cli.exits import FAILED
 from penstock.cli.printing import Json, note, show_json, show_line
 from penstock.client.answers import DEFAULT_URL
 from penstock.local import Stack, StackOptions, StreamSizes, UpState, read_state
+from penstock.local.engines import engine_python
+from penstock.shared.config.jobs.kinds import AnyJob, TextJob
 from penstock.shared.config.local_key import announced_dirs
 from penstock.shared.config.rollout import ENGINE_PACKAGES
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import ConfigError, DeadlineError, Unavailable
 
-__all__ = ["DEMO", "DEMO_STREAMS", "DataDir", "down", "example", "ready_with_progress", "up"]
+__all__ = ["DEMO", "DEMO_STREAMS", "DataDir", "down", "example", "pythons_for", "ready_with_progress", "up"]
 
 DEMO = "addition.yaml"
 """Job file of the demo."""
@@ -80,6 +82,13 @@ def _pythons(engine: str) -> dict[str, Path]:
         return {"rollout": python}
     os.environ["PENSTOCK_SGLANG_PYTHON"] = str(python)
     return {}
+
+
+def pythons_for(job: AnyJob) -> dict[str, Path]:
+    """Interpreters of services that the engine of a job needs. Raises ConfigError: it is not installed."""
+    if not isinstance(job, TextJob) or job.rollout.engine not in ENGINE_PACKAGES:
+        return {}
+    return {"rollout": engine_python(job.rollout.engine, load_settings().engines_dir)}
 
 
 def down(data_dir: DataDir = None, as_json: Json = False) -> None:
