@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.services.rollout.candidate import Candidate
 from penstock.services.rollout.conversations.asking import Asking
-from penstock.services.rollout.engines import Engine, lacks_engine, open_engine, open_job_engine
+from penstock.services.rollout.engines import Engine, lacks_engine, open_job_engine
 from penstock.services.rollout.env_requests import EnvRequests
 from penstock.services.rollout.episode import failed_group, skipped_group
 from penstock.services.rollout.group_maker import GroupMaker, room_for
@@ -24,11 +24,11 @@ from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.online.section import OnlineConfig
-from penstock.shared.config.rollout import ClassConfig
+from penstock.shared.config.rollout import EmbeddedConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.prompts import Prompt, PromptSource
 from penstock.shared.errors import ConfigError, DataError, ProtocolError
-from penstock.shared.models.loading import build_tokenizer, resolve_device
+from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES, pack, unpack
 from penstock.shared.protocol.messages import Report, ScoreReply, ScoreRequest, Ticket, row_for
@@ -109,35 +109,46 @@ class ServingSession:
         self._asking = Asking(bus)
         self._engine: Engine | None = None
         self._serving: InferenceServer | None = None
-        self._drained = False
+        self._drained = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve until cancelled, or until the last request is answered after ``drain``."""
+        """Serve until cancelled, or until the last request is answered after ``drain``.
+
+        A worker without the deployment's engine serves nothing, and reports that in its heartbeats.
+        """
+        if lacks_engine(self.config.rollout, self._settings):
+            what = f"a rollout worker that has the engine '{self.config.rollout.engine}'; this one does not have it"
+            self._asking.wait("engine", what, subjects.inference(self.job))
+            await self._drained.wait()
+            return
         self._asking.wait("model", "the model to be loaded", str(self.config.model.path or "model.config"))
         try:
             self._serving = await asyncio.to_thread(self._load)
-        except ConfigError as error:
+            await self._answer(self._serving)
+        except ConfigError as error:  # of the model or of the engine: others come in a group
             self._asking.done("model")
             report = pack(Report(kind="failed", epoch=0, reason=str(error)), job=self.job)
             await self._asking.ask(subjects.report(self.job), report, "failure", "the coordinator to take a failure")
             raise
+
+    async def _answer(self, serving: InferenceServer) -> None:
         assert self._engine is not None
         try:
             await self._engine.start()
             self._asking.done("model")
-            if self._drained:
-                self._serving.drain()
-            await self._serving.run()
+            if self._drained.is_set():
+                serving.drain()
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(_watch(self._engine))
+                await serving.run()
+                watching.cancel()
         finally:
             await self._engine.close()
 
     def _load(self) -> InferenceServer:
         config = self.config
         tokenizer = build_tokenizer(config.model)
-        self._engine = open_engine(
-            config.model, tokenizer, max_running=config.placement.max_running, seed=config.seed,
-            device=resolve_device(config.placement.device),
-        )  # fmt: skip
+        self._engine = open_job_engine(config, tokenizer, self._settings)
         return InferenceServer(
             self._bus, self._settings.worker_id, self.job, self._engine, tokenizer, config.sampling,
             max_running=config.placement.max_running, version=lambda: 0, hold_s=config.serving.hold_s,
@@ -146,7 +157,7 @@ class ServingSession:
 
     def drain(self) -> None:
         """Accept no more requests."""
-        self._drained = True
+        self._drained.set()
         if self._serving is not None:
             self._serving.drain()
 
@@ -207,12 +218,19 @@ class RolloutSession:
             return
         try:
             await asyncio.to_thread(self._load)
-        except (ConfigError, DataError) as error:
+            await self._work()
+        except (ConfigError, DataError) as error:  # of the model or of the engine: others come in a group
             await self._report_unusable(error)
-            if isinstance(self.config, JobConfig) and isinstance(self.config.rollout, ClassConfig):
-                await self._stand_by(f"that can open the engine; here: {error}")
-                return
-            raise
+            if not isinstance(self.config, JobConfig) or isinstance(self.config.rollout, EmbeddedConfig):
+                raise
+            await self._stand_by(f"that can open the engine; here: {error}")
+
+    async def _stand_by(self, other: str) -> None:
+        """Take no ticket, and say that the job waits for another worker."""
+        self._asking.wait("engine", f"a rollout worker {other}", subjects.tickets(self.job))
+        await self._drained.wait()
+
+    async def _work(self) -> None:
         assert self._engine is not None
         engines = [self._engine] + ([self._candidate.engine] if self._candidate is not None else [])
         try:
@@ -221,11 +239,6 @@ class RolloutSession:
             for engine in engines:
                 await engine.close()
             self._held.clear()
-
-    async def _stand_by(self, other: str) -> None:
-        """Take no ticket, and say that the job waits for another worker."""
-        self._asking.wait("engine", f"a rollout worker {other}", subjects.tickets(self.job))
-        await self._drained.wait()
 
     async def _work_with(self, engine: Engine) -> None:
         await engine.start()

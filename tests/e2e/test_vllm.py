@@ -17,7 +17,7 @@ from penstock.shared.protocol.events import BatchTrained
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
 
 UPDATES = 30
-API_KEY = "e2e-key"
+HEADERS = {"authorization": "Bearer e2e-key"}
 MISMATCH = 1e-4
 """Largest mean difference of log-probs between vLLM and the trainer, in float32."""
 
@@ -66,8 +66,7 @@ def test_a_job_learns_from_what_vllm_writes(stack: Any, make_job: Callable[..., 
 
 def test_vllm_answers_live_requests_and_its_answers_are_trained(stack: Any, make_job: Callable[..., Any]) -> None:
     job = stack.client.submit(make_job(*HEADS, **LIVE)).id
-    headers = {"authorization": f"Bearer {API_KEY}"}
-    with httpx.Client(base_url=stack.stack.url, headers=headers, timeout=120) as http:
+    with httpx.Client(base_url=stack.stack.url, headers=HEADERS, timeout=120) as http:
 
         def ask(**more: Any) -> httpx.Response:
             body = {"model": "live", "messages": [{"role": "user", "content": "1+2="}], **more}
@@ -84,6 +83,31 @@ def test_vllm_answers_live_requests_and_its_answers_are_trained(stack: Any, make
     stack.client.cancel(job)
     stack.finish(job, 120)
     stack.check_books(job)
+
+
+def test_a_checkpoint_is_deployed_on_vllm(stack: Any, make_job: Callable[..., Any]) -> None:
+    """Both engines write the same greedy answer."""
+    trained = stack.client.submit(make_job("name=small", "train.max_updates=1", *HEADS)).id
+    assert stack.finish(trained, 300).status.phase == "succeeded"
+    texts = {}
+    for name, rollout in {"embedded": {}, "vllm": VLLM}.items():
+        deployed = {"kind": "serving", "name": f"by-{name}", "model": {"path": "job:small@final"}, "rollout": rollout}
+        job = stack.client.submit(deployed).id
+        body = {"model": f"by-{name}", "prompt": "1+2=", "max_tokens": 6, "temperature": 0}
+        with httpx.Client(base_url=stack.stack.url, headers=HEADERS, timeout=120) as http:
+            ask = partial(http.post, "/v1/completions", json=body)
+            stack.until(lambda ask=ask: ask().is_success, "an answer", 400, partial(stack.client.why, job))
+            texts[name] = ask().json()["choices"][0]["text"]
+        stack.client.cancel(job)
+        stack.finish(job, 120)
+    assert texts["vllm"] == texts["embedded"]
+
+
+def test_a_job_says_why_vllm_cannot_compute_its_model(stack: Any, make_job: Callable[..., Any]) -> None:
+    job = stack.client.submit(make_job("name=narrow", rollout=VLLM)).id
+    stack.until(lambda: "computes attention heads of 32" in str(stack.client.why(job)), "the reason", 300)
+    stack.client.cancel(job, checkpoint=False)
+    stack.finish(job, 120)
 
 
 def check_forms_of_answers(ask: Callable[..., httpx.Response]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.submission import check_packages
+from penstock.services.rollout.engines import weights_alone
 from penstock.shared.config.base import load_yaml
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.rollout import EmbeddedConfig, SglangConfig, VllmConfig
@@ -89,6 +91,15 @@ def test_an_evaluation_names_its_engine() -> None:
         parse_job({**job, "model": {**JOB["model"], "lora": {}}})
 
 
+def test_a_deployment_names_its_engine() -> None:
+    job = {"kind": "serving", "name": "deployed", "model": JOB["model"], "rollout": {"engine": "vllm"}}
+    assert parse_job(job).rollout == VllmConfig()
+    with pytest.raises(ConfigError, match="penstock up --engine vllm"):
+        check_packages(parse_job(job), workers(a=["torch"]), 100.0)
+    with pytest.raises(ConfigError, match=r"rollout.engine 'vllm' cannot do model\.fp32_head"):
+        parse_job({**job, "model": {**JOB["model"], "dtype": "bfloat16", "fp32_head": True}})
+
+
 def workers(**packages: list[str]) -> Members:
     found = Members()
     for worker, own in packages.items():
@@ -115,6 +126,17 @@ def test_a_worker_has_the_engines_beside_it(tmp_path: Path) -> None:
     python.parent.mkdir(parents=True)
     python.touch()
     assert ServiceSettings(engines_dir=tmp_path).engines == ["sglang"]
+
+
+def test_an_engine_reads_the_model_of_a_checkpoint_alone(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors", "model-00001-of-00002.safetensors", "optimizer.safetensors"):
+        (tmp_path / name).write_text(name)
+    folder = weights_alone(tmp_path)
+    found = {file.name: file.read_text() for file in folder.iterdir()}
+    shutil.rmtree(folder)
+    assert found == {name: name for name in found}
+    assert sorted(found) == ["config.json", "model-00001-of-00002.safetensors", "model.safetensors"]
+    assert (tmp_path / "model.safetensors").is_file(), "links are removed, not what they lead to"
 
 
 def test_an_example_has_the_embedded_engine() -> None:

@@ -15,6 +15,7 @@ from penstock.services.rollout.engines.base import Engine, Updatable, UpdatableB
 from penstock.services.rollout.engines.constraint import Grammars
 from penstock.services.rollout.engines.embedded import EmbeddedEngine
 from penstock.shared.config.jobs.kinds import TextJob
+from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.rollout import (
     ENGINE_PACKAGES,
@@ -43,7 +44,12 @@ __all__ = [
     "lacks_engine",
     "open_engine",
     "open_job_engine",
+    "weights_alone",
 ]
+
+
+COMMIT = "COMMIT"
+"""File that a finished checkpoint of a job has."""
 
 
 def lacks_engine(rollout: RolloutConfig, settings: ServiceSettings) -> bool:
@@ -53,7 +59,9 @@ def lacks_engine(rollout: RolloutConfig, settings: ServiceSettings) -> bool:
     return rollout.engine in ENVIRONMENTS and rollout.engine not in settings.engines
 
 
-def open_job_engine(config: TextJob, tokenizer: PreTrainedTokenizerFast, settings: ServiceSettings) -> Engine:
+def open_job_engine(
+    config: TextJob | ServingJob, tokenizer: PreTrainedTokenizerFast, settings: ServiceSettings
+) -> Engine:
     """The engine that a job names; blocks while it loads the model.
 
     Raises:
@@ -114,7 +122,7 @@ def _detokenizer(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[int]], st
 
 
 def _open_adapter(
-    config: TextJob,
+    config: TextJob | ServingJob,
     options: VllmConfig | SglangConfig | ClassConfig,
     tokenizer: PreTrainedTokenizerFast,
     settings: ServiceSettings,
@@ -150,18 +158,33 @@ def _adapter_of(options: VllmConfig | SglangConfig | ClassConfig) -> Callable[..
     return found
 
 
-def _model_in_directory(config: TextJob, tokenizer: PreTrainedTokenizerFast) -> tuple[PreTrainedModel, Path, bool]:
+def _model_in_directory(
+    config: TextJob | ServingJob, tokenizer: PreTrainedTokenizerFast
+) -> tuple[PreTrainedModel, Path, bool]:
     """The model's parameters (on no device where they are not needed), a directory to read it from, and True if that is
     the one of the job file: otherwise it was written here."""
     source, folder = config.model, Path(config.model.path or "")
     if source.path is not None and (folder / "config.json").is_file():
         described = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
         with building(), torch.device("meta"):
-            return AutoModelForCausalLM.from_config(described, dtype=getattr(torch, source.dtype)), folder, True
+            model = AutoModelForCausalLM.from_config(described, dtype=getattr(torch, source.dtype))
+        if not (folder / COMMIT).is_file():
+            return model, folder, True
+        return model, weights_alone(folder), False
     model = build_model(source, len(tokenizer), seed=config.seed)
     folder = Path(tempfile.mkdtemp(prefix="penstock-model-"))
     model.save_pretrained(folder)
     return model, folder, False
+
+
+def weights_alone(checkpoint: Path) -> Path:
+    """A new directory of links to the model of a checkpoint: engines load every file of tensors that they find, and
+    moments of an optimizer are no weights."""
+    folder = Path(tempfile.mkdtemp(prefix="penstock-model-"))
+    for file in checkpoint.iterdir():
+        if file.suffix != ".safetensors" or file.name.startswith("model"):
+            (folder / file.name).symlink_to(file.absolute())
+    return folder
 
 
 def _head_dim(config: PretrainedConfig) -> int:

@@ -54,17 +54,18 @@ class Need:
 
 def needs(spec: AnyJob) -> list[Need]:
     """Return the packages that a job needs and that a service may lack; its weights and data sets may need more."""
-    if isinstance(spec, EmbodiedJob | ServingJob):
+    if isinstance(spec, EmbodiedJob):
         return []
-    found = [*_of_rollouts(spec)]
+    found = [Need("rollout.engine", spec.rollout.engine, "rollout")] if spec.rollout.engine in ENVIRONMENTS else []
+    if isinstance(spec, ServingJob):
+        return found
+    found += _of_rollouts(spec)
     if isinstance(spec, JobConfig):
         found += _of_training(spec)
     return found
 
 
 def _of_rollouts(spec: TextJob) -> Iterator[Need]:
-    if spec.rollout.engine in ENVIRONMENTS:
-        yield Need("rollout.engine", spec.rollout.engine, "rollout")
     if spec.model.lora is not None:
         yield Need("model.lora", "peft", "rollout")
     for place, scorer in enumerate(spec.reward.scorers):

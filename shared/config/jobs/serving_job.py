@@ -11,6 +11,7 @@ from penstock.shared.config.environment import check_completions
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.jobs.training_job import PlacementConfig
 from penstock.shared.config.model import ModelConfig
+from penstock.shared.config.rollout import EmbeddedConfig, RolloutConfig, check_engine
 from penstock.shared.config.sampling import SamplingConfig
 
 __all__ = ["ServingConfig", "ServingJob"]
@@ -46,6 +47,8 @@ class ServingJob(StrictModel):
     """Policy to serve."""
     sampling: SamplingConfig = SamplingConfig()
     """Default sampling settings of requests."""
+    rollout: RolloutConfig = EmbeddedConfig()
+    """Rollout engine, whatever engine the job of the checkpoint used."""
     serving: ServingConfig = ServingConfig()
     """Handling of requests, and lifetime of the deployment."""
     placement: PlacementConfig = PlacementConfig()
@@ -58,6 +61,7 @@ class ServingJob(StrictModel):
         check_completions(self.model, "sampling", self.sampling, None)
         if self.model.lora is not None:
             raise ValueError("model.lora: a deployment trains no adapter; leave it out")
+        check_engine(self.rollout, self.model, iter(()))
         return self
 
     def after(self, trained: JobConfig, path: str) -> ServingJob:
