@@ -214,7 +214,7 @@ class RolloutSession:
         A worker without the job's engine takes no tickets and reports this in its heartbeats.
         """
         if lacks_engine(self.config.rollout, self._settings):
-            await self._stand_by(f"that has the engine '{self.config.rollout.engine}'; this one has it not")
+            await self._stand_by(f"that has the engine '{self.config.rollout.engine}'; this one does not have it")
             return
         try:
             await asyncio.to_thread(self._load)

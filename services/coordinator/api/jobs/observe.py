@@ -202,7 +202,10 @@ async def workers(
     job: JobId,
     backend: BackendDep,
     history: Annotated[
-        bool, Query(description="Add `spans`: states of each worker in the last five minutes, from heartbeats to this coordinator")
+        bool,
+        Query(
+            description="Add `spans`: states of each worker in the last five minutes, from heartbeats to this coordinator"
+        ),
     ] = False,
 ) -> Response:
     """List the workers of the job, their policy versions, and what each waits for."""
