@@ -81,6 +81,28 @@ def test_a_job_that_does_not_fit_its_simulator_is_refused(stack: Any, change: st
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "algorithm", ["{type: grpo, group_size: 8, epochs: 2, minibatches: 2}", "{type: ppo, epochs: 2}"]
+)
+def test_a_policy_is_trained_on_what_a_camera_sees(stack: Any, algorithm: str) -> None:
+    """Groups of episodes with images, of more than one message where there are eight in a group."""
+    job = submit(
+        stack, "environment.image={height: 48, width: 72, grey: true, frames: 2}", "environment.bytes_per_step=7168",
+        "environment.horizon=30", "policy.observations=[image]", "policy.encoder={channels: [4, 4], features: 8}",
+        f"algorithm={algorithm}", "train.max_updates=4", "limits.byte_budget=33554432", "train.draw_timeout_s=60",
+    )  # fmt: skip
+    status = stack.finish(job, 150).status
+    assert (status.phase, status.step) == ("succeeded", 4), status
+    stack.check_books(job)
+    stack.check_replay(job, at_least=4)
+    described = next(event for event in stack.ledger(job) if isinstance(event, JobStarted)).environment
+    assert described["observations"]["image"] == [[48, 72, 2], "uint8"]
+    series = stack.client.metrics(job)["series"]
+    first = next(value for value in series["mismatch/kl"] if value is not None)
+    assert abs(first) < 1e-6, "worker and trainer see alike"
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_any_process_may_die_in_mid_episode(stack: Any, victim: str) -> None:
     job = submit(stack, "train.max_updates=30", "train.max_lag=0", "checkpoint.every=5", "environment.horizon=200")

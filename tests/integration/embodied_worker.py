@@ -18,7 +18,7 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.models.episode_policy import EpisodePolicy, build_policy
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
+from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.protocol.embodied.episode_group import EpisodeGroup, decode_episode_group
 from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Ack, EvalResult, Ticket
@@ -53,9 +53,7 @@ def job(task: str, *, horizon: int, policy: str = "gaussian", group: int = 2, **
 
 def spec_of(config: EmbodiedJob) -> EnvSpec:
     """Description of a job's simulator."""
-    sim = config.environment
-    request = OpenEnv(env_id=sim.task, num_envs=1, backend=sim.backend, options=sim.options)
-    return describe_simulator(request, NOWHERE)
+    return describe_simulator(config.environment.opening(1), NOWHERE)
 
 
 class Worker:
@@ -127,9 +125,9 @@ async def until(holds: Callable[..., Any], *args: Any) -> None:
 
 
 @asynccontextmanager
-async def env_service(bus: Bus) -> AsyncIterator[EnvService]:
-    """An env service in this process."""
-    service = EnvService(bus, ServiceSettings())
+async def env_service(bus: Bus, directory: Path | None = None) -> AsyncIterator[EnvService]:
+    """An env service in this process, which shares memory with the worker in ``directory``."""
+    service = EnvService(bus, ServiceSettings() if directory is None else ServiceSettings(shm_dir=directory))
     task = asyncio.create_task(service.run())
     try:
         yield service

@@ -11,7 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from penstock.services.env.simulators import Simulator, open_simulator
+from penstock.services.env.simulators import Named, Simulator, open_simulator
 from penstock.services.rollout.embodied.engine import PolicyEngine
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.models.episode_policy import EpisodePolicy, build_policy
@@ -32,6 +32,14 @@ CASES = {
     "discrete": job("CartPole-v1", horizon=30, policy="categorical"),
     "chunks": job("Pendulum-v1", horizon=20, action_chunk=3),
     "bins": job("Pendulum-v1", horizon=7, policy="tokens", action_chunk=3, num_processes=2),
+    "pictures of more than a message": job(
+        "CartPole-v1",
+        horizon=8,
+        policy="categorical",
+        observations=["image", "state"],
+        bytes_per_step=600_000,
+        image={"height": 200, "width": 300, "frames": 3},
+    ),
     "metaworld": job("reach-v3", horizon=25, backend="metaworld", bytes_per_step=1024, group=4),
     "metaworld, chunks": job("reach-v3", horizon=25, backend="metaworld", bytes_per_step=1024, action_chunk=3),
 }
@@ -52,9 +60,7 @@ def always(action: int) -> Any:
 
 def replay_all(config: EmbodiedJob, groups: list[EpisodeGroup]) -> None:
     """Play each episode in a plain loop, one after another."""
-    sim = config.environment
-    request = OpenEnv(env_id=sim.task, num_envs=1, backend=sim.backend, options=sim.options)
-    simulator = open_simulator(request, NOWHERE)
+    simulator = open_simulator(config.environment.opening(1), NOWHERE)
     for group in groups:
         for member in range(group.num_trajectories):
             replay(config, simulator, group, member)
@@ -69,18 +75,19 @@ def replay(config: EmbodiedJob, simulator: Simulator, group: EpisodeGroup, membe
     generator = np.random.Generator(np.random.Philox(key=key))
     begun = simulator.reset(ZERO, np.asarray([sim.reset_id(group.draw.ordinal)]))
     assert begun.state_hashes[0] == group.state_hashes[member]
-    seen, steps, total, over = begun.observations["state"].copy(), 0, 0.0, False
+    seen, steps, total, over = copied(begun.observations), 0, 0.0, False
     for t in range(int(group.cu_seqlens[member]), int(group.cu_seqlens[member + 1])):
         assert not over, "nothing follows the end of an episode"
-        assert np.array_equal(group.observations["state"][t], seen[0])
+        assert all(np.array_equal(group.observations[name][t], column[0]) for name, column in seen.items())
+        tensors = {name: torch.from_numpy(column) for name, column in seen.items()}
         noise = noise_block(generator, policy)
-        decision = policy.act({"state": torch.from_numpy(seen)}, torch.from_numpy(noise))
+        decision = policy.act(tensors, torch.from_numpy(noise))
         recorded = torch.from_numpy(group.actions[t : t + 1].copy())
         torch.testing.assert_close(recorded, decision.actions_NCA, rtol=0, atol=1e-6)
         torch.testing.assert_close(
             torch.from_numpy(group.logprobs[t : t + 1].copy()), decision.logprobs_NCA, rtol=0, atol=1e-6
         )
-        own = policy.evaluate({"state": torch.from_numpy(seen)}, recorded).logprobs_NCA.detach()
+        own = policy.evaluate(tensors, recorded).logprobs_NCA.detach()
         np.testing.assert_allclose(group.logprobs[t : t + 1], own.numpy(), rtol=0, atol=1e-6)
         left = min(C, sim.horizon - steps)
         chunk = simulator.step(ZERO, policy.to_environment(recorded)[:, :left], None)
@@ -94,10 +101,16 @@ def replay(config: EmbodiedJob, simulator: Simulator, group: EpisodeGroup, membe
         assert group.terminated[t].tolist() == terminated + [False] * (C - left)
         assert group.truncated[t].tolist() == truncated + [False] * (C - left)
         total += float(chunk.rewards.sum(dtype=np.float64))
-        seen, over = chunk.observations["state"].copy(), any(terminated + truncated)
+        seen, over = copied(chunk.observations), any(terminated + truncated)
     assert over, "the episode was cut short"
-    assert np.array_equal(group.final_observations["state"][member], seen[0])
+    assert group.final_observations.keys() == seen.keys()
+    assert all(np.array_equal(group.final_observations[name][member], column[0]) for name, column in seen.items())
     assert group.returns[member] == pytest.approx(total, rel=1e-6)
+
+
+def copied(observations: Named) -> Named:
+    """They are valid until the next call."""
+    return {name: column.copy() for name, column in observations.items()}
 
 
 def noise_block(generator: np.random.Generator, policy: EpisodePolicy) -> NDArray[np.float32]:
@@ -113,7 +126,7 @@ def normal(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np
 async def test_episodes_equal_those_of_a_plain_loop(bus: Bus, tmp_path: Path, name: str) -> None:
     """More episodes than lanes: they take their turns, and neither batching nor place shows in them."""
     config = CASES[name]
-    async with env_service(bus), worker_of(bus, tmp_path, config) as worker:
+    async with env_service(bus, tmp_path), worker_of(bus, tmp_path, config) as worker:
         for ordinal in range(3):
             await worker.ask(ordinal)
         groups = await worker.groups(3)
