@@ -24,6 +24,7 @@ __all__ = [
     "ImageConfig",
     "PolicyConfig",
     "ReplayBufferConfig",
+    "SimulatorBase",
     "SimulatorConfig",
     "SoftActorCriticConfig",
 ]
@@ -56,8 +57,8 @@ class ImageConfig(StrictModel):
         return Picture(height=self.height, width=self.width, grey=self.grey, frames=self.frames)
 
 
-class SimulatorConfig(StrictModel):
-    """Simulator whose episodes the policy is trained on. The reset id determines everything random in an episode."""
+class SimulatorBase(StrictModel):
+    """Simulator that plays episodes. The reset id determines everything random in an episode."""
 
     backend: str = "gymnasium"
     """Simulator; `penstock sims ls` lists them."""
@@ -70,25 +71,13 @@ class SimulatorConfig(StrictModel):
     with a camera and, for MuJoCo, a rendering library; null: only the simulator's own observations."""
     horizon: int = Field(ge=1)
     """Steps after which an episode is truncated; the value of the final observation still counts."""
-    action_chunk: int = Field(1, ge=1, le=64)
-    """Actions that the policy chooses per decision."""
     num_envs: int = Field(8, ge=1, le=4096)
     """Environments of each session that a rollout worker opens; each runs one episode at a time."""
-    sessions: int = Field(2, ge=1, le=8)
-    """Sessions of each rollout worker. With two, the environments of one step while the policy decides for those of
-    the other."""
     num_processes: int = Field(1, ge=1)
     """Child processes over which the environments of a session are distributed."""
     step_limit_s: float = Field(60.0, gt=0)
     """Time limit of one simulator request (seconds); a simulator that exceeds it is killed and its episodes are
     redrawn."""
-    first_reset_id: int = Field(0, ge=0)
-    """Reset id of the first draw."""
-    num_reset_ids: int | None = Field(None, ge=1)
-    """Number of reset ids, which draws reuse in turn; null: each draw has its own."""
-    bytes_per_step: int = Field(2048, ge=64)
-    """Upper bound of the bytes that one decision adds to a stored group: observations, actions, log-probs, rewards.
-    A job whose simulator's observations need more is rejected."""
 
     @field_validator("options")
     @classmethod
@@ -106,6 +95,23 @@ class SimulatorConfig(StrictModel):
             num_processes=self.num_processes, step_limit_s=self.step_limit_s, camera=camera,
             picture=None if self.image is None else self.image.picture,
         )  # fmt: skip
+
+
+class SimulatorConfig(SimulatorBase):
+    """Simulator whose episodes the policy is trained on."""
+
+    action_chunk: int = Field(1, ge=1, le=64)
+    """Actions that the policy chooses per decision."""
+    sessions: int = Field(2, ge=1, le=8)
+    """Sessions of each rollout worker. With two, the environments of one step while the policy decides for those of
+    the other."""
+    first_reset_id: int = Field(0, ge=0)
+    """Reset id of the first draw."""
+    num_reset_ids: int | None = Field(None, ge=1)
+    """Number of reset ids, which draws reuse in turn; null: each draw has its own."""
+    bytes_per_step: int = Field(2048, ge=64)
+    """Upper bound of the bytes that one decision adds to a stored group: observations, actions, log-probs, rewards.
+    A job whose simulator's observations need more is rejected."""
 
     def reset_id(self, ordinal: int) -> int:
         """Return the reset id of the draw with this ordinal."""
@@ -340,11 +346,20 @@ class EpisodeEvaluationConfig(StrictModel):
     videos: Annotated[int, Field(ge=0, le=16)] | Literal["auto"] = 0
     """Held-out episodes that each evaluation replays and films, in parallel with training; the job is rejected if no
     env worker can render. `auto`: one, or none if no env worker can render."""
+    environment: SimulatorBase | None = None
+    """Another simulator for held-out episodes, such as the real one if training uses a world model; its actions, and
+    the observations that the policy reads, must be those of the section `environment`. null: that simulator."""
 
     @model_validator(mode="after")
     def _videos_are_of_episodes(self) -> EpisodeEvaluationConfig:
         if self.videos != "auto" and self.videos > self.episodes:
             raise ValueError(f"videos {self.videos}: only {self.episodes} episodes are held out")
+        return self
+
+    @model_validator(mode="after")
+    def _environment_plays(self) -> EpisodeEvaluationConfig:
+        if self.environment is not None and not self.episodes:
+            raise ValueError("environment: no episode is held out; raise episodes, or leave it out")
         return self
 
     @property

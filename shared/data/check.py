@@ -92,7 +92,7 @@ def data_of(config: AnyTraining) -> DataSummary:
     if not isinstance(config, EmbodiedJob):
         return check_data(config.data)
     episodes = config.evaluation.episodes
-    held_out = (SourceSummary("episodes", episodes, config.environment.task),) if episodes else ()
+    held_out = (SourceSummary("episodes", episodes, config.held_out_simulator.task),) if episodes else ()
     return DataSummary(train=(), eval=held_out, rows_per_epoch=0, num_eval=episodes, row_bytes=0, notes=())
 
 

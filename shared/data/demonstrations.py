@@ -4,6 +4,8 @@ The file is a frame (``protocol.frame``) of flat columns over all steps plus ``c
 simulator took, so that policies of any kind can learn from them.
 
 Shapes: N = steps of all episodes, E = episodes, ... the shape of one observation or action.
+
+Facts of ``about`` that code reads: ``ActionSpace`` under ``action``, for who learns the dynamics from the file.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,10 +24,26 @@ from penstock.shared.protocol.codec import SCHEMA
 from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.protocol.frame import decode_frame, encode_frame
 
-__all__ = ["Demonstrations", "check_demonstrations", "read_demonstrations", "write_demonstrations"]
+__all__ = [
+    "ActionSpace",
+    "Demonstrations",
+    "check_demonstrations",
+    "read_demonstrations",
+    "write_demonstrations",
+]
 
 KIND = "Demonstrations"
 _DTYPES = {"rewards": "float32", "cu_seqlens": "int64", "succeeded": "bool"}
+_ENDS = ("final_observations", "terminated")
+"""Columns that a file may lack: a policy learns without them."""
+
+
+class ActionSpace(msgspec.Struct, frozen=True, kw_only=True):
+    """The actions of a simulator: ``num_actions`` discrete ones, or numbers between ``low`` and ``high``, flat."""
+
+    num_actions: int | None
+    low: list[float]
+    high: list[float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,6 +56,8 @@ class Demonstrations:
         rewards: float32 [N].
         cu_seqlens: int64 [E+1], cuts the steps into episodes, none empty.
         succeeded: bool [E], the task was solved at some step.
+        final_observations: [E, ...] by name, after the last step of each episode; {} in files that have none.
+        terminated: bool [E], the task was over there, and no limit cut the episode off; None where that is not known.
         about: facts for people: simulator, task, who acted, the reset ids.
 
     Raises:
@@ -48,6 +69,8 @@ class Demonstrations:
     rewards: NDArray[np.float32]
     cu_seqlens: NDArray[np.int64]
     succeeded: NDArray[np.bool_]
+    final_observations: dict[str, NDArray[Any]] = field(default_factory=dict)
+    terminated: NDArray[np.bool_] | None = None
     about: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -70,6 +93,17 @@ class Demonstrations:
                 raise DataError(f"'{name}' has {len(column)} rows for {count} steps")
             if not np.isfinite(column).all():
                 raise DataError(f"a number of '{name}' is not finite")
+        self._check_ends()
+
+    def _check_ends(self) -> None:
+        shapes = {name: (self.num_episodes, *column.shape[1:]) for name, column in self.observations.items()}
+        finals = self.final_observations
+        if finals and {name: column.shape for name, column in finals.items()} != shapes:
+            raise DataError(f"'final_observations' do not have the {self.num_episodes} rows of observations")
+        if not all(np.isfinite(column).all() for column in finals.values()):
+            raise DataError("a number of 'final_observations' is not finite")
+        if self.terminated is not None and len(self.terminated) != self.num_episodes:
+            raise DataError(f"'terminated' has {len(self.terminated)} rows for {self.num_episodes} episodes")
 
 
 def write_demonstrations(path: Path, demonstrations: Demonstrations) -> None:
@@ -79,7 +113,8 @@ def write_demonstrations(path: Path, demonstrations: Demonstrations) -> None:
         DataError: it cannot be written, or the columns do not fit together.
     """
     demonstrations.check()
-    names = ("observations", "actions", "about", *_DTYPES)
+    names = ["observations", "actions", "about", *_DTYPES]
+    names += [name for name in _ENDS if getattr(demonstrations, name) is not None]
     tree = {"schema": SCHEMA, "kind": KIND, **{name: getattr(demonstrations, name) for name in names}}
     part = path.with_name(path.name + ".partial")
     try:
@@ -151,13 +186,16 @@ def _from_tree(tree: dict[str, Any]) -> Demonstrations:
     named = isinstance(observations, dict) and all(_is_column(column) for column in observations.values())
     if not named or not _is_column(actions) or not isinstance(tree.get("about"), dict):
         raise DataError("'observations', 'actions' or 'about' is not what it may be")
-    for name, dtype in _DTYPES.items():
+    for name, dtype in {**_DTYPES, **({"terminated": "bool"} if "terminated" in tree else {})}.items():
         column = tree.get(name)
         if not _is_column(column) or column.dtype != np.dtype(dtype) or column.ndim != 1:  # type: ignore[union-attr]
             raise DataError(f"'{name}' is not a column of {dtype}")
+    finals = tree.get("final_observations", {})
+    if not isinstance(finals, dict) or not all(_is_column(column) for column in finals.values()):
+        raise DataError("'final_observations' is not what it may be")
     return Demonstrations(
         observations=tree["observations"], actions=tree["actions"], about=tree["about"],
-        **{name: tree[name] for name in _DTYPES},
+        **{name: tree[name] for name in (*_DTYPES, *_ENDS) if name in tree},
     )  # fmt: skip
 
 

@@ -24,6 +24,8 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
+from penstock.local.recording import record
+from penstock.local.world_model import Fitting, fit, write_world_model
 from penstock.services.env.pool import EnvPool
 from penstock.services.env.simulators import (
     BACKENDS,
@@ -63,6 +65,10 @@ CASES = {
     "maniskill": PUSH,
     "maniskill, two processes": msgspec.structs.replace(PUSH, env_id="PickCube-v1", num_processes=2),
     "libero": SOUP,
+    "world model": OpenEnv(env_id="CartPole-v1", num_envs=3, backend="world_model"),
+    "world model, anywhere": OpenEnv(
+        env_id="CartPole-v1", num_envs=3, backend="world_model", num_processes=2, options={"starts": "anywhere"}
+    ),
 }
 
 
@@ -83,10 +89,22 @@ def sims_dir(request: OpenEnv) -> Path:
     scope="module",
     params=[pytest.param(name, marks=SLOW_TO_START if one.backend in ELSEWHERE else ()) for name, one in CASES.items()],
 )
-def case(request: pytest.FixtureRequest) -> OpenEnv:
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenEnv:
     if request.param.startswith("mujoco pictures") and NO_OPENGL:
         pytest.skip("no OpenGL library: apt-get install -y libosmesa6")
-    return CASES[request.param]
+    found = CASES[request.param]
+    if found.backend != "world_model":
+        return found
+    folder = world_model(tmp_path_factory.mktemp("model"))
+    return msgspec.structs.replace(found, options={**found.options, "model": str(folder)})
+
+
+def world_model(folder: Path) -> Path:
+    """A model of CartPole that has seen a little of it."""
+    request = OpenEnv(env_id="CartPole-v1", num_envs=1)
+    seen = record(request, NOWHERE, None, reset_ids=range(12), horizon=25)
+    write_world_model(folder, fit(seen, Fitting(members=3, hidden_sizes=(16,), epochs=20)))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -625,6 +643,12 @@ def test_a_process_that_cannot_come_back_says_why(fragile: EnvPool, monkeypatch:
         (OpenEnv(env_id="x", num_envs=1, backend="robotwin"), "RoboTwin: its repository.*--adapter FILE"),
         (PUSH, "ModuleNotFoundError.*run `penstock sims install maniskill`"),
         (SOUP, "ModuleNotFoundError.*run `penstock sims install libero`"),
+        (OpenEnv(env_id="x", num_envs=1, backend="world_model"), "options.model is missing: the folder that"),
+        (
+            OpenEnv(env_id="x", num_envs=1, backend="world_model", options={"model": "/nonexistent"}),
+            "/nonexistent holds no world model, which `penstock sims world-model train` writes",
+        ),
+        (OpenEnv(env_id="x", num_envs=1, backend="world_model", options={"path": ""}), "no option 'path'"),
         (OpenEnv(env_id="fly-v3", num_envs=1, backend="metaworld"), "has no task 'fly-v3'; it has: .*reach-v3"),
         (OpenEnv(env_id="reach-v3", num_envs=1, backend="metaworld", options={"horizon": 501}), "1 to 500 steps"),
     ],

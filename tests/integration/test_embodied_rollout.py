@@ -236,14 +236,22 @@ async def test_a_worker_that_is_behind_waits_and_says_so(bus: Bus, tmp_path: Pat
         assert "waiting_for" not in worker.session.status()
 
 
-async def test_held_out_episodes_take_the_mean_at_an_exact_version(bus: Bus, tmp_path: Path) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["where it trains", "in another simulator"])
+async def test_held_out_episodes_take_the_mean_at_an_exact_version(
+    bus: Bus, tmp_path: Path, *, elsewhere: bool
+) -> None:
     config = job("CartPole-v1", horizon=25, policy="categorical")
+    if elsewhere:  # where it trains a step pays nothing and a fall costs 1
+        other = {"environment": {"task": "CartPole-v1", "horizon": 25, "num_envs": 1}}
+        paid = config.environment.model_dump() | {"options": {"sutton_barto_reward": True}}
+        config = EmbodiedJob.parse(config.model_dump() | {"environment": paid, "evaluation": other})
     async with env_service(bus), worker_of(bus, tmp_path, config) as worker:
         for ordinal in (0, 1):
             await worker.ask(ordinal, version=1)
         await worker.ask(5)
         await until(lambda: len(worker.results) == 2)
-        await worker.groups(1)
+        [group] = await worker.groups(1)
+        assert group.rewards.max() == (0.0 if elsewhere else 1.0)
         await worker.show(4)
         await until(lambda: worker.session.status()["version"] == 4)
         await worker.ask(2, version=2)

@@ -48,6 +48,23 @@ def test_episodes_are_recorded_as_they_were_played(tmp_path: Path) -> None:
     np.testing.assert_array_equal(alone.actions, found.actions[rows])
 
 
+def test_episodes_of_chance_are_kept_with_their_ends(tmp_path: Path) -> None:
+    """The reset id decides the actions, whoever is played beside it; the last observation is that of the fall."""
+    found = record(CARTPOLE, tmp_path, None, reset_ids=range(4), horizon=30)
+    alone = record(CARTPOLE, tmp_path, None, reset_ids=[2], horizon=30)
+    rows = slice(found.cu_seqlens[2], found.cu_seqlens[3])
+    np.testing.assert_array_equal(alone.actions, found.actions[rows])
+    assert found.terminated is not None
+    assert found.terminated.tolist() == (np.diff(found.cu_seqlens) < 30).tolist()
+    fallen = np.abs(found.final_observations["state"][:, 2]) > 0.2095
+    assert fallen.tolist() == found.terminated.tolist()
+    assert found.about["action"] == {"num_actions": 2, "low": [], "high": []}
+    moved = record(PENDULUM, tmp_path, None, reset_ids=[0, 1], horizon=40)
+    assert -2 <= moved.actions.min() < -1.5 < 1.5 < moved.actions.max() <= 2
+    assert moved.terminated is not None
+    assert not moved.terminated.any()
+
+
 def test_noise_moves_the_arm_and_not_the_record(tmp_path: Path) -> None:
     def still(spec: EnvSpec) -> Any:
         return lambda seen: np.zeros((len(seen["state"]), 1, *spec.action_shape), np.float32)

@@ -43,7 +43,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     for name in ("actions", "rewards", "cu_seqlens", "succeeded"):
         np.testing.assert_array_equal(getattr(found, name), getattr(SHOWN, name))
     np.testing.assert_array_equal(found.observations["state"], SHOWN.observations["state"])
+    assert (found.final_observations, found.terminated) == ({}, None), "files that do not say how episodes ended"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    ended = replace(SHOWN, final_observations={"state": np.ones((2, 2))}, terminated=np.array([True, False]))
+    write_demonstrations(tmp_path / "file", ended)
+    found = read_demonstrations(tmp_path / "file")
+    np.testing.assert_array_equal(found.final_observations["state"], ended.final_observations["state"])
+    assert found.terminated is not None
+    assert found.terminated.tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -54,6 +61,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ({"succeeded": np.ones(3, np.bool_)}, "3 rows for 2 episodes"),
         ({"rewards": np.ones(4, np.float32)}, "'rewards' has 4 rows for 5 steps"),
         ({"observations": {"state": np.full((5, 2), np.nan)}}, "a number of 'state' is not finite"),
+        ({"final_observations": {"state": np.ones((1, 2))}}, "do not have the 2 rows of observations"),
+        ({"final_observations": {"state": np.full((2, 2), np.inf)}}, "'final_observations' is not finite"),
+        ({"terminated": np.ones(3, np.bool_)}, "'terminated' has 3 rows for 2 episodes"),
     ],
 )
 def test_columns_fit_together(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.jobs.environments import bytes_per_step, check_camera, check_spec
+from penstock.services.coordinator.jobs.environments import (
+    bytes_per_step,
+    check_camera,
+    check_held_out,
+    check_spec,
+)
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.jobs.kinds import parse_job, parse_training, text_job, trains
 from penstock.shared.config.jobs.training_job import TrainingJob
@@ -110,6 +115,14 @@ def test_reset_ids_go_round_or_on() -> None:
             },
             "the replay buffer of 'sac' holds vectors",
         ),
+        (
+            {"evaluation": {"episodes": 0, "environment": {"task": "reach-v3", "horizon": 9}}},
+            "no episode is held out; raise episodes, or leave it out",
+        ),
+        (
+            {"evaluation": {"environment": {"task": "reach-v3", "horizon": 9, "sessions": 2}}},
+            "evaluation.environment.sessions",
+        ),
         ({"policy": {"encoder": {"kernel_size": 4}}}, "kernel_size.*must be odd"),
         ({"environment": {"horizont": 3}}, "did you mean 'horizon'"),
         ({"algorithm": {"type": "dapo"}}, "'ppo', 'grpo', 'sac'"),
@@ -141,6 +154,24 @@ def test_a_policy_that_does_not_fit_its_simulator_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_spec(job(policy=policy), spec(**changes))
+
+
+def test_held_out_episodes_are_played_where_the_policy_fits() -> None:
+    """Equal names, shapes and bounds; what the policy does not read may differ. Reset ids are of another simulator."""
+    real = {"backend": "metaworld", "task": "reach-v3", "horizon": 100}
+    config = job(evaluation={"first_reset_id": 0, "environment": real})
+    assert config.held_out_simulator.opening(1).backend == "metaworld"
+    assert job().held_out_simulator == job().environment
+    more = {"state": ArraySpec((39,), "float64"), "expert_action": ArraySpec((4,), "float32")}
+    check_held_out(config, spec(), spec(observations=more))
+    for changes, message in (
+        ({"observations": {"pose": ArraySpec((39,), "float64")}}, "observation 'state' of metaworld .*: missing; the"),
+        ({"observations": {"state": ArraySpec((38,), "float64")}}, r"shape=\(38,\).* is trained in .*shape=\(39,\)"),
+        ({"action_high": [2.0] * 4}, "^evaluation.environment: actions of metaworld 'reach-v3'"),
+        ({"num_actions": 3, "action_shape": ()}, "actions of metaworld 'reach-v3'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_held_out(config, spec(), spec(**changes))
 
 
 def test_pictures_are_asked_for_and_counted() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from math import prod
 
+import msgspec
 import numpy as np
 
-from penstock.shared.config.embodied import IMAGE, SoftActorCriticConfig
+from penstock.shared.config.embodied import IMAGE, SimulatorBase, SoftActorCriticConfig
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
@@ -14,14 +16,18 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["check_camera", "check_spec", "describe_environment"]
+__all__ = ["check_camera", "check_held_out", "check_spec", "describe_environment"]
 
+LEAST_S = 5.0
+"""For the second simulator of a job, where the first one took nearly all of the time."""
 REST_BYTES = 96
 """Bytes of a stored decision beside its arrays: spans, padding of the frame."""
 
 
 async def describe_environment(bus: Bus, config: EmbodiedJob, *, deadline_s: float, camera: bool = False) -> EnvSpec:
     """Have an env worker create the job's simulator and begin one episode; return its description.
+
+    The simulator of held-out episodes is made, too, where it is another one.
 
     Args:
         camera: also check if episodes can be recorded as video; see ``no_video`` of the description.
@@ -30,11 +36,20 @@ async def describe_environment(bus: Bus, config: EmbodiedJob, *, deadline_s: flo
         ConfigError: the simulator cannot be created, or the job does not fit it.
         Unavailable: no env worker answered within ``deadline_s`` seconds.
     """
-    request = config.environment.opening(1, camera=camera)
-    reply = await bus.request(subjects.ENV_DESCRIBE, pack(request, job=config.name), deadline_s=deadline_s)
-    spec = unpack(reply, EnvSpec)[0]
+    until, other = time.monotonic() + deadline_s, config.evaluation.environment
+    spec = await _described(bus, config, config.environment, until, camera=camera and other is None)
     check_spec(config, spec)
-    return spec
+    if other is None:
+        return spec
+    held_out = await _described(bus, config, other, until, camera=camera)
+    check_held_out(config, spec, held_out)
+    return msgspec.structs.replace(spec, no_video=held_out.no_video)
+
+
+async def _described(bus: Bus, config: EmbodiedJob, sim: SimulatorBase, until: float, *, camera: bool) -> EnvSpec:
+    request = pack(sim.opening(1, camera=camera), job=config.name)
+    deadline_s = max(LEAST_S, until - time.monotonic())
+    return unpack(await bus.request(subjects.ENV_DESCRIBE, request, deadline_s=deadline_s), EnvSpec)[0]
 
 
 def check_spec(config: EmbodiedJob, spec: EnvSpec) -> None:
@@ -74,6 +89,28 @@ def check_spec(config: EmbodiedJob, spec: EnvSpec) -> None:
             f"environment.bytes_per_step {config.environment.bytes_per_step}: one decision in {where} takes {need} "
             "bytes; raise it to at least that"
         )
+
+
+def check_held_out(config: EmbodiedJob, spec: EnvSpec, held_out: EnvSpec) -> None:
+    """Look whether the policy of a job can act in the simulator of its held-out episodes.
+
+    Raises:
+        ConfigError: an observation that the policy reads, or the actions, are not those of the simulator that trains.
+    """
+    pairs = {
+        f"observation '{name}'": (spec.observations[name], held_out.observations.get(name))
+        for name in config.policy.observations
+    }
+    own_actions, other_actions = (
+        (one.action_shape, one.action_dtype, one.num_actions, one.action_low, one.action_high)
+        for one in (spec, held_out)
+    )
+    for what, (trained, found) in {**pairs, "actions": (own_actions, other_actions)}.items():
+        if trained != found:
+            raise ConfigError(
+                f"evaluation.environment: {what} of {held_out.backend} '{held_out.env_id}': {found or 'missing'}; the "
+                f"policy is trained in {spec.backend} '{spec.env_id}' with {trained}"
+            )
 
 
 def check_camera(config: EmbodiedJob, spec: EnvSpec) -> list[str]:

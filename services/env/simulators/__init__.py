@@ -24,6 +24,7 @@ __all__ = [
     "BACKENDS",
     "INSTALLED",
     "NAME",
+    "WORLD_MODEL",
     "Chunk",
     "Named",
     "Simulator",
@@ -34,12 +35,14 @@ __all__ = [
     "open_simulator",
 ]
 
+WORLD_MODEL = "world_model"
 FOLDER = Path(__file__).with_name("backends")
 BACKENDS = {
     "gymnasium": FOLDER / "gymnasium_backend.py",
     "libero": FOLDER / "libero_backend.py",
     "maniskill": FOLDER / "maniskill_backend.py",
     "metaworld": FOLDER / "metaworld_backend.py",
+    WORLD_MODEL: FOLDER / "world_model_backend.py",
 }
 PACKAGES = {
     "gymnasium": frozenset({"gymnasium", "mujoco", "pygame", "numpy"}),

@@ -95,11 +95,11 @@ class FilmMaker:
         """Make one video. Raises PenstockError if it cannot be made now."""
         mail = await asyncio.to_thread(FrameMail, self._settings)
         try:
-            request = shot.config.environment.opening(1, camera=True)
+            request = shot.config.held_out_simulator.opening(1, camera=True)
             client = await EnvClient.open(self._bus, mail, request, job=shot.job, deadline_s=OPEN_S)
             try:
                 facts = await _play(client, shot)
-                data, reason = await client.film(0, deadline_s=MARGIN_S + shot.config.environment.step_limit_s)
+                data, reason = await client.film(0, deadline_s=MARGIN_S + shot.config.held_out_simulator.step_limit_s)
             finally:
                 await client.close()
         finally:
@@ -122,7 +122,7 @@ def _video(shot: Shot, **facts: Any) -> Video:
 
 async def _play(client: EnvClient, shot: Shot) -> Video:
     """Play the episode with the policy's mean. Raises PenstockError if the simulator loses it."""
-    sim = shot.config.environment
+    sim = shot.config.held_out_simulator
     limit_s = sim.step_limit_s + MARGIN_S
     env_ids, total, steps = np.zeros(1, np.int32), 0.0, 0
     request = ResetRequest(seq=client.seq, env_ids=env_ids, state_ids=np.array([shot.reset_id], np.int64))

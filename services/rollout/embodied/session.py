@@ -43,8 +43,12 @@ class EmbodiedSession:
             bus, job, self._asking, answer=self._attempt, give_up=self._give_up, room=self._room,
             progress=self._progress,
         )  # fmt: skip
-        self._queue = EpisodeQueue(config.environment.sessions)
+        self._queue = self._held_out = EpisodeQueue(config.environment.sessions)
+        """Episodes of tickets, and held-out ones, which wait apart where another simulator plays them."""
+        if config.evaluation.environment is not None:
+            self._held_out = EpisodeQueue(1)
         self._simulators: list[SimulatorSession] = []
+        """Those of the section `environment`, and that of `evaluation.environment` after them."""
         self._engine: PolicyEngine | None = None
         self._policy: PolicyFollower | None = None
         self._unfinished = 0
@@ -65,6 +69,11 @@ class EmbodiedSession:
             SimulatorSession(self._bus, mail, self.job, simulator, self._asking, number=number)
             for number in range(simulator.sessions)
         ]
+        if self.config.evaluation.environment is not None:
+            other = self.config.evaluation.environment
+            self._simulators.append(
+                SimulatorSession(self._bus, mail, self.job, other, self._asking, number=0, name="held-out session")
+            )
         try:
             await self._work()
         finally:
@@ -87,7 +96,9 @@ class EmbodiedSession:
             self._asking.wait("policy", "the first policy version", subjects.MANIFESTS)
             await self._policy.first()
             self._asking.done("policy")
-            background += [tasks.create_task(one.run(self._engine, self._queue)) for one in self._simulators]
+            queues = [self._queue] * config.environment.sessions + [self._held_out]
+            for session, queue in zip(self._simulators, queues, strict=False):
+                background.append(tasks.create_task(session.run(self._engine, queue)))
             await self._tickets.run()
             for task in background:
                 task.cancel()
@@ -131,7 +142,7 @@ class EmbodiedSession:
             )
             for member in range(config.algorithm.group_size)
         ]
-        await self._play(ticket, key, episodes, oldest=ticket.min_version)
+        await self._play(ticket, key, episodes, self._queue, oldest=ticket.min_version)
         meta = {"worker": self._settings.worker_id, "seconds": time.perf_counter() - start}
         group = episode_group(self.job, config, ticket, episodes, meta=meta)
         if UNEQUAL in group.meta.get("error", ""):
@@ -143,7 +154,7 @@ class EmbodiedSession:
     async def _evaluate(self, ticket: Ticket, key: str) -> None:
         version = ticket.version or 0
         episode = Episode(reset_id=self.config.evaluation.first_reset_id + ticket.draw.ordinal, version=version)
-        await self._play(ticket, key, [episode], oldest=version)
+        await self._play(ticket, key, [episode], self._held_out, oldest=version)
         if episode.overtaken is not None:
             raise LeftBehind(f"version {version} was left behind for {episode.overtaken}")
         record = episode.record
@@ -178,7 +189,9 @@ class EmbodiedSession:
         meta = {"worker": self._settings.worker_id, "error": reason}
         await self._publisher.publish(failed_episodes(self.job, self.config, ticket, meta))
 
-    async def _play(self, ticket: Ticket, key: str, episodes: list[Episode], *, oldest: int) -> None:
+    async def _play(
+        self, ticket: Ticket, key: str, episodes: list[Episode], queue: EpisodeQueue, *, oldest: int
+    ) -> None:
         """Play all episodes and return once they have ended. On cancellation, they are marked unwanted."""
         assert self._policy is not None
         ended, left = asyncio.Event(), len(episodes)
@@ -198,7 +211,7 @@ class EmbodiedSession:
             episode.on_end = on_end
         try:
             await self._tickets.reach(self._policy, ticket, key, oldest=oldest)
-            self._queue.add(episodes)
+            queue.add(episodes)
             await ended.wait()
         finally:
             for episode in episodes:

@@ -14,7 +14,7 @@ from penstock.services.rollout.conversations.asking import Asking
 from penstock.services.rollout.embodied.engine import PolicyEngine
 from penstock.services.rollout.embodied.lanes import Lanes, Rows
 from penstock.services.rollout.embodied.queue import EpisodeQueue
-from penstock.shared.config.embodied import SimulatorConfig
+from penstock.shared.config.embodied import SimulatorBase
 from penstock.shared.errors import ConfigError, PenstockError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.embodied.environment import EnvSpec, ResetRequest, StepRequest
@@ -47,10 +47,18 @@ class SimulatorSession:
     """Plays episodes in its lanes, as many at once as it has environments."""
 
     def __init__(
-        self, bus: Bus, mail: FrameMail, job: str, config: SimulatorConfig, asking: Asking, *, number: int
+        self,
+        bus: Bus,
+        mail: FrameMail,
+        job: str,
+        config: SimulatorBase,
+        asking: Asking,
+        *,
+        number: int,
+        name: str = "session",
     ) -> None:
         self._bus, self._mail, self._job, self._config, self._asking = bus, mail, job, config, asking
-        self._number, self._key = number, f"session {number}"
+        self._number, self._key = number, f"{name} {number}"
         self._client: EnvClient | None = None
         self._lanes: Lanes | None = None
         self.num_steps = 0

@@ -14,6 +14,7 @@ from penstock.shared.config.embodied import (
     EpisodePPOConfig,
     EpisodeWarmStartConfig,
     PolicyConfig,
+    SimulatorBase,
     SimulatorConfig,
     SoftActorCriticConfig,
 )
@@ -96,7 +97,7 @@ class EmbodiedJob(TrainingJob):
     @model_validator(mode="after")
     def _held_out_ids_stay_held_out(self) -> EmbodiedJob:
         sim, held = self.environment, self.evaluation
-        if not held.episodes:
+        if not held.episodes or held.environment is not None:  # ids of another simulator
             return self
         count = sim.num_reset_ids
         if count is None:
@@ -145,6 +146,11 @@ class EmbodiedJob(TrainingJob):
     def services(self) -> tuple[str, ...]:
         """Worker services that the job needs to make progress."""
         return "trainer", "rollout", "env"
+
+    @property
+    def held_out_simulator(self) -> SimulatorBase:
+        """The simulator that plays held-out episodes."""
+        return self.evaluation.environment or self.environment
 
     @property
     def max_decisions(self) -> int:

@@ -1,7 +1,7 @@
-"""Demonstrations for a warm start: episodes that an expert plays in a simulator of this host.
+"""Demonstrations for a warm start or a world model: episodes that somebody plays in a simulator of this host.
 
-An expert is a scripted one, which a simulator offers as the observation ``expert_action``, or the policy in a
-checkpoint of an embodied job.
+That is a scripted expert, which a simulator offers as the observation ``expert_action``, the policy in a checkpoint of
+an embodied job, or chance.
 
 Shapes: B = environments side by side, n = those that still run, C = actions of a decision, ... the shape of one
 observation or action.
@@ -10,7 +10,7 @@ observation or action.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from penstock.services.env.simulators import Named, Simulator, open_simulator
 from penstock.shared.config.embodied import PolicyConfig
-from penstock.shared.data.demonstrations import Demonstrations
+from penstock.shared.data.demonstrations import ActionSpace, Demonstrations
 from penstock.shared.errors import CheckpointError, ConfigError, DataError
 from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
 
@@ -86,12 +86,14 @@ class _Recorded:
     actions: list[NDArray[Any]]
     rewards: list[float]
     succeeded: bool = False
+    final: dict[str, NDArray[Any]] = field(default_factory=dict)
+    terminated: bool = False
 
 
 def record(
     request: OpenEnv,
     sims_dir: Path,
-    expert_of: Callable[[EnvSpec], Expert],
+    expert_of: Callable[[EnvSpec], Expert] | None,
     *,
     reset_ids: Sequence[int],
     horizon: int,
@@ -104,6 +106,7 @@ def record(
 
     Args:
         request: the simulator; how many environments it has is decided here.
+        expert_of: makes who acts; None: every action is drawn evenly from all, by the reset id.
         horizon: steps after which an episode is cut off.
         noise: deviation of what is added to continuous actions, as part of their range. The file holds the expert's
             own action in the state that the noise led to, so that a policy learns to come back (arXiv 1703.09327).
@@ -120,7 +123,8 @@ def record(
     )
     try:
         spec, found = simulator.spec, list[_Recorded]()
-        player = _Player(simulator, expert_of(spec), horizon=horizon, noise=noise)
+        expert = None if expert_of is None else expert_of(spec)
+        player = _Player(simulator, expert, horizon=horizon, noise=noise)
         for start in range(0, len(reset_ids), spec.num_envs):
             found += player.play(reset_ids[start : start + spec.num_envs])
             on_episode(len(found))
@@ -136,17 +140,23 @@ def record(
         rewards=np.array([reward for one in kept for reward in one.rewards], np.float32),
         cu_seqlens=np.cumsum([0, *(len(one.actions) for one in kept)], dtype=np.int64),
         succeeded=np.array([one.succeeded for one in kept]),
+        final_observations={name: np.stack([one.final[name] for one in kept]) for name in names},
+        terminated=np.array([one.terminated for one in kept]),
         about={
             "task": spec.env_id, "backend": spec.backend, "versions": spec.versions, "horizon": horizon,
             "source": source, "noise": noise, "played": len(found), "first_reset_id": int(reset_ids[0]),
+            "action": msgspec.to_builtins(
+                ActionSpace(num_actions=spec.num_actions, low=spec.action_low, high=spec.action_high)
+            ),
         },
     )  # fmt: skip
 
 
 class _Player:
-    def __init__(self, simulator: Simulator, expert: Expert, *, horizon: int, noise: float) -> None:
+    def __init__(self, simulator: Simulator, expert: Expert | None, *, horizon: int, noise: float) -> None:
         self._simulator, self._expert, self._horizon, self._noise = simulator, expert, horizon, noise
-        self._bounds = _bounds(simulator.spec) if noise else None
+        drawn = expert is None and simulator.spec.num_actions is None
+        self._bounds = _bounds(simulator.spec) if noise or drawn else None
 
     def play(self, reset_ids: Sequence[int]) -> list[_Recorded]:
         """One episode from each of at most B reset ids."""
@@ -157,7 +167,8 @@ class _Player:
         noise = [np.random.default_rng(reset_id) for reset_id in reset_ids]
         seen = _copied(begun.observations)
         while len(env_ids):
-            for actions in self._chunk(seen):  # one step at a time: every observation of a chunk is kept
+            chance = [noise[i] for i in env_ids.tolist()]
+            for actions in self._chunk(seen, chance):  # one step at a time: every observation of a chunk is kept
                 taken = np.stack([self._disturbed(a, noise[i]) for a, i in zip(actions, env_ids, strict=True)])
                 chunk = self._simulator.step(env_ids, taken[:, None], None)
                 _check_lost(chunk.lost, [reset_ids[i] for i in env_ids.tolist()])
@@ -170,18 +181,32 @@ class _Player:
                     one.succeeded |= bool(chunk.success[place, 0])
                     over[place] |= len(one.actions) >= self._horizon
                 seen = _copied(chunk.observations)
+                for place in np.flatnonzero(over).tolist():
+                    one = episodes[env_ids[place]]
+                    one.final = {name: column[place] for name, column in seen.items()}
+                    one.terminated = bool(chunk.terminated[place, 0])
                 if over.any():  # those that go on decide anew
                     env_ids, seen = env_ids[~over], {name: column[~over] for name, column in seen.items()}
                     break
         return episodes
 
-    def _chunk(self, seen: Named) -> Iterator[NDArray[Any]]:
+    def _chunk(self, seen: Named, chance: Sequence[np.random.Generator]) -> Iterator[NDArray[Any]]:
+        if self._expert is None:
+            yield np.stack([self._drawn(rng) for rng in chance])
+            return
         decided = self._expert(seen)
         for step in range(decided.shape[1]):
             yield decided[:, step].astype(self._simulator.spec.action_dtype)
 
-    def _disturbed(self, action: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
+    def _drawn(self, rng: np.random.Generator) -> NDArray[Any]:
+        spec = self._simulator.spec
         if self._bounds is None:
+            return rng.integers(spec.num_actions or 0, size=spec.action_shape).astype(spec.action_dtype)
+        found: NDArray[Any] = rng.uniform(*self._bounds).astype(spec.action_dtype)
+        return found
+
+    def _disturbed(self, action: NDArray[Any], rng: np.random.Generator) -> NDArray[Any]:
+        if self._bounds is None or not self._noise:
             return action
         low, high = self._bounds
         wide: NDArray[Any] = action + self._noise * (high - low) * rng.standard_normal(action.shape)

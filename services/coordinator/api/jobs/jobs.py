@@ -24,6 +24,7 @@ from penstock.services.coordinator.auth import Caller
 from penstock.services.coordinator.jobs.job_index import Order
 from penstock.services.coordinator.problems import HttpProblem
 from penstock.shared.config.base import named
+from penstock.shared.config.embodied import SimulatorBase
 from penstock.shared.config.environment import VerifiersConfig
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.jobs.kinds import AnyJob
@@ -200,9 +201,8 @@ def check_code(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
         HttpProblem: 403 the key lacks the scope jobs:code, or is for other modules; names the key of the job file.
     """
     found = [*named(spec, "code")]
-    if isinstance(spec, EmbodiedJob):
-        if ":" in spec.environment.task:  # the name of a module that registers the task
-            found.append(("environment.task", spec.environment.task))
+    if isinstance(spec, EmbodiedJob):  # a module that registers the task
+        found += [(f"{section}.task", one.task) for section, one in _simulators(spec) if ":" in one.task]
     elif spec.model.trust_remote_code:
         found.append(("model.trust_remote_code", ""))
     if not isinstance(spec, ServingJob) and isinstance(spec.environment, VerifiersConfig):
@@ -230,9 +230,17 @@ def _files_in_options(spec: AnyJob) -> Iterator[tuple[str, str]]:
     """Yield simulator arguments that name a file, because the simulator may read any file it is given."""
     if not isinstance(spec, EmbodiedJob):
         return
-    for key, text in _texts_in(spec.environment.options, "environment.options"):
-        if os.sep in text or text.startswith("~") or os.path.lexists(text):
-            yield key, text
+    for section, simulator in _simulators(spec):
+        for key, text in _texts_in(simulator.options, f"{section}.options"):
+            if os.sep in text or text.startswith("~") or os.path.lexists(text):
+                yield key, text
+
+
+def _simulators(spec: EmbodiedJob) -> Iterator[tuple[str, SimulatorBase]]:
+    """Yield the simulators of a job, each with its section of the job file."""
+    yield "environment", spec.environment
+    if spec.evaluation.environment is not None:
+        yield "evaluation.environment", spec.evaluation.environment
 
 
 def _texts_in(value: object, key: str) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""``penstock record``: demonstrations of an expert, for the warm start of an embodied job."""
+"""``penstock record``: demonstrations, for the warm start of an embodied job or for a world model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 
 from penstock.cli.printing import Json, note, show_json
 from penstock.local.recording import EXPERT_OPTIONS, policy_of_checkpoint, record, scripted_expert
+from penstock.services.env.simulators import WORLD_MODEL
 from penstock.shared.config.base import load_yaml
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.jobs.kinds import parse_job
@@ -34,25 +35,32 @@ def record_demonstrations(
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="Play the policy in this checkpoint, not the scripted expert.")
     ] = None,
+    at_random: Annotated[
+        bool, typer.Option("--random", help="Draw every action at random, for a world model; keeps all episodes.")
+    ] = False,
     every: Annotated[bool, typer.Option("--all", help="Keep episodes that do not solve the task, too.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Play episodes from the reset ids of a job, and keep them as demonstrations for its warm start."""
+    """Play episodes from the reset ids of a job, and keep them as demonstrations."""
     config = parse_job(load_yaml(file))
     if not isinstance(config, EmbodiedJob):
         raise ConfigError(f"{file}: only jobs of kind 'embodied' have a simulator")
     target = to or (Path(config.warm_start.demonstrations) if config.warm_start is not None else None)
     if target is None:
         raise ConfigError(f"{file} has no warm_start.demonstrations: say with --to where they go")
+    if at_random and (noise or checkpoint is not None):
+        raise ConfigError("--random acts by itself: leave --noise and --checkpoint out")
     sim = config.environment
-    options = sim.options if checkpoint is not None else sim.options | EXPERT_OPTIONS.get(sim.backend, {})
+    played = config.held_out_simulator if sim.backend == WORLD_MODEL else sim  # the one that a model learns from
+    scripted = checkpoint is None and not at_random
+    options = played.options | (EXPERT_OPTIONS.get(played.backend, {}) if scripted else {})
     found = record(
-        msgspec.structs.replace(sim.opening(1), options=options),
+        msgspec.structs.replace(played.opening(1), options=options),
         load_settings().sims_dir.expanduser(),
-        scripted_expert if checkpoint is None else partial(policy_of_checkpoint, checkpoint),
+        scripted_expert if scripted else None if checkpoint is None else partial(policy_of_checkpoint, checkpoint),
         reset_ids=[sim.reset_id(ordinal) for ordinal in range(episodes)],
-        horizon=sim.horizon, noise=noise, only_solved=not every,
-        source="scripted expert" if checkpoint is None else str(checkpoint),
+        horizon=sim.horizon, noise=noise, only_solved=not (every or at_random),
+        source="scripted expert" if scripted else str(checkpoint or "chance"),
         on_episode=lambda count: note(f"{count} of {episodes} episodes") if count % SAID_EVERY == 0 else None,
     )  # fmt: skip
     write_demonstrations(target, found)

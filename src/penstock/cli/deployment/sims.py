@@ -1,4 +1,4 @@
-"""``penstock sims``: an interpreter for each simulator, because their libraries do not fit into one."""
+"""``penstock sims``: an interpreter for each simulator, because their libraries do not fit into one; world models."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ import typer
 
 from penstock.cli.exits import FAILED
 from penstock.cli.printing import Json, console, note, show_json, table
+from penstock.local.world_model import Fitting, fit, write_world_model
 from penstock.services.env.simulators import ADAPTER, BACKENDS, INSTALLED, NAME, interpreter_of
 from penstock.shared.config.service import ServiceSettings, load_settings
+from penstock.shared.data.demonstrations import read_demonstrations
 from penstock.shared.errors import ConfigError
 
 __all__ = ["Pins", "app", "ensure_simulator", "find_simulators", "how_to_install"]
@@ -28,6 +30,12 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+
+
+models = typer.Typer(
+    name="world-model", help="Models that take the place of a simulator.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(models)
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,9 @@ PINS = {
 """By backend; one that is not named here comes with the env service."""
 
 IMPORT_LIMIT_S = 120.0
+FITTING = Fitting()
+SAID_EVERY = 20
+"""Epochs of a world model between two lines."""
 
 
 @app.command()
@@ -149,7 +160,7 @@ def _trial(name: str, python: str, folder: Path) -> list[str]:
     """A command that fails where the simulator does not work."""
     if name not in BACKENDS:
         return [python, "-P", str(folder / ADAPTER)]
-    return [python, "-c", f"import {PINS[name].imports if name in PINS else name}"]
+    return [python, "-c", f"import {PINS[name].imports if name in PINS else 'numpy'}"]
 
 
 @app.command(name="ls")
@@ -161,6 +172,38 @@ def list_simulators(*, as_json: Json = False) -> None:
         return
     shown = [(name, "missing" if problem else "ready", problem or python) for name, python, problem in rows]
     console().print(table(("SIMULATOR", "", "INTERPRETER"), shown))
+
+
+@models.command()
+def train(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Episodes that `penstock record` kept.")],
+    *,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the model: options.model of a job.")],
+    members: Annotated[int, typer.Option(min=1, max=32, help="Networks of the ensemble.")] = FITTING.members,
+    hidden: Annotated[list[int] | None, typer.Option(min=1, help="Width of a hidden layer; repeatable.")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the episodes.")] = FITTING.epochs,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, samples and held-out episodes.")] = FITTING.seed,
+    as_json: Json = False,
+) -> None:
+    """Fit a model of a simulator to recorded episodes, for jobs with the backend world_model."""
+    fitting = Fitting(members=members, hidden_sizes=tuple(hidden or FITTING.hidden_sizes), epochs=epochs, seed=seed)
+
+    def told(epoch: int, loss: float) -> None:
+        if epoch % SAID_EVERY == 0 or epoch == epochs:
+            note(f"{epoch} of {epochs} epochs, loss {loss:.4f}")
+
+    fitted = fit(read_demonstrations(file), fitting, on_epoch=told)
+    write_world_model(out, fitted)
+    facts = fitted.facts
+    if as_json:
+        show_json({"path": str(out), **facts})
+        return
+    error = facts["error"]
+    note(
+        f"{out}: '{facts['task']}' of {facts['backend']} from {facts['episodes']} episodes, "
+        f"{facts['transitions']} steps; on held-out episodes the error of one step is {error['state']:.3f} of the "
+        f"deviation for observations and {error['reward']:.3f} for rewards; {error['ends']:.2%} of ends are wrong"
+    )
 
 
 def find_simulators(settings: ServiceSettings) -> Iterator[tuple[str, str, str]]:

@@ -1,0 +1,308 @@
+"""World models: an ensemble of small networks that learns a simulator from recorded episodes.
+
+The env service plays the result as the simulator ``world_model``, whose adapter says how and from whom the method is.
+
+Shapes: K members, N transitions, E episodes, D numbers of all observations, A of an action (one for each of several
+discrete ones), B = N of a minibatch, F = D + A features of the input, O = D + 2 predictions: the change of the
+observation, the reward, and the logit of the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.services.env.simulators.backends.world_model_backend import FACTS, FORMAT, TENSORS
+from penstock.shared.data.demonstrations import ActionSpace, Demonstrations
+from penstock.shared.errors import ConfigError, DataError
+
+__all__ = ["Fitted", "Fitting", "fit", "write_world_model"]
+
+WIDENED = 0.1
+"""Of the recorded range of each number: so much further the model may go."""
+MOST_STARTS = 50_000
+"""Recorded states that a model keeps for episodes that begin anywhere."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitting:
+    """How a model is fitted.
+
+    Attributes:
+        members: K; each sees a sample of the transitions with replacement (arXiv 1805.12114).
+        hidden_sizes: widths of the hidden layers, with SiLU.
+        epochs: passes over the transitions, at a learning rate that falls to 0 along a cosine.
+        held_out: part of the episodes that only measures the error.
+    """
+
+    members: int = 5
+    hidden_sizes: tuple[int, ...] = (64, 64)
+    epochs: int = 20
+    batch_size: int = 64
+    learning_rate: float = 5e-3
+    held_out: float = 0.1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Fitted:
+    """A model: float32 tensors by name, facts for the env service and for people.
+
+    ``facts["error"]`` is measured on held-out episodes: of ``state`` and ``reward`` the root mean square error of one
+    step by the mean of the members, as part of the deviation of what was to be predicted; of ``ends`` the part of
+    steps whose end or going on was predicted wrongly.
+    """
+
+    tensors: dict[str, NDArray[np.float32]]
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Transitions:
+    inputs_NF: NDArray[np.float32]
+    """Observation and action."""
+    targets_NO: NDArray[np.float32]
+    """Change of the observation, reward, 1 where the episode terminated."""
+
+    def __len__(self) -> int:
+        return len(self.inputs_NF)
+
+
+def fit(
+    shown: Demonstrations, fitting: Fitting, *, on_epoch: Callable[[int, float], None] = lambda epoch, loss: None
+) -> Fitted:
+    """Fit an ensemble to recorded episodes. Needs torch; blocking.
+
+    Args:
+        on_epoch: called with the number of epochs so far and the mean loss of the last one.
+
+    Raises:
+        DataError: dynamics cannot be learnt from this file; says why and how to record one that they can.
+    """
+    action = _check(shown)
+    states_ND, cuts = _flat(shown.observations), shown.cu_seqlens
+    transitions = _transitions(shown, states_ND, action)
+    order = np.random.default_rng(fitting.seed).permutation(shown.num_episodes)
+    count = max(1, round(fitting.held_out * shown.num_episodes))
+    held_out, seen = _rows(order[:count], cuts), _rows(order[count:], cuts)
+    scale = _scales(transitions, seen)
+    ends = bool(transitions.targets_NO[seen, -1].any())
+    with _one_thread():
+        layers = _train(_scaled(transitions, seen, scale), fitting, ends=ends, on_epoch=on_epoch)
+    tensors = layers | scale | _bounds(states_ND, shown)
+    every = max(1, -(-len(states_ND) // MOST_STARTS))
+    tensors |= {"starts": states_ND[cuts[:-1]], "states": states_ND[::every]}
+    error = _error(layers, _scaled(transitions, held_out, scale)) | ({} if ends else {"ends": 0.0})
+    facts = {
+        "format": FORMAT, "task": shown.about["task"], "backend": shown.about["backend"],
+        "versions": shown.about.get("versions", {}), "horizon": int(shown.about["horizon"]),
+        "observations": {name: [one.shape[1:], str(one.dtype)] for name, one in shown.observations.items()},
+        "action": {**msgspec.to_builtins(action), "shape": shown.actions.shape[1:], "dtype": str(shown.actions.dtype)},
+        "ends": ends, "has_success": ends and bool((shown.succeeded == shown.terminated).all()),
+        "episodes": shown.num_episodes, "transitions": len(transitions), "error": error,
+        "fitting": asdict(fitting),
+    }  # fmt: skip
+    return Fitted(tensors={name: np.ascontiguousarray(one, np.float32) for name, one in tensors.items()}, facts=facts)
+
+
+def write_world_model(folder: Path, fitted: Fitted) -> None:
+    """Write the model; its description comes last, so that what has one is whole.
+
+    Raises:
+        DataError: it cannot be written.
+    """
+    from safetensors.numpy import save  # a client has none
+
+    data = save(fitted.tensors)
+    facts = fitted.facts | {"digest": hashlib.sha256(data).hexdigest()[:16]}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in ((TENSORS, data), (FACTS, json.dumps(facts, indent=1).encode())):
+            part = folder / f"{name}.partial"
+            with part.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            part.rename(folder / name)
+    except OSError as error:
+        raise DataError(f"{folder} cannot be written: {error.strerror or error}") from None
+
+
+# -- what is learnt from ---------------------------------------------------------------------------------------------
+
+
+def _check(shown: Demonstrations) -> ActionSpace:
+    """The actions, where dynamics can be learnt from these episodes. Raises DataError."""
+    images = [name for name, one in shown.observations.items() if one.ndim > 2]
+    if images:
+        raise DataError(f"observation '{images[0]}' is no vector: world models are of vectors; record without images")
+    if shown.about.get("noise"):
+        raise DataError("the file was recorded with noise, so it does not hold the actions that were executed")
+    if not shown.final_observations or shown.terminated is None:
+        raise DataError("the file does not say how its episodes ended: record it anew with `penstock record`")
+    if shown.num_episodes < 2:
+        raise DataError("one episode is too few: some are held out to measure the error")
+    missing = [name for name in ("task", "backend", "horizon", "action") if name not in shown.about]
+    if missing:
+        raise DataError(f"the file does not name its '{missing[0]}': record it with `penstock record`")
+    try:
+        return msgspec.convert(shown.about["action"], ActionSpace)
+    except msgspec.ValidationError as error:
+        raise DataError(f"the file does not say what its actions are: {error}") from None
+
+
+def _flat(observations: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+    """All observations, one after another: [N, D]."""
+    return np.concatenate([one.reshape(len(one), -1) for one in observations.values()], axis=1).astype(np.float32)
+
+
+def _transitions(shown: Demonstrations, states_ND: NDArray[np.float32], action: ActionSpace) -> _Transitions:
+    last = shown.cu_seqlens[1:] - 1
+    following = np.concatenate([states_ND[1:], states_ND[:1]])
+    following[last] = _flat(shown.final_observations)
+    ended = np.zeros(len(shown), np.float32)
+    ended[last] = shown.terminated
+    if action.num_actions is None:
+        actions_NA = shown.actions.reshape(len(shown), -1).astype(np.float32)
+    else:
+        actions_NA = np.eye(action.num_actions, dtype=np.float32)[shown.actions]
+    targets = np.concatenate([following - states_ND, shown.rewards[:, None], ended[:, None]], axis=1)
+    return _Transitions(np.concatenate([states_ND, actions_NA], axis=1), targets)
+
+
+def _rows(episodes: NDArray[np.int64], cuts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Places of the steps of these episodes."""
+    return np.concatenate([np.arange(cuts[one], cuts[one + 1]) for one in episodes.tolist()])
+
+
+def _scales(transitions: _Transitions, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
+    """Mean and deviation of each number; 1 where it does not change."""
+    found = {}
+    for name, columns in (("input", transitions.inputs_NF[rows]), ("output", transitions.targets_NO[rows, :-1])):
+        deviation = columns.std(axis=0)
+        found[f"{name}_mean"], found[f"{name}_std"] = columns.mean(axis=0), np.where(deviation < 1e-6, 1.0, deviation)
+    return found
+
+
+def _scaled(transitions: _Transitions, rows: NDArray[np.int64], scale: dict[str, NDArray[np.float32]]) -> _Transitions:
+    inputs, targets = transitions.inputs_NF[rows], transitions.targets_NO[rows].copy()
+    targets[:, :-1] = (targets[:, :-1] - scale["output_mean"]) / scale["output_std"]
+    return _Transitions((inputs - scale["input_mean"]) / scale["input_std"], targets)
+
+
+def _bounds(states_ND: NDArray[np.float32], shown: Demonstrations) -> dict[str, NDArray[np.float32]]:
+    """Smallest and largest value that the model may predict."""
+    found = {}
+    everything = np.concatenate([states_ND, _flat(shown.final_observations)])
+    for name, column in (("state", everything), ("reward", shown.rewards)):
+        low, high = column.min(axis=0), column.max(axis=0)
+        found[f"{name}_bounds"] = np.stack([low - WIDENED * (high - low), high + WIDENED * (high - low)])
+    return found
+
+
+# -- the networks ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Have torch compute in one thread: products of networks so small take longer when they are shared out.
+
+    Raises:
+        ConfigError: there is no torch.
+    """
+    try:
+        import torch  # a client has none
+    except ImportError:
+        raise ConfigError("world models are trained with torch: pip install 'penstock[torch]'") from None
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _train(
+    data: _Transitions, fitting: Fitting, *, ends: bool, on_epoch: Callable[[int, float], None]
+) -> dict[str, NDArray[np.float32]]:
+    """Weights of all members, which are trained side by side: ``layers.I.weight`` [K, in, out], ``.bias`` [K, out]."""
+    import torch
+    from torch.nn import functional
+
+    random = torch.Generator().manual_seed(fitting.seed)
+    widths = [data.inputs_NF.shape[1], *fitting.hidden_sizes, data.targets_NO.shape[1]]
+    K, N = fitting.members, len(data)
+    layers = []
+    for fan_in, fan_out in itertools.pairwise(widths):
+        weight = torch.randn(K, fan_in, fan_out, generator=random, dtype=torch.float32) / math.sqrt(fan_in)
+        layers += [weight.requires_grad_(), torch.zeros(K, fan_out, dtype=torch.float32, requires_grad=True)]
+    optimizer = torch.optim.Adam(layers, lr=fitting.learning_rate)
+    inputs_NF, targets_NO = torch.from_numpy(data.inputs_NF), torch.from_numpy(data.targets_NO)
+    samples_KN = torch.randint(N, (K, N), generator=random)
+    num_batches = -(-N // fitting.batch_size)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, fitting.epochs * num_batches)
+    for epoch in range(fitting.epochs):
+        order = torch.stack([row[torch.randperm(N, generator=random)] for row in samples_KN])
+        total = 0.0
+        for start in range(0, N, fitting.batch_size):
+            rows_KB = order[:, start : start + fitting.batch_size]
+            predicted_KBO, wanted_KBO = _forward(layers, inputs_NF[rows_KB]), targets_NO[rows_KB]
+            errors_KBO = (predicted_KBO[..., :-1] - wanted_KBO[..., :-1]).square()
+            loss = errors_KBO.mean(dim=(1, 2)).sum()
+            if ends:
+                loss = (
+                    loss
+                    + functional.binary_cross_entropy_with_logits(
+                        predicted_KBO[..., -1], wanted_KBO[..., -1], reduction="none"
+                    )
+                    .mean(dim=1)
+                    .sum()
+                )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += float(loss.detach()) / K
+        on_epoch(epoch + 1, total / num_batches)
+    named = zip((f"layers.{i // 2}.{('weight', 'bias')[i % 2]}" for i in range(len(layers))), layers, strict=True)
+    return {name: layer.detach().numpy() for name, layer in named}
+
+
+def _forward(layers: list[Any], x_KBF: Any) -> Any:
+    """Predictions [K, B, O]."""
+    from torch.nn import functional
+
+    for i in range(0, len(layers), 2):
+        x_KBF = x_KBF @ layers[i] + layers[i + 1][:, None]
+        if i + 2 < len(layers):
+            x_KBF = functional.silu(x_KBF)
+    return x_KBF
+
+
+def _error(layers: dict[str, NDArray[np.float32]], data: _Transitions) -> dict[str, float]:
+    """On scaled transitions that were held out."""
+    import torch
+
+    with torch.no_grad():
+        members_KNO = _forward(
+            [torch.from_numpy(one) for one in layers.values()], torch.from_numpy(data.inputs_NF)[None]
+        )
+    predicted_NO = members_KNO.mean(dim=0).numpy()
+    squares = np.square(predicted_NO[:, :-1] - data.targets_NO[:, :-1]).mean(axis=0)
+    wrong = (predicted_NO[:, -1] > 0) != (data.targets_NO[:, -1] > 0)
+    return {
+        "state": round(math.sqrt(squares[:-1].mean()), 5), "reward": round(math.sqrt(squares[-1]), 5),
+        "ends": round(float(wrong.mean()), 5),
+    }  # fmt: skip

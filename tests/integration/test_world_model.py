@@ -1,0 +1,154 @@
+"""World models: what is learnt of a real simulator, and what the env service plays of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import torch
+import yaml
+from torch.nn import functional
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.local.recording import record
+from penstock.local.world_model import Fitted, Fitting, fit, write_world_model
+from penstock.services.env.simulators import open_simulator
+from penstock.services.env.simulators.backends.world_model_backend import WorldModel, read_tensors
+from penstock.shared.data.demonstrations import Demonstrations
+from penstock.shared.errors import ConfigError, DataError
+from penstock.shared.protocol.embodied.environment import OpenEnv
+
+NOWHERE = Path("/nonexistent")
+CARTPOLE, PENDULUM = OpenEnv(env_id="CartPole-v1", num_envs=1), OpenEnv(env_id="Pendulum-v1", num_envs=1)
+SMALL = Fitting(members=3, hidden_sizes=(32,), epochs=40, learning_rate=1e-2)
+
+
+@pytest.fixture(scope="module")
+def swung() -> Demonstrations:
+    """Episodes of chance in Pendulum."""
+    return record(PENDULUM, NOWHERE, None, reset_ids=range(40), horizon=50)
+
+
+@pytest.fixture(scope="module")
+def fitted(swung: Demonstrations) -> Fitted:
+    return fit(swung, SMALL)
+
+
+def test_a_model_predicts_what_the_simulator_does(fitted: Fitted, swung: Demonstrations, tmp_path: Path) -> None:
+    """Step by step on episodes that it has not seen; a model that always says 'as before' has an error near 1."""
+    assert fitted.facts["error"]["state"] < 0.2
+    assert fitted.facts["error"]["reward"] < 0.3
+    assert (fitted.facts["ends"], fitted.facts["error"]["ends"]) == (False, 0.0)
+    assert fitted.facts["horizon"] == 50
+    write_world_model(tmp_path, fitted)
+    model = WorldModel("Pendulum-v1", tmp_path)
+    new = record(PENDULUM, NOWHERE, None, reset_ids=[500], horizon=30)
+    for t in range(10):
+        model._state = new.observations["state"][t]
+        seen, reward, terminated, truncated, _ = model.step(new.actions[t])
+        np.testing.assert_allclose(seen["state"], new.observations["state"][t + 1], atol=0.4)
+        assert abs(reward - new.rewards[t]) < 2.5
+        assert not (terminated or truncated)
+    again = fit(swung, SMALL)
+    for name, tensor in fitted.tensors.items():
+        np.testing.assert_array_equal(again.tensors[name], tensor)
+
+
+def test_what_is_played_is_what_was_trained(fitted: Fitted, tmp_path: Path) -> None:
+    """NumPy in the simulator's process against torch; the members that a state id draws are asked one by one."""
+    write_world_model(tmp_path, fitted)
+    read = read_tensors(tmp_path / "world_model.safetensors")
+    expected = safetensors.numpy.load_file(tmp_path / "world_model.safetensors")
+    assert read.keys() == expected.keys()
+    assert all(np.array_equal(read[name], one) for name, one in expected.items())
+    t = {name: torch.from_numpy(one) for name, one in expected.items()}
+    model = WorldModel("Pendulum-v1", tmp_path)
+    state = torch.from_numpy(model.reset(41)["state"])
+    np.testing.assert_array_equal(state, expected["starts"][41 % 40], "the second of 40 recorded episodes")
+    members = np.random.default_rng(41).integers(3, size=5)
+    for member, force in zip(members.tolist(), (0.5, -2.0, 2.0, 0.0, 1.0), strict=True):
+        x = (torch.cat([state, torch.tensor([force])]) - t["input_mean"]) / t["input_std"]
+        hidden = functional.silu(x @ t["layers.0.weight"][member] + t["layers.0.bias"][member])
+        out = (hidden @ t["layers.1.weight"][member] + t["layers.1.bias"][member])[:-1]
+        out = out * t["output_std"] + t["output_mean"]
+        state = (state + out[:-1]).clamp(*t["state_bounds"])
+        seen, reward, *_ = model.step(np.array([force], np.float32))
+        np.testing.assert_allclose(seen["state"], state, atol=1e-5)
+        assert reward == pytest.approx(float(out[-1].clamp(*t["reward_bounds"])), abs=1e-4)
+
+
+def test_a_model_stays_within_what_was_seen(fitted: Fitted, tmp_path: Path) -> None:
+    write_world_model(tmp_path, fitted)
+    model = WorldModel("Pendulum-v1", tmp_path, starts="anywhere")
+    low, high = fitted.tensors["state_bounds"]
+    places = set()
+    for state_id in range(4):
+        places.add(model.reset(state_id)["state"].tobytes())
+        for step in range(50):
+            seen, _, terminated, truncated, success = model.step(np.array([2.0], np.float32))
+            assert (seen["state"] >= low).all()
+            assert (seen["state"] <= high).all()
+            assert (terminated, truncated, success) == (False, step == 49, False)
+    assert len(places) == 4
+
+
+def test_a_model_learns_when_an_episode_ends(tmp_path: Path) -> None:
+    """The pole falls at 12 degrees; the model has only seen where episodes ended."""
+    fallen = fit(record(CARTPOLE, NOWHERE, None, reset_ids=range(80), horizon=60), replace(SMALL, epochs=150))
+    assert fallen.facts["ends"]
+    assert fallen.facts["error"]["ends"] < 0.03, "a model that never ends errs in one step of twenty"
+    write_world_model(tmp_path, fallen)
+    model = WorldModel("CartPole-v1", tmp_path)
+    pushed = [(0.0, False), (0.19, True), (-0.19, True)]
+    for angle, ends in pushed:
+        model._state = np.array([0, 0, angle, 20 * angle], np.float32)
+        assert model.step(0)[2] is ends, angle
+
+
+def test_episodes_that_say_too_little_are_refused(swung: Demonstrations) -> None:
+    about = swung.about
+    for changes, message in (
+        ({"about": about | {"noise": 0.1}}, "does not hold the actions that were executed"),
+        ({"terminated": None}, "does not say how its episodes ended: record it anew"),
+        ({"about": {"task": "Pendulum-v1"}}, "does not name its 'backend'"),
+        ({"about": about | {"action": {"low": 3}}}, "does not say what its actions are"),
+        ({"observations": {"image": np.zeros((len(swung), 4, 4, 1), np.uint8)}}, "'image' is no vector"),
+    ):
+        with pytest.raises(DataError, match=message):
+            fit(replace(swung, **changes), SMALL)  # type: ignore[arg-type]
+
+
+def test_a_model_is_recorded_trained_and_opened_by_commands(tmp_path: Path) -> None:
+    job, shown, folder = tmp_path / "job.yaml", tmp_path / "cartpole.demonstrations", tmp_path / "model"
+    job.write_text(
+        yaml.safe_dump(
+            {"kind": "embodied", "name": "p", "environment": {"task": "CartPole-v1", "horizon": 30},
+             "policy": {"type": "categorical"}, "train": {"batch_size": 2, "max_updates": 1}}
+        )
+    )  # fmt: skip
+    both = CliRunner().invoke(app, ["record", str(job), "--to", str(shown), "--random", "--noise", "0.1"])
+    assert both.exit_code == 2
+    done = CliRunner().invoke(app, ["record", str(job), "--to", str(shown), "--random", "--episodes", "9"])
+    assert done.exit_code == 0, done.output
+    trained = CliRunner().invoke(
+        app,
+        ["sims", "world-model", "train", str(shown), "--out", str(folder), "--epochs", "3", "--hidden", "8", "--json"],
+    )
+    assert trained.exit_code == 0, trained.output
+    facts = json.loads(trained.stdout)
+    assert (facts["task"], facts["episodes"], facts["horizon"]) == ("CartPole-v1", 9, 30)
+    request = OpenEnv(env_id="CartPole-v1", num_envs=1, backend="world_model", options={"model": str(folder)})
+    simulator = open_simulator(request, NOWHERE)
+    spec = simulator.spec
+    simulator.close()
+    assert (spec.num_actions, spec.max_episode_steps, spec.action_dtype) == (2, 30, "int64")
+    assert spec.observations["state"].shape == (4,)
+    assert spec.versions["world_model"], "results say which model they come from"
+    wrong = OpenEnv(env_id="Pendulum-v1", num_envs=1, backend="world_model", options={"model": str(folder)})
+    with pytest.raises(ConfigError, match="is a model of 'CartPole-v1' \\(gymnasium\\), not of 'Pendulum-v1'"):
+        open_simulator(wrong, NOWHERE)
