@@ -97,7 +97,7 @@ class WorldModel:
         return self._named(), reward, over, not over and self._steps >= self._horizon, over and self._success
 
     def state(self) -> bytes:
-        """What the rest of the episode follows from."""
+        """Observation, number of steps and random generator: the rest of the episode follows from them."""
         return pickle.dumps([self._state.tobytes(), self._steps, self._random.bit_generator.state], protocol=4)
 
     def close(self) -> None:
