@@ -203,9 +203,7 @@ async def workers(
     backend: BackendDep,
     history: Annotated[
         bool,
-        Query(
-            description="Add `spans`: states of each worker in the last five minutes, from heartbeats to this coordinator"
-        ),
+        Query(description="Add `spans`: states of each worker in the last five minutes, as this coordinator saw them"),
     ] = False,
 ) -> Response:
     """List the workers of the job, their policy versions, and what each waits for."""
