@@ -43,7 +43,7 @@ from penstock.shared.protocol.events import (
     encode_events,
 )
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.live.interaction import FateBatch, Feedback, FeedbackBatch
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch, StatusBatch
 from penstock.shared.transport.bus import Bus, Outgoing
 
 __all__ = ["DecidedItems", "Kind", "measure", "takeover_with_decisions"]
@@ -207,7 +207,7 @@ async def takeover_with_decisions(bus: Bus, name: str, undecided: int, items: in
     assert not feed.is_behind
     statuses = 0
     async for message in bus.scan(subjects.DECISIONS, subjects.decisions(name)):
-        found = unpack(message.data, FateBatch)[0]
+        found = unpack(message.data, StatusBatch)[0]
         statuses += len(found.items) + len(found.interactions)
     began, used = time.perf_counter(), time.process_time()
     state = await Journal(bus, name).load()

@@ -17,7 +17,7 @@ from penstock.client import Client
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.events import Admitted, BatchTrained, Dropped, Event, LineageForked, decode_events
-from penstock.shared.protocol.live.interaction import Erasure, FateBatch, FeedbackBatch, FeedbackIds
+from penstock.shared.protocol.live.interaction import Erasure, FeedbackBatch, FeedbackIds, StatusBatch
 from penstock.shared.runtime.ledger import ledger_archive, read_ledger
 from penstock.shared.transport.bus import Bus
 from tests.chaos.deployment import Deployment
@@ -148,7 +148,7 @@ def newest_fates(messages: Iterable[bytes]) -> dict[str, str]:
     """Status of each item by the newest word of DECISIONS; what a leader says after its successor does not count."""
     found, newest = dict[str, str](), 0
     for data in messages:
-        batch, envelope = unpack(data, FateBatch)
+        batch, envelope = unpack(data, StatusBatch)
         if envelope.epoch >= newest or not envelope.epoch:
             newest = max(newest, envelope.epoch)
             found |= {fate.feedback: fate.status for fate in batch.items if not fate.revision}

@@ -50,7 +50,7 @@ class Agent:
         self.post(inference_id=first["id"], metric_name="liked", value=True)
         self.post(inference_id=second["id"], metric_name="liked", value=False)
 
-    def fate(self, feedback: str) -> dict[str, Any]:
+    def status_of(self, feedback: str) -> dict[str, Any]:
         return dict(self.http.get(f"/v1/feedback/{feedback}").json())
 
 
@@ -75,7 +75,7 @@ def test_what_may_not_be_used_on_policy_is_learnt_from_all_the_same(
     fates = {}
 
     def all_are_trained() -> bool:
-        fates.update({name: agent.fate(name) for name in told})
+        fates.update({name: agent.status_of(name) for name in told})
         return all(fate["status"] == "trained" for fate in fates.values())
 
     stack.until(all_are_trained, "everything to be trained", 90, lambda: (fates, stack.client.why(job)))
@@ -84,8 +84,8 @@ def test_what_may_not_be_used_on_policy_is_learnt_from_all_the_same(
         kind="interaction", model=job, messages=[{"role": "user", "content": "2+2="}],
         completion={"role": "assistant", "content": "4"}, rewards={},
     )  # fmt: skip
-    stack.until(lambda: agent.fate(posted)["status"] == "rejected", "a text without reward to be rejected")
-    assert agent.fate(posted)["reason"] == "text_only"
+    stack.until(lambda: agent.status_of(posted)["status"] == "rejected", "a text without reward to be rejected")
+    assert agent.status_of(posted)["reason"] == "text_only"
     check_rescored(stack, job, agent)
     check_episode(stack, job, agent)
     stack.client.cancel(job)
@@ -107,8 +107,8 @@ def check_rescored(stack: Any, job: str, agent: Agent) -> None:
         policy_version=span[0], rewards={"score": -1.0},
     )  # fmt: skip
     agent.judge(*agent.ask(8))
-    stack.until(lambda: agent.fate(posted)["status"] == "trained", "an old answer to be trained", 60)
-    fate = agent.fate(posted)
+    stack.until(lambda: agent.status_of(posted)["status"] == "trained", "an old answer to be trained", 60)
+    fate = agent.status_of(posted)
     assert fate["reason"] == "rescored", fate
     text = [*record["prompt_ids"], *record["token_ids"]]  # other prompts have answers of the same tokens, too
     groups = stack.groups(job).values()
@@ -132,8 +132,8 @@ def check_episode(stack: Any, job: str, agent: Agent) -> None:
     first = agent.post(**turn, turn=0)
     agent.judge(answer, other)
     names = [first, last]
-    stack.until(lambda: all(agent.fate(name)["status"] == "trained" for name in names), "turns to be trained", 60)
-    assert [agent.fate(name)["reason"] for name in names] == ["rescored"] * 2
+    stack.until(lambda: all(agent.status_of(name)["status"] == "trained" for name in names), "turns to be trained", 60)
+    assert [agent.status_of(name)["reason"] for name in names] == ["rescored"] * 2
     whole = [*tokens, prompt[0], *tokens]
     (made,) = [group for group in stack.groups(job).values() if group.token_ids.tolist() == whole]
     assert (made.mask == 0).sum() == 1

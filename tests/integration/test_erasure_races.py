@@ -50,11 +50,11 @@ from penstock.shared.protocol.live.interaction import (
     RESTORED_HEADER,
     UNDECIDED,
     Erasure,
-    FateBatch,
     Feedback,
     FeedbackBatch,
     FeedbackIds,
     FeedbackStatus,
+    StatusBatch,
     new_marked_id,
 )
 from penstock.shared.protocol.messages import Ack, Command, Report
@@ -168,7 +168,7 @@ class Scene:
     async def over(self) -> set[str]:
         """Items that have their last outcome."""
         found = await self.bus.read(subjects.DECISIONS, subjects.decisions(self.job))
-        fates = [fate for message in found for fate in unpack(message.data, FateBatch)[0].items]
+        fates = [fate for message in found for fate in unpack(message.data, StatusBatch)[0].items]
         return {fate.feedback for fate in fates if fate.status not in UNDECIDED}
 
     async def groups(self) -> list[int]:
@@ -360,7 +360,7 @@ async def test_what_is_admitted_between_what_a_deletion_reads_keeps_its_body(
 
     async def told() -> set[str]:
         found = await scene.bus.read(subjects.DECISIONS, subjects.decisions(scene.job))
-        fates = [fate for message in found for fate in unpack(message.data, FateBatch)[0].items]
+        fates = [fate for message in found for fate in unpack(message.data, StatusBatch)[0].items]
         return {fate.feedback for fate in fates if fate.status == "admitted"}
 
     async with AsyncExitStack() as leaders:

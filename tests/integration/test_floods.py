@@ -23,11 +23,11 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.live.interaction import (
     Erasure,
-    FateBatch,
     Feedback,
     FeedbackBatch,
     FeedbackStatus,
     Interaction,
+    StatusBatch,
     new_marked_id,
 )
 from penstock.shared.transport.bus import Bus
@@ -164,7 +164,7 @@ async def test_a_flood_delays_other_facts_by_a_bounded_number_of_messages(
 
 async def statuses(bus: Bus) -> dict[str, FeedbackStatus]:
     messages = await bus.read(subjects.DECISIONS, subjects.decisions(JOB))
-    return {fate.feedback: fate for message in messages for fate in unpack(message.data, FateBatch)[0].items}
+    return {fate.feedback: fate for message in messages for fate in unpack(message.data, StatusBatch)[0].items}
 
 
 def turn(name: str, key: str, size: int) -> Feedback:

@@ -30,11 +30,11 @@ from penstock.shared.protocol.events import decode_events
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.live.interaction import (
-    FateBatch,
     Feedback,
     FeedbackBatch,
     FeedbackStatus,
     Interaction,
+    StatusBatch,
     new_marked_id,
 )
 from penstock.shared.protocol.messages import Ack, BatchManifest, Report
@@ -123,7 +123,7 @@ async def until_statuses(bus: Bus, job: str, **wanted: str) -> dict[str, Feedbac
     async with asyncio.timeout(DEADLINE_S):
         while True:
             messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
-            found = {fate.feedback: fate for message in messages for fate in unpack(message.data, FateBatch)[0].items}
+            found = {fate.feedback: fate for message in messages for fate in unpack(message.data, StatusBatch)[0].items}
             if {name: found[name].status for name in wanted if name in found} == wanted:
                 return found
             await asyncio.sleep(0.05)

@@ -16,7 +16,7 @@ from penstock.shared.errors import StreamFull
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import Drawn, encode_events
-from penstock.shared.protocol.live.interaction import FateBatch, Feedback, FeedbackBatch, FeedbackStatus
+from penstock.shared.protocol.live.interaction import Feedback, FeedbackBatch, FeedbackStatus, StatusBatch
 from penstock.shared.transport.bus import Bus
 from tests.live_leader import Recorder, decided_events, record_decided
 
@@ -52,7 +52,7 @@ async def leader(bus: Bus, epoch: int) -> tuple[LiveSupply, Recorder]:
 async def feed(bus: Bus) -> list[tuple[str, str]]:
     """Return the statuses in DECISIONS, in order."""
     messages = await bus.read(subjects.DECISIONS, subjects.decisions(JOB))
-    batches = [unpack(one.data, FateBatch)[0] for one in messages if decision_feed.ENTRY_HEADER in one.headers]
+    batches = [unpack(one.data, StatusBatch)[0] for one in messages if decision_feed.ENTRY_HEADER in one.headers]
     return [(fate.feedback, fate.status) for batch in batches for fate in batch.items]
 
 
@@ -108,7 +108,7 @@ async def test_a_new_leader_completes_the_feed(
             await write()
         some = {"nothing": 0, "the first half": 3, "half an entry": 2 if start == 3 else 3}[left]
         if start <= 3 and some:
-            published = pack(FateBatch(items=[rejected(name) for name in names[start : start + some]]), job=JOB)
+            published = pack(StatusBatch(items=[rejected(name) for name in names[start : start + some]]), job=JOB)
             headers = {decision_feed.ENTRY_HEADER: str(seq if some == 3 else seq - 1)}
             await bus.publish(subjects.decisions(JOB), published, headers=headers)
     await leader(bus, 2)
@@ -149,7 +149,7 @@ async def test_a_ledger_without_live_decisions_goes_on(bus: Bus) -> None:
     drawn = Drawn(writer_epoch=1, time=0.0, start=0, stop=1, min_version=0, deadline=9.0)
     await leader(bus, 1)
     await bus.publish(subjects.ledger(JOB), encode_events([drawn]))
-    before = pack(FateBatch(items=[rejected("old")]), job=JOB, epoch=1)
+    before = pack(StatusBatch(items=[rejected("old")]), job=JOB, epoch=1)
     await bus.publish(subjects.decisions(JOB), before)
     await record_decided(bus, JOB, rejected("new"))
     await leader(bus, 2)

@@ -42,11 +42,11 @@ from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.live.interaction import (
     Erasure,
-    FateBatch,
     Feedback,
     FeedbackBatch,
     FeedbackStatus,
     Interaction,
+    StatusBatch,
     new_marked_id,
 )
 from penstock.shared.protocol.messages import Ack, Report
@@ -121,7 +121,7 @@ async def report(bus: Bus, job: str, **fields: Any) -> None:
 async def statuses(bus: Bus, job: str) -> dict[str, FeedbackStatus]:
     """Return the newest status of each item."""
     messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
-    return {fate.feedback: fate for message in messages for fate in unpack(message.data, FateBatch)[0].items}
+    return {fate.feedback: fate for message in messages for fate in unpack(message.data, StatusBatch)[0].items}
 
 
 async def until_statuses(bus: Bus, job: str, **wanted: str) -> dict[str, FeedbackStatus]:
@@ -181,7 +181,7 @@ async def test_feedback_becomes_batches_across_the_crash_of_a_leader(
         assert found["late"].reason == "late_after_training"
         assert "lost" not in found, "its interaction may still arrive"
         messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
-        told = [one for message in messages for one in unpack(message.data, FateBatch)[0].interactions]
+        told = [one for message in messages for one in unpack(message.data, StatusBatch)[0].interactions]
         ends = {one.interaction: (one.status, one.batch, one.version) for one in told}
         assert ends == {
             first: ("trained", 1, 1), second: ("trained", 1, 1),
@@ -342,7 +342,7 @@ async def test_a_finished_job_has_nothing_undecided(bus: Bus, tmp_path: Path, mo
             while (await store.get(job)).status.phase != "cancelled":
                 await asyncio.sleep(0.05)
     messages = await bus.read(subjects.DECISIONS, subjects.decisions(job))
-    told = [one for message in messages for one in unpack(message.data, FateBatch)[0].interactions]
+    told = [one for message in messages for one in unpack(message.data, StatusBatch)[0].interactions]
     assert {(one.interaction, one.status, one.reason) for one in told} == {(answer, "rejected", "job_ended")}
 
 

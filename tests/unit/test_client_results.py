@@ -14,7 +14,7 @@ import pytest
 from msgspec import inspect
 
 from penstock.client import results
-from penstock.client.results import Fate, Funnel, LogLine, MetricName, Sample, StageSpan, TokenSample
+from penstock.client.results import FeedbackStatus, Funnel, LogLine, MetricName, Sample, StageSpan, TokenSample
 from penstock.client.results.reading import many, one
 from penstock.client.streams import EventReader
 from penstock.services.coordinator.online.groups import example_group
@@ -59,13 +59,13 @@ def test_a_newer_server_does_not_break_an_older_client(kind: type[msgspec.Struct
 
 def test_what_has_a_default_may_be_missing() -> None:
     short = {"feedback_id": "f", "job": "j", "kind": "metric", "metric": "m", "status": "received"}
-    found = one(Fate)({**short, "received": 1, "time": 2.5})
+    found = one(FeedbackStatus)({**short, "received": 1, "time": 2.5})
     assert (found.trained, found.interactions, found.received) == (None, [], 1.0)
 
 
 def test_what_does_not_fit_is_said() -> None:
-    with pytest.raises(ProtocolError, match=r"the server's Fate does not fit this client: .*feedback_id"):
-        one(Fate)({"job": "j"})
+    with pytest.raises(ProtocolError, match=r"the server's FeedbackStatus does not fit this client: .*feedback_id"):
+        one(FeedbackStatus)({"job": "j"})
     with pytest.raises(ProtocolError, match=r"by_status"):
         one(Funnel)({"job": "j", "items": 1, "by_status": [], "data": []})
     for reply in ({}, [], None, {"data": {}}):

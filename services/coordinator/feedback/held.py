@@ -60,7 +60,7 @@ class HeldFeedback:
     async def _find(self, job: str, item: str) -> Row:
         await self._index.catch_up(subjects.FEEDBACK, subjects.DECISIONS)
         id = bare_id(item)
-        row = None if id is None else await self._index.fate(id)
+        row = None if id is None else await self._index.status_of(id)
         if id is None or row is None or row["job"] != job:
             raise NotFound(f"job '{job}' has no feedback '{item[:80]}'")
         if row["status"] != "quarantined":

@@ -28,12 +28,12 @@ from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.live.interaction import (
     EPISODE_HEADER,
     Erasure,
-    FateBatch,
     Feedback,
     FeedbackBatch,
     FeedbackIds,
     FeedbackStatus,
     InteractionStatus,
+    StatusBatch,
     bare_id,
 )
 from penstock.shared.protocol.parts import PART, count_of
@@ -68,7 +68,7 @@ class _Read:
     posts: list[tuple[int, Feedback]] = field(default_factory=list)
     kept: list[tuple[int, Feedback]] = field(default_factory=list)
     """Items of which only the ids are stored."""
-    fates: list[FeedbackStatus] = field(default_factory=list)
+    statuses: list[FeedbackStatus] = field(default_factory=list)
     decided: list[tuple[str, InteractionStatus]] = field(default_factory=list)
     """Decisions on interactions, with their job."""
     erasures: list[Erasure] = field(default_factory=list)
@@ -262,10 +262,10 @@ class FeedbackIndex:
         projection = await self._ready()
         return await self._read(projection.turns, episode, after, limit)
 
-    async def fate(self, id: str) -> dict[str, Any] | None:
+    async def status_of(self, id: str) -> dict[str, Any] | None:
         """Return the row of an item, or None if it is unknown."""
         projection = await self._ready()
-        return await self._read(projection.fate, id)
+        return await self._read(projection.status_of, id)
 
     async def decided(self, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
         """Return decisions on interactions; see ``Projection.decided``."""
@@ -343,7 +343,7 @@ def _apply(projection: Projection, some: list[tuple[str, Message]], places: list
             log.error("message %d of %s is left out of the feedback index: %s", message.seq, stream, error)
     projection.apply(
         read.posts,
-        read.fates,
+        read.statuses,
         read.erasures,
         read.targets,
         places,
@@ -362,11 +362,11 @@ def _take(read: _Read, stream: str, message: Message, leaders: LeaderEpochs) -> 
         read.targets += [(id, episode or "", message.seq)] if id is not None else []
         read.targets += [(episode, "", 0)] if episode is not None else []
     elif stream == subjects.DECISIONS:
-        batch, envelope = unpack(message.data, FateBatch)
+        batch, envelope = unpack(message.data, StatusBatch)
         job = message.subject.rpartition(".")[2]
         if not leaders.is_gone(job, envelope.epoch):
-            read.fates += batch.items
-            read.decided += [(job, fate) for fate in batch.interactions]
+            read.statuses += batch.items
+            read.decided += [(job, item) for item in batch.interactions]
     elif message.subject.endswith(".erased"):
         read.erasures.append(unpack(message.data, Erasure)[0])
     elif message.subject.endswith(".ids"):

@@ -96,7 +96,7 @@ ON CONFLICT (id) DO UPDATE SET job = excluded.job, kind = excluded.kind, metric 
   seq = excluded.seq, received = excluded.received, time = max(feedback.time, excluded.received)
 WHERE feedback.fingerprint = ''
 """
-_FATE = f"""
+_STATUS = f"""
 INSERT INTO feedback (id, status, reason, interactions, ordinal, batch, version, time)
 SELECT {_columns(8)} FROM json_each(?1) WHERE {_REMAINS}
 ON CONFLICT (id) DO UPDATE SET status = excluded.status, reason = excluded.reason, time = excluded.time,
@@ -242,7 +242,7 @@ class Projection:
     def apply(
         self,
         posts: Iterable[tuple[int, Feedback]],
-        fates: Iterable[FeedbackStatus],
+        statuses: Iterable[FeedbackStatus],
         erasures: Sequence[Erasure],
         targets: Iterable[Target],
         places: Iterable[Place],
@@ -252,15 +252,15 @@ class Projection:
         epochs: Mapping[str, int] | None = None,
     ) -> None:
         """Apply messages of the streams up to ``places``, atomically; ``epochs``: newest leader epoch by job."""
-        posts, fates, epochs = list(posts), list(fates), dict(epochs or {})
+        posts, statuses, epochs = list(posts), list(statuses), dict(epochs or {})
         retracted = [(item.body.get("feedback", ""), 1) for _, item in posts if item.kind == "retraction"]
         with self._writer:
             self._put(_POST, (_post_row(seq, item) for seq, item in posts))
             self._put(_KEPT, (_post_row(seq, item) for seq, item in kept))
             self._put(_RETRACT, retracted)
-            self._put(_FATE, (_fate_row(fate) for fate in fates if not fate.revision))
-            self._put(_LATE, ((fate.feedback, fate.revision) for fate in fates if fate.revision))
-            self._put(_DECIDED, (_decided_row(job, fate) for job, fate in decided))
+            self._put(_STATUS, (_status_row(item) for item in statuses if not item.revision))
+            self._put(_LATE, ((item.feedback, item.revision) for item in statuses if item.revision))
+            self._put(_DECIDED, (_decided_row(job, item) for job, item in decided))
             self._put(_TARGET, targets)
             for erasure in erasures:
                 feedback, interactions = ([(id,) for id in ids] for ids in (erasure.feedback, erasure.interactions))
@@ -317,7 +317,7 @@ class Projection:
         """Return the ids that were deleted at users' requests."""
         return {row[0] for row in self._writer.execute("SELECT id FROM erased")}
 
-    def fate(self, id: str) -> dict[str, Any] | None:
+    def status_of(self, id: str) -> dict[str, Any] | None:
         """Return the row of an item, or None if it is unknown."""
         cursor = self._reader.execute("SELECT * FROM feedback WHERE id = ? AND fingerprint != ''", (id,))
         row = cursor.fetchone()
@@ -376,10 +376,10 @@ def _post_row(seq: int, item: Feedback) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _decided_row(job: str, fate: InteractionStatus) -> tuple[Any, ...]:
-    return fate.interaction, job, fate.status, fate.reason, fate.ordinal, fate.batch, fate.version, fate.time
+def _decided_row(job: str, item: InteractionStatus) -> tuple[Any, ...]:
+    return item.interaction, job, item.status, item.reason, item.ordinal, item.batch, item.version, item.time
 
 
-def _fate_row(fate: FeedbackStatus) -> tuple[Any, ...]:
-    told = " ".join(fate.interactions)
-    return fate.feedback, fate.status, fate.reason, told, fate.ordinal, fate.batch, fate.version, fate.time
+def _status_row(item: FeedbackStatus) -> tuple[Any, ...]:
+    told = " ".join(item.interactions)
+    return item.feedback, item.status, item.reason, told, item.ordinal, item.batch, item.version, item.time

@@ -190,7 +190,7 @@ class FeedbackService:
 
     async def retract(self, feedback: str, *, caller: Caller) -> Row:
         """Retract an item (``RetractReply``). Raises NotFound."""
-        row = await self.fate(feedback)
+        row = await self.status_of(feedback)
         id = derived_id(self.pseudonyms.digest, "", f"retract {row['feedback_id']}", 0)
         item = retraction_of(row["feedback_id"], row["job"], Identity(id, caller.id, chosen=True))
         result = (await self.ingest.add([(item, True)]))[0]
@@ -203,16 +203,16 @@ class FeedbackService:
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
-    async def fate(self, feedback: str) -> Row:
-        """Return the status of an item (``FateReply``). Raises NotFound."""
+    async def status_of(self, feedback: str) -> Row:
+        """Return the status of an item (``FeedbackStatusReply``). Raises NotFound."""
         id = bare_id(feedback)
         if id is None:
             raise NotFound(f"'{feedback[:80]}' is not the id of an item of feedback")
         item = self.ingest.recent(id)
-        row = await self.index.fate(id)
+        row = await self.index.status_of(id)
         if row is None and item is None:  # another replica may have stored it a moment ago
             await self.index.catch_up(subjects.FEEDBACK)
-            row = await self.index.fate(id)
+            row = await self.index.status_of(id)
         if item is not None and (row is None or row["revision"] < item.revision):
             return _fresh(item) | (ENDED if self.jobs.was_over(item.job, item.received) else {})
         if row is None:

@@ -24,7 +24,7 @@ from penstock.shared.errors import ArchiveError, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.events import Event, decode_events
-from penstock.shared.protocol.live.interaction import FateBatch, FeedbackStatus, InteractionStatus
+from penstock.shared.protocol.live.interaction import FeedbackStatus, InteractionStatus, StatusBatch
 from penstock.shared.runtime.ledger import LedgerArchive, LedgerEntry, scan_ledger
 from penstock.shared.transport.bus import Bus, Outgoing
 
@@ -152,7 +152,7 @@ class DecisionFeed:
         subject, count = subjects.decisions(self._job), max(len(statuses), len(interactions))
         for start in range(0, count, MAX_STATUSES):
             window = slice(start, start + MAX_STATUSES)
-            batch = FateBatch(items=list(statuses[window]), interactions=list(interactions[window]))
+            batch = StatusBatch(items=list(statuses[window]), interactions=list(interactions[window]))
             complete = self._position if start + MAX_STATUSES < count else seq
             msg_id = f"fates:{self._job}:{complete}:{xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(batch))}"
             data = pack(batch, job=self._job, epoch=self._epoch)

@@ -56,7 +56,12 @@ from penstock.shared.protocol.live.interaction import (
 
 __all__ = ["ERASED", "MAX_WAITING", "Matching", "max_ready", "overload_victims"]
 
-TOO_MANY_WAITING, JOB_ENDED, ERASED, TOO_MANY_UNMATCHED = "too_many_waiting", "job_ended", "erased", "too_many_parked"
+TOO_MANY_WAITING, JOB_ENDED, ERASED, TOO_MANY_UNMATCHED = (
+    "too_many_waiting",
+    "job_ended",
+    "erased",
+    "too_many_unmatched",
+)
 MAX_WAITING = 50_000
 """Undecided episodes; above this the leader rejects some."""
 RELIEF = 0.75

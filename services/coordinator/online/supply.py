@@ -472,9 +472,9 @@ class LiveSupply:
         """Return the funnel since the last update."""
         waiting = {
             "online/waiting": float(self.matching.num_waiting),
-            "online/parked": float(len(self.matching.unmatched)),
+            "online/unmatched": float(len(self.matching.unmatched)),
             "online/quarantined": float(self.quarantine.num_held),
-            "online/material": float(len(self.matching.examples.items) + self._group_maker.num_pending),
+            "online/examples": float(len(self.matching.examples.items) + self._group_maker.num_pending),
         }
         return self._funnel.row() | waiting
 

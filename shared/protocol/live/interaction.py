@@ -26,7 +26,6 @@ __all__ = [
     "UNDECIDED",
     "USER_TAG",
     "Erasure",
-    "FateBatch",
     "Feedback",
     "FeedbackBatch",
     "FeedbackIds",
@@ -35,6 +34,7 @@ __all__ = [
     "Interaction",
     "InteractionStatus",
     "Redacted",
+    "StatusBatch",
     "StatusName",
     "bare_id",
     "job_mark",
@@ -291,7 +291,7 @@ class InteractionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     time: float
 
 
-class FateBatch(msgspec.Struct, frozen=True, kw_only=True):
+class StatusBatch(msgspec.Struct, frozen=True, kw_only=True):
     """One message of DECISIONS: statuses of items and interactions set by one decision, in order.
 
     The name of the class is the kind of the message on the bus.

@@ -15,7 +15,7 @@ import orjson
 import uuid6
 
 from penstock.client.calls import Call
-from penstock.client.results import Accepted, Fate, ItemReply, Retracted
+from penstock.client.results import Accepted, FeedbackStatus, ItemReply, Retracted
 from penstock.client.results.reading import many, one
 from penstock.client.sending import Steps
 from penstock.shared.errors import ConfigError
@@ -186,9 +186,9 @@ def batch(items: Items) -> Steps[list[ItemReply]]:
     return found
 
 
-def status(id: str) -> Call[Fate]:
+def status(id: str) -> Call[FeedbackStatus]:
     """Show the status of an item. Raises NotFound."""
-    return Call("GET", f"/v1/feedback/{id}", one(Fate))
+    return Call("GET", f"/v1/feedback/{id}", one(FeedbackStatus))
 
 
 def retract(id: str) -> Call[Retracted]:

@@ -28,11 +28,11 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.generation import Sampling, Span
 from penstock.shared.protocol.live.interaction import (
     EPISODE_HEADER,
-    FateBatch,
     Feedback,
     FeedbackBatch,
     FeedbackStatus,
     Interaction,
+    StatusBatch,
     new_marked_id,
 )
 from penstock.shared.transport.bus import Bus, Outgoing
@@ -74,7 +74,7 @@ class Desk:
         assert reply.status_code == 202, reply.text
         return dict(reply.json())
 
-    async def fate(self, feedback: str) -> dict[str, Any]:
+    async def status_of(self, feedback: str) -> dict[str, Any]:
         reply = await self.client.get(f"/v1/feedback/{feedback}")
         assert reply.status_code == 200, reply.text
         return dict(reply.json())
@@ -98,7 +98,7 @@ class Desk:
 
     async def decide(self, *fates: FeedbackStatus) -> None:
         """Say what became of items, as the leader would."""
-        await self.bus.publish(subjects.decisions(self.job), pack(FateBatch(items=list(fates)), job=self.job))
+        await self.bus.publish(subjects.decisions(self.job), pack(StatusBatch(items=list(fates)), job=self.job))
 
     async def record(self, user: str = "", text: str = "an answer", id: str = "", **more: Any) -> Interaction:
         """An interaction, as a worker would record it; ``more``: other fields of it."""

@@ -12,7 +12,7 @@ from penstock.client.results import Decision, OutcomeRow, Span, Trained
 from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.live.interaction import FateBatch, FeedbackStatus, InteractionStatus, bare_id
+from penstock.shared.protocol.live.interaction import FeedbackStatus, InteractionStatus, StatusBatch, bare_id
 
 
 async def test_an_episode_from_its_opening_to_its_end(desk: Any, url: str, asking: Any) -> None:
@@ -54,7 +54,7 @@ async def test_records_tell_what_became_of_answers(desk: Any, url: str, asking: 
     follower = await desk.record(text="second", episode=record.episode)
     fates = [InteractionStatus(interaction=record.id, status="trained", ordinal=7, batch=3, version=4, time=2.0)]
     fates.append(InteractionStatus(interaction=follower.id, status="rejected", reason="stale", time=2.0))
-    await desk.bus.publish(subjects.decisions(desk.job), pack(FateBatch(items=[], interactions=fates), job=desk.job))
+    await desk.bus.publish(subjects.decisions(desk.job), pack(StatusBatch(items=[], interactions=fates), job=desk.job))
     async with asking(url) as ask:
         found = await ask("interaction", f"chatcmpl-{record.id}")
         assert (found.id, found.text, found.episode) == (record.id, "first", record.episode)

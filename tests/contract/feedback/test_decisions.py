@@ -11,12 +11,12 @@ from penstock.services.coordinator.api.live import inference
 from penstock.services.coordinator.feedback.index import LOOK_S
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.live.interaction import Erasure, FateBatch, InteractionStatus
+from penstock.shared.protocol.live.interaction import Erasure, InteractionStatus, StatusBatch
 
 
 async def tell(desk: Any, *fates: InteractionStatus) -> None:
     """As the leader does."""
-    batch = FateBatch(items=[], interactions=list(fates))
+    batch = StatusBatch(items=[], interactions=list(fates))
     await desk.bus.publish(subjects.decisions(desk.job), pack(batch, job=desk.job))
 
 

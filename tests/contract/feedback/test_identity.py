@@ -39,7 +39,7 @@ async def test_an_id_has_one_effect(desk: Any) -> None:
     assert (newer.status_code, newer.json()["duplicate"]) == (202, False)
     assert (await desk.post({**body, "value": True, "revision": 1})).status_code == 422
     assert [item.value for item in await desk.items()] == [True, False]
-    assert (await desk.fate(body["feedback_id"]))["revision"] == 1
+    assert (await desk.status_of(body["feedback_id"]))["revision"] == 1
 
 
 async def test_a_batch_may_repeat_itself(desk: Any) -> None:
@@ -85,7 +85,7 @@ async def test_a_restart_knows_everything(open_desk: Any) -> None:
     async with open_desk() as after:
         for known in (body, other):
             assert (await after.post(known)).json()["duplicate"]
-            assert (await after.fate(known["feedback_id"]))["status"] == "received"
+            assert (await after.status_of(known["feedback_id"]))["status"] == "received"
         assert len(await after.items()) == 2
 
 
@@ -176,10 +176,10 @@ async def test_a_revision_that_came_too_late_is_told_beside_what_became_of_its_i
     await desk.decide(late)
 
     async def told() -> bool:
-        return bool((await desk.fate(id))["late_revision"])
+        return bool((await desk.status_of(id))["late_revision"])
 
     await desk.until(told, "late revision")
-    found = await desk.fate(id)
+    found = await desk.status_of(id)
     assert (found["status"], found["trained"], found["late_revision"]) == ("trained", {"step": 2, "version": 3}, 2)
 
 
@@ -191,9 +191,9 @@ async def test_what_comes_after_the_end_of_a_job_is_told_so(desk: Any) -> None:
     over = datetime.fromtimestamp(later - 30, UTC)
     await desk.store.set_status(desk.job, phase="succeeded", finished_at=over)
     desk.desk.jobs.know((await desk.store.index()).get(desk.job))
-    found = await desk.fate(late.id)
+    found = await desk.status_of(late.id)
     assert (found["status"], found["reason"]) == ("rejected", "job_ended"), "nobody leads that could tell it"
-    assert (await desk.fate(waits))["status"] == "received", "the leader tells of what came before"
+    assert (await desk.status_of(waits))["status"] == "received", "the leader tells of what came before"
     for record, reason in ((before, None), (after, "job_ended")):
         shown = (await desk.client.get(f"/v1/interactions/{record.id}")).json()["decision"]
         assert (shown and shown["reason"]) == reason
@@ -214,13 +214,13 @@ async def test_fates_are_told_and_counted(desk: Any) -> None:
     )
 
     async def trained() -> Any:
-        fate = await desk.fate(ids[0])
+        fate = await desk.status_of(ids[0])
         return fate if fate["status"] == "trained" else None
 
     fate = await desk.until(trained, "fate")
     assert fate["trained"] == {"step": 3, "version": 4}
     assert (fate["ordinal"], fate["interactions"]) == (7, [target])
-    assert (await desk.fate(ids[1]))["reason"] == "stale"
+    assert (await desk.status_of(ids[1]))["reason"] == "stale"
     funnel = (await desk.client.get(f"/v1/jobs/{desk.job}/feedback")).json()
     assert funnel["items"] == 4
     assert funnel["by_status"] == {"received": 2, "rejected": 1, "trained": 1}

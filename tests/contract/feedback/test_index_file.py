@@ -161,7 +161,7 @@ async def test_a_broken_file_is_built_anew_at_the_start(
     damage(path)
     with caplog.at_level(logging.WARNING):
         async with open_desk() as after:
-            assert (await after.fate(body["feedback_id"]))["status"] == "received"
+            assert (await after.status_of(body["feedback_id"]))["status"] == "received"
             assert (await after.post(body)).json()["duplicate"]
     assert [record for record in caplog.records if "feedback-0.sqlite is built anew" in record.message]
 
@@ -184,7 +184,7 @@ async def test_a_file_that_breaks_meanwhile_is_built_anew(desk: Any, caplog: pyt
 
         async def again() -> bool:
             try:
-                return bool(await index.fate(ids[-1]))
+                return bool(await index.status_of(ids[-1]))
             except Unavailable:
                 return False
 

@@ -39,7 +39,7 @@ async def test_a_verdict_is_durable_and_has_a_fate(desk: Any) -> None:
     }  # fmt: skip
     (item,) = await desk.items()
     assert (item.id, item.inference, item.metric, item.value) == (body["feedback_id"], target, "accepted", True)
-    fate = await desk.fate(body["feedback_id"])
+    fate = await desk.status_of(body["feedback_id"])
     assert (fate["status"], fate["job"], fate["metric"]) == ("received", desk.job, "accepted")
 
 
@@ -344,7 +344,7 @@ async def test_large_bodies(desk: Any) -> None:
     assert reply.json()["stream_seq"] is None
     (item,) = await desk.items()
     assert item.body["completion"] == whole["completion"]
-    assert (await desk.fate(item.id))["kind"] == "interaction"
+    assert (await desk.status_of(item.id))["kind"] == "interaction"
     await desk.accept()
     assert len(await desk.items()) == 2
 

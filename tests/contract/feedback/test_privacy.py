@@ -120,7 +120,7 @@ async def test_no_byte_of_a_deleted_user_is_left(desk: Any, nats_server: Any, tm
         return (await desk.client.get(f"/v1/feedback/{ids[0]}")).status_code == 404
 
     await desk.until(forgotten, "index that has forgotten")
-    assert (await desk.fate(ids[1]))["status"] == "received"
+    assert (await desk.status_of(ids[1]))["status"] == "received"
     again = await desk.post({"inference_id": mine.id, "metric_name": "accepted", "value": True})
     assert (again.status_code, again.json()["error"]["code"]) == (410, "erased")
     again = await desk.post({"inference_id": other.id, "feedback_id": ids[0], "metric_name": "accepted", "value": True})
@@ -218,7 +218,7 @@ async def test_what_earlier_versions_stored_under_a_name_is_deleted(desk: Any, n
 
 
 async def is_trained(desk: Any, id: str) -> bool:
-    return bool((await desk.fate(id))["status"] == "trained")
+    return bool((await desk.status_of(id))["status"] == "trained")
 
 
 async def test_a_deletion_is_taken_up_by_the_next_process(open_desk: Any) -> None:
@@ -287,7 +287,7 @@ async def test_targets_and_retractions(desk: Any) -> None:
     assert (item.body, item.job) == ({"feedback": id}, desk.job)
 
     async def requested() -> bool:
-        return bool((await desk.fate(id))["retraction_requested"])
+        return bool((await desk.status_of(id))["retraction_requested"])
 
     await desk.until(requested, "note of the retraction")
     unknown = await desk.client.post("/v1/feedback/0192f0c1-0000-7000-8000-000000000009/retract")

@@ -32,7 +32,7 @@ async def test_what_is_held_is_listed_and_shown(desk: Any) -> None:
     assert (await desk.client.get(f"/v1/quarantine/{first}")).json() == shown
     assert (shown["metric"], shown["value"], shown["target"], shown["weight"]) == ("score", 0.75, target, 0.5)
     assert shown["reason"] == "outlier: 1 is far"
-    assert (await desk.fate(first))["status"] == "quarantined"
+    assert (await desk.status_of(first))["status"] == "quarantined"
 
 
 async def test_what_is_held_in_all_jobs_is_one_list(desk: Any) -> None:

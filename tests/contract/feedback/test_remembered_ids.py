@@ -58,7 +58,7 @@ async def test_ids_of_what_made_room_are_known_to_a_new_index(
     assert not await desk.items()
     async with new_index(desk.bus, tmp_path / "new") as index:
         assert await index.known(names) == before
-        row = await index.fate(names[0])
+        row = await index.status_of(names[0])
         assert row is not None
         assert (row["metric"], row["status"]) == ("accepted", "received")
 

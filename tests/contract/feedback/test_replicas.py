@@ -28,7 +28,7 @@ async def test_what_one_replica_took_the_other_one_finds(open_desk: Any, tmp_pat
         async def post(number: int) -> str:
             taker, teller = fronts[number % 2], fronts[1 - number % 2]
             id = (await taker.accept())["feedback_id"]
-            row = await teller.fate(id)  # 404 if it had to be waited for
+            row = await teller.status_of(id)  # 404 if it had to be waited for
             assert (row["feedback_id"], row["status"]) == (id, "received")
             return str(id)
 
@@ -49,7 +49,7 @@ async def test_a_request_that_is_repeated_elsewhere_has_one_effect(open_desk: An
     async with open_desk() as first, open_desk(tmp_path / "other") as second:
         body = {"inference_id": first.new_id(), "metric_name": "accepted", "value": True}
         one = await first.post(body, Idempotency_Key="k")
-        await second.fate(one.json()["feedback_id"])
+        await second.status_of(one.json()["feedback_id"])
         again = await second.post(body, Idempotency_Key="k")
         assert again.json()["feedback_id"] == one.json()["feedback_id"]
         assert again.json()["duplicate"]

@@ -6,14 +6,14 @@ from typing import Any
 
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
-from penstock.shared.protocol.live.interaction import FateBatch, FeedbackStatus, InteractionStatus
+from penstock.shared.protocol.live.interaction import FeedbackStatus, InteractionStatus, StatusBatch
 
 
 async def test_fates_of_a_leader_that_is_gone_are_passed_over(open_desk: Any) -> None:
     """Also by a coordinator that was started again in between."""
 
     async def tell(desk: Any, epoch: int, status: Any) -> None:
-        batch = FateBatch(
+        batch = StatusBatch(
             items=[FeedbackStatus(feedback=item, status=status, time=float(epoch))],
             interactions=[InteractionStatus(interaction=answer, status=status, ordinal=0, time=float(epoch))],
         )
@@ -21,7 +21,7 @@ async def test_fates_of_a_leader_that_is_gone_are_passed_over(open_desk: Any) ->
 
     async def told(desk: Any) -> tuple[str, str]:
         await desk.desk.index.catch_up(subjects.DECISIONS)
-        return (await desk.fate(item))["status"], (await desk.desk.decisions([answer]))[answer]["status"]
+        return (await desk.status_of(item))["status"], (await desk.desk.decisions([answer]))[answer]["status"]
 
     async with open_desk() as first:
         item, answer = (await first.accept())["feedback_id"], first.new_id()

@@ -113,7 +113,7 @@ async def test_an_unreadable_message_is_one_dead_letter(desk: Any, dlq: Dlq, tmp
         assert shown["content"] == "\\xff is no envelope"
 
         await desk.until(lambda: _matched(desk, good), "fate of what came after")
-        assert (await desk.fate(waits))["status"] == "received", "its record cannot be read"
+        assert (await desk.status_of(waits))["status"] == "received", "its record cannot be read"
     async with led(desk, 2, tmp_path):
         await desk.until(lambda: _led(desk, 2), "second leader")
         assert await letters() == rows, "it has read them again"
@@ -254,11 +254,11 @@ def _id_in(letter: LiveDeadLetter) -> str:
 
 
 async def _matched(desk: Any, feedback: str) -> bool:
-    return bool((await desk.fate(feedback))["status"] == "matched")
+    return bool((await desk.status_of(feedback))["status"] == "matched")
 
 
 async def _has(desk: Any, feedback: str, status: str) -> bool:
-    return bool((await desk.fate(feedback))["status"] == status)
+    return bool((await desk.status_of(feedback))["status"] == status)
 
 
 async def _led(desk: Any, attempt: int) -> bool:

@@ -56,7 +56,7 @@ REPLIES: dict[type, Operation] = {
     results.Accepted: ("POST", "/v1/feedback"),
     results.ItemReply: ("POST", "/v1/feedback/batch"),
     results.Retracted: ("POST", "/v1/feedback/{feedback_id}/retract"),
-    results.Fate: ("GET", "/v1/feedback/{feedback_id}"),
+    results.FeedbackStatus: ("GET", "/v1/feedback/{feedback_id}"),
     results.Funnel: ("GET", "/v1/jobs/{job_id}/feedback"),
     results.FeedbackToken: ("POST", "/v1/feedback/tokens"),
     results.Consent: ("PUT", "/v1/users/{user}/consent"),

@@ -114,7 +114,7 @@ def test_unmatched_feedback_is_bounded_for_each_key(monkeypatch: pytest.MonkeyPa
     found = matching()
     items = [rating(f"f{n}", f"i{n}", key="flood") for n in range(1, 4)]
     fates = [one for seq, item in enumerate(items) for one in found.on_feedback(seq, item, NOW)]
-    assert [(one.feedback, one.status, one.reason) for one in fates] == [("f1", "expired", "too_many_parked")]
+    assert [(one.feedback, one.status, one.reason) for one in fates] == [("f1", "expired", "too_many_unmatched")]
     assert found.on_feedback(4, rating("f4", "i4", key="quiet"), NOW) == []
     assert len(found.unmatched) == 3
     assert found.on_interaction(1, served("i1")) == []
@@ -346,7 +346,7 @@ def test_all_keys_together_have_no_more_waiting_than_fits(monkeypatch: pytest.Mo
     found = matching()
     for number in range(11):
         fates = found.on_feedback(number, rating(f"f{number}", f"i{number}", key=f"k{number % 2}"), NOW)
-    gone = [(f"f{number}", "expired", "too_many_parked") for number in (0, 2, 4)]
+    gone = [(f"f{number}", "expired", "too_many_unmatched") for number in (0, 2, 4)]
     assert [(one.feedback, one.status, one.reason) for one in fates] == gone
     assert len(found.unmatched) == 8
     assert found.low_water()[1] == 1, "evicted items hold back no mark"

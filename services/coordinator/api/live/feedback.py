@@ -17,8 +17,8 @@ from penstock.services.coordinator.api.live.feedback_replies import (
     BatchReply,
     ConsentReply,
     ErasureReply,
-    FateReply,
     FeedbackReply,
+    FeedbackStatusReply,
     Funnel,
     RetractReply,
 )
@@ -106,10 +106,10 @@ async def post_batch(request: Request, caller: Sender, backend: BackendDep) -> R
     return Json(body, 207, {"Cache-Control": "no-store"})
 
 
-@router.get("/v1/feedback/{feedback_id}", response_model=FateReply)
+@router.get("/v1/feedback/{feedback_id}", response_model=FeedbackStatusReply)
 async def get_feedback(feedback_id: FeedbackId, caller: Reader, backend: BackendDep) -> Response:
     """Show the status of an item: received, matched, admitted, quarantined, rejected, expired, retracted, trained."""
-    found = await _service(backend).fate(feedback_id)
+    found = await _service(backend).status_of(feedback_id)
     await check_job(backend, caller, found["job"], _missing(feedback_id))
     return Json(found)
 
@@ -118,7 +118,7 @@ async def get_feedback(feedback_id: FeedbackId, caller: Reader, backend: Backend
 async def retract(feedback_id: FeedbackId, caller: Admin, backend: BackendDep) -> Response:
     """Retract an item. An untrained item loses its effect; of a trained item only the record changes."""
     service = _service(backend)
-    await check_job(backend, caller, (await service.fate(feedback_id))["job"], _missing(feedback_id))
+    await check_job(backend, caller, (await service.status_of(feedback_id))["job"], _missing(feedback_id))
     return Json(await service.retract(feedback_id, caller=caller), 202)
 
 

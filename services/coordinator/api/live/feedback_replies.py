@@ -10,8 +10,8 @@ __all__ = [
     "BatchReply",
     "ConsentReply",
     "ErasureReply",
-    "FateReply",
     "FeedbackReply",
+    "FeedbackStatusReply",
     "Funnel",
     "ItemReply",
     "RetractReply",
@@ -66,7 +66,7 @@ class Trained(BaseModel):
     version: int
 
 
-class FateReply(BaseModel):
+class FeedbackStatusReply(BaseModel):
     """Status of an item of feedback."""
 
     object: Literal["feedback"] = "feedback"

@@ -136,7 +136,7 @@ async def _page(held: HeldFeedback, jobs: list[str] | None, after: str, limit: i
 
 async def _job_of(backend: Backend, caller: Caller, item: str) -> str:
     """Return the job of an item. Raises NotFound: no such item, or the key does not reach its model."""
-    job: str = (await _feedback(backend).fate(item))["job"]
+    job: str = (await _feedback(backend).status_of(item))["job"]
     await check_job(backend, caller, job, f"no feedback '{bare_id(item) or item[:80]}' was accepted here")
     return job
 

@@ -77,20 +77,20 @@ def batch(
 def status(id: Id, as_json: Json = False) -> None:
     """Show the status of an item."""
     with Client() as client:
-        fate = client.feedback_status(id)
+        item = client.feedback_status(id)
     if as_json:
-        show_json(fate)
+        show_json(item)
         return
-    trained = fate.trained
+    trained = item.trained
     rows = [
-        ("id", fate.feedback_id),
-        ("job", fate.job),
-        ("said", fate.metric or fate.kind),
-        ("status", f"{fate.status} {fate.reason}".strip()),
-        ("interactions", ", ".join(fate.interactions)),
+        ("id", item.feedback_id),
+        ("job", item.job),
+        ("said", item.metric or item.kind),
+        ("status", f"{item.status} {item.reason}".strip()),
+        ("interactions", ", ".join(item.interactions)),
         ("trained", f"update {trained.step}, version {trained.version}" if trained else ""),
-        ("revision", number(fate.revision)),
-        ("too late", f"revision {fate.late_revision}" if fate.late_revision else ""),
+        ("revision", number(item.revision)),
+        ("too late", f"revision {item.late_revision}" if item.late_revision else ""),
     ]
     console().print(table(("FIELD", "VALUE"), rows))
 

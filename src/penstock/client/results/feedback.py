@@ -11,7 +11,7 @@ __all__ = [
     "Accepted",
     "Consent",
     "Erasure",
-    "Fate",
+    "FeedbackStatus",
     "FeedbackToken",
     "Funnel",
     "FunnelRow",
@@ -72,7 +72,7 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     version: int
 
 
-class Fate(msgspec.Struct, frozen=True, kw_only=True):
+class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Status of an item of feedback.
 
     ``status``: received, matched, admitted, quarantined, rejected, expired, retracted, trained. ``ordinal``: position
