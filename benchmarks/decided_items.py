@@ -17,8 +17,7 @@ from typing import Any
 
 from live_items import job
 
-from penstock.services.coordinator.online.decision_feed import DecisionFeed
-from penstock.services.coordinator.online.funnel import Funnel
+from penstock.services.coordinator.online.decision_feed import DecisionFeed, Funnel
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.training.journal import Journal, read_snapshots
 from penstock.services.coordinator.training.ledger import LedgerState, fold

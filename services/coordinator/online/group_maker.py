@@ -10,7 +10,7 @@ from typing import Any
 import xxhash
 
 from penstock.services.coordinator.online.groups import empty_group, example_group, group_of, turn_of
-from penstock.services.coordinator.online.redelivered import find_restored_copies
+from penstock.services.coordinator.online.record_lookup import find_restored_copies
 from penstock.services.coordinator.training.ledger import LOGPROBS_DIFFER
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import PenstockError, Unavailable

@@ -24,7 +24,9 @@ from typing import Literal
 import msgspec
 
 from penstock.services.coordinator.online.admission import HIGHEST_LOGPROB, reward_of_value
-from penstock.services.coordinator.online.credit import (
+from penstock.services.coordinator.online.fairness import Owners, within_bounds
+from penstock.services.coordinator.online.turns import (
+    FeedbackItem,
     TurnTokens,
     TurnTree,
     join_turns,
@@ -32,8 +34,6 @@ from penstock.services.coordinator.online.credit import (
     trajectory_weights,
     turn_tree,
 )
-from penstock.services.coordinator.online.fairness import Owners, within_bounds
-from penstock.services.coordinator.online.turns import FeedbackItem
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.online.section import REWARD, MetricConfig, OnlineConfig
 from penstock.shared.protocol.live.interaction import MAX_TURNS, Feedback

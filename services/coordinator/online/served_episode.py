@@ -17,25 +17,23 @@ from penstock.services.coordinator.online.admission import (
     refusal_of,
     reward_of_whole,
 )
-from penstock.services.coordinator.online.credit import (
-    ROOT,
-    TurnTokens,
-    TurnTree,
-    join_turns,
-    returns,
-    trajectory_weights,
-    turn_tree,
-)
 from penstock.services.coordinator.online.fairness import OVER_SHARE, Owners, within_bounds
 from penstock.services.coordinator.online.posted_episode import EPISODE_OVER
 from penstock.services.coordinator.online.trials import TrialSample, trial_sample_of
 from penstock.services.coordinator.online.turns import (
     DISCONNECTED,
+    ROOT,
     FeedbackItem,
     Trajectory,
     Turn,
+    TurnTokens,
+    TurnTree,
     canonical_id,
+    join_turns,
     owners_of_turns,
+    returns,
+    trajectory_weights,
+    turn_tree,
 )
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.live.interaction import CANARY, NOT_COMPARED, Feedback, Interaction

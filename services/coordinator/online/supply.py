@@ -14,14 +14,12 @@ from penstock.services.coordinator.feedback.ids import purge_feedback
 from penstock.services.coordinator.feedback.made import erase_groups, is_made_of, is_of_user
 from penstock.services.coordinator.feedback.privacy import Consents, objection
 from penstock.services.coordinator.leader.why import wait_row
-from penstock.services.coordinator.online.decision_feed import DecisionFeed
-from penstock.services.coordinator.online.funnel import Funnel
+from penstock.services.coordinator.online.decision_feed import DecisionFeed, Funnel
 from penstock.services.coordinator.online.group_maker import GroupMaker
 from penstock.services.coordinator.online.groups import empty_group, group_of
-from penstock.services.coordinator.online.interaction_reader import InteractionReader
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.quarantine import Quarantine
-from penstock.services.coordinator.online.redelivered import RestoredCopies, requeue_dead_letter
+from penstock.services.coordinator.online.record_lookup import InteractionReader, RestoredCopies, requeue_dead_letter
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.statuses import UnrecordedDecisions
 from penstock.services.coordinator.online.turns import canonical_id

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from penstock.services.coordinator.online.fairness import comparisons, flaws_of_weights, weight_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
-from penstock.services.coordinator.online.source_trust import comparisons, flaws_of_weights, weight_of
 from penstock.services.coordinator.training.decision import Draft, copy_state
 from penstock.services.coordinator.training.ledger import LedgerState, fold
 from penstock.services.coordinator.training.run import JobRun

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from penstock.services.coordinator.online import posted_episode
 from penstock.services.coordinator.online.admission_audit import StoredFacts, replay_admissions
+from penstock.services.coordinator.online.fairness import flaws_of_weights
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.posted_episode import (
     PolicyState,
@@ -20,7 +21,6 @@ from penstock.services.coordinator.online.posted_episode import (
     tokens_of,
 )
 from penstock.services.coordinator.online.source import LiveSource
-from penstock.services.coordinator.online.source_trust import flaws_of_weights
 from penstock.services.coordinator.online.statuses import UnrecordedDecisions
 from penstock.services.coordinator.online.turns import FeedbackItem
 from penstock.services.coordinator.training.decision import Draft, copy_state

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.outliers import Outliers, Window
-from penstock.services.coordinator.online.quarantine import Quarantine
+from penstock.services.coordinator.online.quarantine import Outliers, Quarantine, Window
 from penstock.services.coordinator.training.decision import Draft
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.run import JobRun

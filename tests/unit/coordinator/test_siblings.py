@@ -11,9 +11,14 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.online.baselines import baselines_of, flaws_of_baselines, origin_of, siblings_of
 from penstock.services.coordinator.online.posted_episode import facts_of
-from penstock.services.coordinator.online.source import admission_of
+from penstock.services.coordinator.online.source import (
+    admission_of,
+    baselines_of,
+    flaws_of_baselines,
+    origin_of,
+    siblings_of,
+)
 from penstock.services.coordinator.online.turns import Trajectory, Turn
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.algorithms.baseline import mean_without

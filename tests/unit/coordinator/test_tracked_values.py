@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.services.coordinator.online.baselines import baselines_of, bucket_of, flaws_of_baselines
+from penstock.services.coordinator.online.source import baselines_of, bucket_of, flaws_of_baselines
 from penstock.services.coordinator.training.ledger import LedgerState, fold
 from penstock.services.coordinator.training.snapshot import decode_snapshot, encode_snapshot
 from penstock.shared.config.jobs.job import JobConfig

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.online.funnel import Funnel
+from penstock.services.coordinator.online.decision_feed import Funnel
 from penstock.services.coordinator.online.matching import Matching
 from penstock.shared.config.online.section import OnlineConfig
 from penstock.shared.protocol.live.interaction import Feedback

@@ -1,4 +1,4 @@
-"""Handles messages stored a second time, copies left by deletions and requeued dead letters: skips decided items.
+"""Finds records in the streams: interactions by sequence or name, and items that are stored a second time.
 
 A user's deletion reads a message, removes that user's items, and stores the rest anew while the leader goes on
 deciding. A leader passes over a message that it cannot read, and its low-water mark moves on; once the message is
@@ -8,16 +8,25 @@ finds these in the ledger and among deletions, so that an item is admitted once,
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from penstock.services.coordinator.feedback.erasure import target_of
+from penstock.services.coordinator.online.examples import InteractionRecord
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.quarantine import Quarantine
+from penstock.services.coordinator.online.statuses import DecidedNames
 from penstock.services.coordinator.online.turns import DISCONNECTED, canonical_id
+from penstock.services.coordinator.payload import whole_of
 from penstock.services.coordinator.training.decided import final_ids
+from penstock.services.coordinator.training.retry import Retry
 from penstock.services.coordinator.training.supply import LiveDeadLetter
-from penstock.shared.errors import ProtocolError
+from penstock.shared.errors import NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.events import Admitted, Decided, decode_events
@@ -31,7 +40,80 @@ from penstock.shared.protocol.live.interaction import (
 from penstock.shared.runtime.ledger import LedgerArchive, scan_ledger
 from penstock.shared.transport.bus import Bus, Message, Outgoing
 
-__all__ = ["DecidedIds", "RestoredCopies", "decided_ids", "find_restored_copies", "ids_in", "requeue_dead_letter"]
+__all__ = [
+    "DecidedIds",
+    "InteractionReader",
+    "RestoredCopies",
+    "decided_ids",
+    "find_restored_copies",
+    "ids_in",
+    "requeue_dead_letter",
+]
+
+LOOKUP = "a look at interactions"
+AT_ONCE = 64
+"""Interactions looked up at once: clients choose the names in feedback, and each name is a request."""
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class InteractionReader:
+    """Reads interactions that the leader read long ago.
+
+    Args:
+        retry: returns the wait to report while the bus is away.
+    """
+
+    def __init__(self, bus: Bus, job: str, retry: Callable[[], Retry]) -> None:
+        self._bus, self._job, self._retry = bus, job, retry
+        self._missing = DecidedNames()
+        """Names without a usable record: posting them again costs no further request."""
+
+    async def by_seq(self, seqs: Iterable[int]) -> dict[int, Interaction]:
+        """Return the records that still exist at these sequences."""
+        get = partial(self._bus.get_whole, subjects.INTERACTIONS, sorted(seqs))
+        found = await self._retry().until_taken(LOOKUP, subjects.interactions(self._job), get)
+        return {seq: unpack(message.data, Interaction)[0] for seq, message in found.items()}
+
+    async def by_name(self, names: Iterable[str]) -> dict[str, InteractionRecord]:
+        """Return the facts of the interactions that exist under these canonical names; a missing name is looked up
+        once."""
+        to_find = [name for name in dict.fromkeys(names) if name not in self._missing]
+        found = dict[str, InteractionRecord | None]()
+        if to_find:
+            find_one = partial(self._find_all, to_find, found)
+            await self._retry().until_taken(LOOKUP, subjects.interactions(self._job), find_one)
+        self._missing.add_all({name: "" for name, record in found.items() if record is None})
+        return {name: record for name, record in found.items() if record is not None}
+
+    def on_interaction(self, name: str) -> None:
+        """Note that the leader has read an interaction with this canonical name."""
+        self._missing.discard(name)
+
+    async def _find_all(self, names: Iterable[str], found: dict[str, InteractionRecord | None]) -> None:
+        """Look up the names that ``found`` lacks. Raises Unavailable with some of them missing."""
+        window = asyncio.Semaphore(AT_ONCE)
+
+        async def find_one(name: str) -> None:
+            async with window:
+                found[name] = await self._find(name)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for name in names:
+                    if name not in found:
+                        tasks.create_task(find_one(name))
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+
+    async def _find(self, name: str) -> InteractionRecord | None:
+        message = await self._bus.last(subjects.INTERACTIONS, subjects.interaction(self._job, name))
+        if message is None:
+            return None
+        with contextlib.suppress(ProtocolError, NotFound):  # an unreadable record is useless
+            return InteractionRecord.of(
+                message.seq, await whole_of(self._bus, subjects.INTERACTIONS, message, Interaction)
+            )
+        return None
 
 
 class DecidedIds(NamedTuple):
