@@ -51,7 +51,7 @@ async def _job_id(job_id: Annotated[str, Path(description="Id of a job: job_ and
 
 
 async def _some_job(
-    job: Annotated[str, Query(max_length=64, description="Id of a job: only what is of that one")] = "",
+    job: Annotated[str, Query(max_length=64, description="Only entries of this job (id)")] = "",
 ) -> str:
     return known_job_id(job) if job else ""
 

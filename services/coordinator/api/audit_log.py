@@ -24,22 +24,22 @@ _LATEST_S = 1e11
 class AuditEntry(BaseModel):
     """One authorized request that may have changed something."""
 
-    id: int = Field(description="Its place in the log")
+    id: int = Field(description="Sequence number in the log")
     request: str = Field(description="`x-request-id` of its reply")
-    time: float = Field(description="When the reply began, in Unix seconds")
-    key: str = Field(description="Id of the key that sent it; `local`: from this machine, where no keys are configured")
+    time: float = Field(description="Start of the reply (Unix seconds)")
+    key: str = Field(description="Id of the key of the request; `local`: without configured keys")
     key_name: str
-    address: str = Field(description="Of the client, as far as proxies are believed")
+    address: str = Field(description="Address of the client, as far as proxies are trusted")
     method: str
     route: str = Field(description="Template of the path")
-    path: dict[str, str] = Field(description="What stood in its places; a user under the pseudonym")
+    path: dict[str, str] = Field(description="Values of the path's parameters; a user as the pseudonym")
     query: dict[str, str]
     status: int
-    job: str = Field(description="The job that it is about, or that it made; empty for none")
-    location: str = Field(description="Path of what it made")
+    job: str = Field(description="Job that the request concerns or created; empty for none")
+    location: str = Field(description="Path of the created object")
     replayed: bool = Field(description="Answered as an earlier request with its Idempotency-Key; nothing was done")
     idempotency_key: str
-    body_sha256: str = Field(description="Of the body as far as it was read; empty where there was none")
+    body_sha256: str = Field(description="SHA-256 of the body as far as it was read; empty without a body")
     trace: str
 
 
@@ -58,11 +58,11 @@ async def list_audit_log(
     *,
     job: SomeJob,
     backend: BackendDep,
-    key: Annotated[str, Query(max_length=64, description="Id of a key: only what was sent with it")] = "",
+    key: Annotated[str, Query(max_length=64, description="Only requests with this key (id)")] = "",
     since: Annotated[
-        float | None, Query(ge=0, le=_LATEST_S, description="Unix seconds: only what came then or later")
+        float | None, Query(ge=0, le=_LATEST_S, description="Unix seconds: only entries from then on")
     ] = None,
-    after: Annotated[int, Query(ge=0, le=_SEQ_MAX, description="last_id of the page before")] = 0,
+    after: Annotated[int, Query(ge=0, le=_SEQ_MAX, description="last_id of the previous page")] = 0,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
     """List the requests that changed something, oldest first: sender, time, address, and result.

@@ -119,7 +119,7 @@ async def upload_code(request: Request, backend: BackendDep) -> Response:
 async def list_files(
     *,
     backend: BackendDep,
-    after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
+    after: Annotated[str | None, Query(max_length=64, description="last_id of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 100,
     order: Order = "desc",
     purpose: Annotated[str | None, Query(max_length=32)] = None,

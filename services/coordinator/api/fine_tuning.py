@@ -30,12 +30,12 @@ READ = [require("jobs:read")]
 Writer = Annotated[Caller, require("jobs:write")]
 _LABEL = re.compile(r"metadata\[(.{1,64})\]")
 
-After = Annotated[str | None, Query(max_length=64, description="Id of the last entry of the page before")]
+After = Annotated[str | None, Query(max_length=64, description="Id of the last entry of the previous page")]
 AfterEvent = Annotated[
-    str | None, Query(pattern="^ftevent-[0-9]{1,15}$", description="Id of the last event of the page before")
+    str | None, Query(pattern="^ftevent-[0-9]{1,15}$", description="Id of the last event of the previous page")
 ]
 AfterCheckpoint = Annotated[
-    str | None, Query(pattern="^ftckpt-[0-9]{1,15}$", description="Id of the last checkpoint of the page before")
+    str | None, Query(pattern="^ftckpt-[0-9]{1,15}$", description="Id of the last checkpoint of the previous page")
 ]
 Limit = Annotated[int, Query(ge=1, le=100)]
 

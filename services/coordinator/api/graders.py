@@ -32,7 +32,7 @@ class GraderToValidate(BaseModel):
 class GraderToRun(GraderToValidate):
     """A grader and the answer that it grades."""
 
-    model_sample: str = Field(max_length=1 << 20, description="What a model wrote: `sample.output_text`")
+    model_sample: str = Field(max_length=1 << 20, description="Answer of a model: `sample.output_text`")
     item: dict[str, Any] = Field({}, description="The data row")
 
 

@@ -36,15 +36,15 @@ class KeyRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    name: str = Field(min_length=1, max_length=64, description="For people")
+    name: str = Field(min_length=1, max_length=64, description="Free text")
     scopes: list[Scope] = Field(min_length=1, max_length=16)
     expires_in_s: float | None = Field(None, gt=0, le=LONGEST_S)
     expires_at: AwareDatetime | None = None
     rate_limit: str | None = Field(None, max_length=64, description="Like 600/minute; default: the deployment's")
     models: list[ModelName] | None = Field(
-        None, min_length=1, max_length=64, description="Names or ids of the only jobs that it reaches"
+        None, min_length=1, max_length=64, description="Names or ids of jobs; the key reaches no others"
     )
-    max_weight: float = Field(1.0, ge=0, le=1, description="What its feedback counts at most")
+    max_weight: float = Field(1.0, ge=0, le=1, description="Maximum weight of its feedback")
     code_modules: list[ModuleName] | None = Field(
         None, max_length=64, description="With jobs:code: modules whose functions its jobs may name; `*`: all"
     )
@@ -80,7 +80,7 @@ class NewKey(KeyRecord):
     """A new key; ``key`` is shown this once."""
 
     key: str
-    warnings: list[str] = Field([], description="What it reaches only once there is such a job")
+    warnings: list[str] = Field([], description="Names that the key reaches once such a job exists")
 
 
 class KeyList(BaseModel):

@@ -92,7 +92,7 @@ class CheckpointRow(BaseModel):
     final: bool
     available: bool
     format: Literal["hf", "lora"] | None = Field(
-        description="hf: whole weights for from_pretrained; lora: an adapter, for peft; null where no files are here"
+        description="hf: whole weights for from_pretrained; lora: an adapter for peft; null if there are no files"
     )
     nbytes: int
     files: list[CheckpointFile]
@@ -136,7 +136,7 @@ class ReplayRequest(BaseModel):
 
     from_batch: int | None = Field(None, ge=0, lt=1 << 53)
     to_batch: int | None = Field(None, ge=0, lt=1 << 53)
-    feedback: bool = Field(False, description="Rows say by `told` which answers a batch trained, by which feedback")
+    feedback: bool = Field(False, description="Add `told` to the rows: answers and feedback that each batch trained on")
 
 
 class Health(BaseModel):
@@ -157,17 +157,17 @@ class Version(BaseModel):
 class FeedbackLimits(BaseModel):
     """Limits of feedback; texts and tags in characters."""
 
-    max_item_bytes: int = Field(description="Of an item that is no whole interaction")
+    max_item_bytes: int = Field(description="Bytes of an item other than a whole interaction")
     max_interaction_bytes: int
     max_interaction_tokens: int = Field(description="Prompt and completion together")
-    max_episode_turns: int = Field(description="Of one episode; later turns are recorded and never trained on")
+    max_episode_turns: int = Field(description="Turns of one episode; later ones are recorded and never trained on")
     max_batch_bytes: int
     max_batch_items: int
     max_tags: int
     max_tag_key: int
     max_tag_value: int
-    max_comment: int = Field(description="Of `comment` beside a value, and of the metric `comment`")
-    max_text: int = Field(description="Of a demonstration, and of an answer that is preferred to another, as text")
+    max_comment: int = Field(description="Characters of `comment` beside a value, and of the metric `comment`")
+    max_text: int = Field(description="Characters of a demonstration, and of a preferred answer, as text")
     token_min_s: float = Field(description="Shortest life of a token for one verdict")
     token_default_s: float
     token_max_s: float
@@ -177,13 +177,15 @@ class ConnectionLimits(BaseModel):
     """Limits of connections, which apply before authentication."""
 
     max_connections: int = Field(
-        description="Of all clients, fewer where files lack; 503 `too_many_connections` beyond"
+        description="Connections of all clients, fewer if file descriptors are short; 503 `too_many_connections` beyond"
     )
-    max_per_address: int = Field(description="Of one client address, IPv6: of a /64; 503 `too_many_connections` beyond")
-    max_head_bytes: int = Field(description="Of the request line with all headers; 431 beyond")
+    max_per_address: int = Field(
+        description="Connections of one client address (IPv6: of a /64); 503 `too_many_connections` beyond"
+    )
+    max_head_bytes: int = Field(description="Bytes of the request line with all headers; 431 beyond")
     max_headers: int = Field(description="Lines of headers; 431 beyond")
-    head_s: float = Field(description="Longest that a connection says nothing, or takes for its headers; 408 beyond")
-    body_s: float = Field(description="Longest for a body, and a second more for each `body_bytes_per_s`; 408 beyond")
+    head_s: float = Field(description="Seconds that a connection may be silent, or take for its headers; 408 beyond")
+    body_s: float = Field(description="Seconds for a body, plus one for each `body_bytes_per_s`; 408 beyond")
     body_bytes_per_s: int
 
 
@@ -194,26 +196,31 @@ class KeyLimits(BaseModel):
         description="Event streams and long polls included; 429 `too_many_at_once` beyond"
     )
     max_large_bodies: int = Field(description="Bodies above `max_body_bytes` that are read at once; others wait")
-    max_large_bodies_of_all: int = Field(description="The same of all keys")
-    large_body_wait_s: float = Field(description="Longest such wait; 429 `too_many_large_bodies` then")
+    max_large_bodies_of_all: int = Field(description="The same for all keys together")
+    large_body_wait_s: float = Field(description="Seconds of such a wait; 429 `too_many_large_bodies` beyond")
     max_requests_of_model: int = Field(
-        description="Of all keys to one model of a coordinator; a key has as many as are free then: 429 `capacity`"
+        description="Requests of all keys to one model of a coordinator; a key gets as many as are free; "
+        "429 `capacity` beyond"
     )
     tenant_share: float = Field(
-        description="Of a key in opened episodes (507 `episode_quota`), of a job in feedback that is stored (429 "
-        "`job_backlog_full`): of what the others leave"
+        description="Share of a key in opened episodes (507 `episode_quota`), and of a job in stored feedback (429 "
+        "`job_backlog_full`), of the part that the others leave"
     )
-    key_share: float = Field(description="Of a key in the feedback of one job, of what the job's other keys leave")
+    key_share: float = Field(
+        description="Share of a key in the feedback of one job, of the part that its other keys leave"
+    )
 
 
 class DocumentLimits(BaseModel):
     """Limits of the content of a body; 422 `too_complex` beyond."""
 
-    max_values: int = Field(description="Of JSON; a posted interaction may have as many as its tokens need")
+    max_values: int = Field(
+        description="Values of a JSON body; a posted interaction may have as many as its tokens need"
+    )
     max_yaml_values: int
     max_depth: int
-    max_schema_bytes: int = Field(description="Of all schemas of a request together")
-    max_tools: int = Field(description="Of a request whose answer is to have a form")
+    max_schema_bytes: int = Field(description="Bytes of all schemas of a request together")
+    max_tools: int = Field(description="Schemas of a request for an answer of a given form")
     max_choices: int = Field(description="Answers of one request: prompts times `n`")
 
 
@@ -223,22 +230,22 @@ class Limits(BaseModel):
     model_config = {"extra": "allow"}
 
     max_body_bytes: int
-    max_large_body_bytes: int = Field(description="Where conversations, whole interactions and batches are posted")
-    max_file_bytes: int = Field(description="Of an upload to /v1/files")
+    max_large_body_bytes: int = Field(description="Routes for conversations, whole interactions and batches")
+    max_file_bytes: int = Field(description="Bytes of an upload to /v1/files")
     max_batch_items: int
     feedback: FeedbackLimits
     max_page: int
     max_wait_s: float
     rate_limit: str
-    live_rate_limit: str = Field(description="Of models and feedback, counted apart")
-    user_rate_limit: str | None = Field(description="Of live requests and feedback of a key for one end user")
+    live_rate_limit: str = Field(description="Requests to models, and feedback, counted separately")
+    user_rate_limit: str | None = Field(description="Live requests and feedback of a key for one end user")
     token_rate_limit: str | None = Field(description="Tokens of prompts and answers of one key")
-    address_rate_limit: str | None = Field(description="Of one client address; IPv6: of a /64")
+    address_rate_limit: str | None = Field(description="Requests of one client address (IPv6: of a /64)")
     connections: ConnectionLimits
     per_key: KeyLimits
     documents: DocumentLimits
     max_files: int = Field(description="Uploaded data sets of all keys")
-    files_bytes: int = Field(description="Of all uploaded data sets together")
+    files_bytes: int = Field(description="Bytes of all uploaded data sets together")
     max_webhooks: int
     idempotency_keep_s: int
     authentication: bool

@@ -106,8 +106,8 @@ class _Post(BaseModel):
     feedback_id: FeedbackId | None = Field(None, description="Chosen by the sender: the same id has one effect")
     revision: StrictInt = Field(0, ge=0, lt=1 << 31, description="A higher one replaces what the id said before")
     tags: Tags = Field(default_factory=dict)
-    observed_at: AwareDatetime | None = Field(None, strict=True, description="When it happened (RFC 3339)")
-    user: User | None = Field(None, description="Whose verdict; stored as a pseudonym only. Also: tags.user_id")
+    observed_at: AwareDatetime | None = Field(None, strict=True, description="Time of the observation (RFC 3339)")
+    user: User | None = Field(None, description="User who judged; stored only as a pseudonym. Also: tags.user_id")
 
     @property
     def named_user(self) -> str:
@@ -122,9 +122,9 @@ class Metric(_Post):
     value: Verdict | Annotated[StrictStr, StringConstraints(max_length=MAX_TEXT)] | Message | Messages
     weight: Finite = Field(1.0, ge=0, le=1)
     final: StrictBool = False
-    turn: StrictInt = Field(-1, ge=-1, lt=1 << 31, description="Which interaction of an episode; -1: its last")
+    turn: StrictInt = Field(-1, ge=-1, lt=1 << 31, description="Turn of the episode; -1: the last")
     comment: Text | None = None
-    dryrun: StrictBool | None = Field(None, description="Only check it")
+    dryrun: StrictBool | None = Field(None, description="Validate only")
     internal: StrictBool | None = Field(None, description="Ignored; TensorZero's client sends it")
 
 
@@ -166,14 +166,16 @@ class PostedInteraction(_Post):
     sampling: PostedSampling = PostedSampling()
     tokenizer_sha: Annotated[StrictStr, StringConstraints(max_length=128)] | None = None
     group_id: Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)] | None = None
-    episode_id: EpisodeId | None = Field(None, description="The episode that it is a turn of, one of its key")
-    turn: StrictInt = Field(-1, ge=-1, lt=MAX_TURNS, description="Its place there, from 0; -1: behind what came before")
+    episode_id: EpisodeId | None = Field(None, description="Episode of which it is a turn, of the same key")
+    turn: StrictInt = Field(
+        -1, ge=-1, lt=MAX_TURNS, description="Index of the turn in its episode, from 0; -1: after the earlier ones"
+    )
     reward: Verdict | None = None
     rewards: dict[MetricName, Verdict] = Field(
         default_factory=dict, max_length=64, description="Values of metrics, as the job declares them"
     )
     done: StrictBool | None = Field(
-        None, description="Whether it is the last turn of its episode; default: only where it is of none"
+        None, description="True: the last turn of its episode; default: true only without an episode"
     )
 
     @model_validator(mode="after")
@@ -207,7 +209,9 @@ class PostedPreference(_Post):
     kind: Literal["preference"]
     model: ModelName = Field(description="Name or id of the online job")
     messages: Messages = Field(default_factory=list, max_length=4096, description="The prompt")
-    prompt_token_ids: Tokens | None = Field(None, min_length=1, max_length=MAX_TOKENS, description="Or its tokens")
+    prompt_token_ids: Tokens | None = Field(
+        None, min_length=1, max_length=MAX_TOKENS, description="Prompt as token ids"
+    )
     chosen: Answer = Field(description="A text, or a message of the assistant")
     rejected: Answer
     strength: Finite = Field(1.0, gt=0, le=1)
@@ -282,7 +286,7 @@ class ConsentBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    train: StrictBool = Field(description="False: interactions are served and never trained on")
+    train: StrictBool = Field(description="false: interactions are served and never trained on")
 
 
 def is_number(value: Any) -> bool:

@@ -108,7 +108,7 @@ class FineTuningJob(BaseModel):
     finished_at: int | None = None
     estimated_finish: int | None = None
     model: str
-    fine_tuned_model: str | None = Field(None, description="Takes part as `model` in another job")
+    fine_tuned_model: str | None = Field(None, description="Value for `model` of another job")
     organization_id: str = "penstock"
     status: Literal["validating_files", "queued", "running", "paused", "succeeded", "failed", "cancelled"]
     error: JobError | None = None
@@ -161,7 +161,7 @@ class Checkpoint(BaseModel):
     object: Literal["fine_tuning.job.checkpoint"] = "fine_tuning.job.checkpoint"
     created_at: int
     fine_tuning_job_id: str
-    fine_tuned_model_checkpoint: str = Field(description="Takes part as `model` in another job")
+    fine_tuned_model_checkpoint: str = Field(description="Value for `model` of another job")
     step_number: int
     metrics: dict[str, float]
 

@@ -43,7 +43,7 @@ class Problem(BaseModel):
     detail: str
     instance: str
     errors: list[Flaw] = []
-    max_bytes: int | None = Field(None, description="With 413 of something too long: how long it may be")
+    max_bytes: int | None = Field(None, description="With 413: the limit in bytes")
     error: ErrorObject
 
     def document(self) -> dict[str, Any]:

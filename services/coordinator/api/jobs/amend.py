@@ -44,7 +44,7 @@ class Amended(JobRecord):
 
     applies_at_step: int | None = Field(
         None,
-        description="First update, counted from 1, that the change holds for; null while no leader took it up, "
+        description="First update, counted from 1, to which the change applies; null until a leader applies it, "
         "and where it changes nothing of the training. What was drawn before keeps its temperature",
     )
 
@@ -61,7 +61,7 @@ class Patch(BaseModel):
     algorithm: dict[str, Any] = Field({}, description="kl.coef, unless it is adaptive")
     sampling: dict[str, Any] = Field({}, description="temperature")
     backend: dict[str, Any] = Field(
-        {}, description="any key; another `type` replaces the section. The trainer goes on from a checkpoint of its own"
+        {}, description="any key; another `type` replaces the section. The trainer continues from a checkpoint"
     )
     metadata: dict[str, str | None] = {}
 
@@ -72,9 +72,9 @@ class Amendable(BaseModel):
     key: str
     value: float | int | None
     type: Literal["integer", "number"]
-    minimum: float | None = Field(description="Least that is allowed")
-    above: float | None = Field(description="What it must exceed")
-    optional: bool = Field(description="null is a value, too")
+    minimum: float | None = Field(description="Inclusive minimum")
+    above: float | None = Field(description="Exclusive minimum")
+    optional: bool = Field(description="null is a valid value")
     description: str
 
 
@@ -111,7 +111,7 @@ async def amend(
     job: JobId,
     caller: Writer,
     backend: BackendDep,
-    wait: Annotated[float, Query(ge=0, le=60, description="Wait this long for a leader to take it up")] = 5,
+    wait: Annotated[float, Query(ge=0, le=60, description="Seconds to wait until a leader applies it")] = 5,
     if_match: Annotated[str, Header()] = "",
 ) -> Response:
     """Change a job file while the job runs.
@@ -217,7 +217,7 @@ class Extension(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    max_updates: int = Field(ge=1, lt=1 << 53, description="Policy updates in all, those that are done included")
+    max_updates: int = Field(ge=1, lt=1 << 53, description="Total policy updates, including the finished ones")
 
 
 class ExtendedJob(JobRecord):
@@ -255,7 +255,7 @@ async def get_operation(
     job: JobId,
     operation: Annotated[str, Path(max_length=64)],
     backend: BackendDep,
-    wait: Annotated[float, Query(ge=0, le=60, description="Hold the reply until it is over")] = 0,
+    wait: Annotated[float, Query(ge=0, le=60, description="Hold the reply until it is done")] = 0,
 ) -> Response:
     """Show an operation; a job keeps only its newest ones."""
 

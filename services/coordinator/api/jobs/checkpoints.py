@@ -112,7 +112,7 @@ async def download(
 )
 async def artifact(
     *,
-    sha256: Annotated[str, Path(max_length=64, description="Of the content, in hex")],
+    sha256: Annotated[str, Path(max_length=64, description="SHA-256 of the content, in hex")],
     backend: BackendDep,
     wanted: Annotated[str, Header(alias="range")] = "",
     if_range: Annotated[str, Header()] = "",

@@ -81,7 +81,7 @@ async def list_jobs(
     request: Request,
     caller: Annotated[Caller, require("jobs:read", reach="checked")],
     backend: BackendDep,
-    after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
+    after: Annotated[str | None, Query(max_length=64, description="last_id of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 20,
     order: Order = "desc",
     phase: Phase | None = None,
@@ -114,7 +114,7 @@ async def list_jobs(
 async def get_job(
     job: JobId,
     backend: BackendDep,
-    wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Hold the reply up to this many seconds")] = 0,
+    wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S, description="Seconds to hold the reply")] = 0,
     goal: Annotated[Goal, Query(alias="for", description="terminal, change, or a phase")] = "terminal",
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:

@@ -106,7 +106,7 @@ async def events(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     form: Annotated[
         Literal["json", "cloudevents"] | None,
-        Query(alias="format", description="cloudevents: as webhooks are sent them; default: what Accept asks for"),
+        Query(alias="format", description="cloudevents: in the form of webhooks; default: as the Accept header says"),
     ] = None,
     accept: Annotated[str, Header(include_in_schema=False)] = "",
     last_event_id: Annotated[str, Header(json_schema_extra={"pattern": "^[0-9]{1,15}$"})] = "",

@@ -30,22 +30,22 @@ class Sample(BaseModel):
 
     id: str
     job: str
-    env: str = Field(description="Name of the source of its prompt; empty where a live agent sent it")
+    env: str = Field(description="Source of the prompt; empty for a live agent")
     prompt_token_ids: list[int]
     token_ids: list[int]
     token_texts: list[str] | None = Field(
-        None, description="Text of each token, for people; null where the coordinator has no tokenizer of the job"
+        None, description="Text of each token; null if the coordinator does not have the job's tokenizer"
     )
-    logprobs: list[float] = Field(description="Of the sampler, natural logarithm of the distribution it sampled from")
+    logprobs: list[float] = Field(description="Log-probs of the sampler (natural logarithm)")
     mask: list[int] = Field(description="1: the policy chose the token; 0: an observation")
-    versions: list[int] = Field(description="Of the policy that chose the token")
+    versions: list[int] = Field(description="Version of the policy that sampled the token")
     parts: dict[str, Any] = Field(description="Reward by component")
     siblings: list[str] = Field(description="Ids of the other completions of the group")
 
 
 @router.get("/{sample_id}", response_model=Sample)
 async def get_sample(
-    sample_id: Annotated[str, Path(max_length=128, description="JOB-STEP-DRAW-INDEX, as the list of samples has it")],
+    sample_id: Annotated[str, Path(max_length=128, description="JOB-STEP-DRAW-INDEX, as in the list of samples")],
     caller: Annotated[Caller, require("jobs:read", reach="checked")],
     backend: BackendDep,
 ) -> Response:

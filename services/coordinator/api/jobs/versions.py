@@ -28,7 +28,7 @@ class Promotion(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: int = Field(ge=0, le=_LARGEST, description="The newest one, as `policy_version` of the job says")
+    version: int = Field(ge=0, le=_LARGEST, description="Newest version: `policy_version` of the job")
 
 
 class RollbackTo(BaseModel):
@@ -36,7 +36,7 @@ class RollbackTo(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    checkpoint: int = Field(ge=0, le=_LARGEST, description="Its number")
+    checkpoint: int = Field(ge=0, le=_LARGEST, description="Number of the checkpoint")
 
 
 class Trial(BaseModel):
@@ -47,7 +47,7 @@ class Trial(BaseModel):
     share: float
     since: float
     until: float
-    needed: int = Field(description="So many judged conversations of each arm decide")
+    needed: int = Field(description="Judged conversations of each arm that decide the trial")
     conversations: int
     reward: float | None
     served_conversations: int

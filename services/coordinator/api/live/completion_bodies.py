@@ -65,8 +65,8 @@ class _Body(BaseModel):
     ignore_eos: bool | None = False
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     user: UserField = Field(None, description="Stored as a pseudonym. Also: metadata.user_id, safety_identifier")
-    safety_identifier: UserField = Field(None, description="Whose request it is, where nothing else names the user")
-    metadata: RequestMetadata | None = Field(None, description="Where it belongs, whose it is, and tags")
+    safety_identifier: UserField = Field(None, description="User of the request, if nothing else names one")
+    metadata: RequestMetadata | None = Field(None, description="Episode, user and tags of the request")
     store: bool | None = Field(None, description="false: the request is not recorded")
     return_token_ids: bool | None = False
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -124,9 +124,9 @@ class ChatBody(_Body):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = Field(
-        None, description="`auto`, `none`, `required`, or the function that is to be called"
+        None, description="`auto`, `none`, `required`, or a function to call"
     )
-    parallel_tool_calls: bool | None = Field(None, description="false: a forced call is one call")
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property

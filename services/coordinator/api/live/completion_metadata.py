@@ -79,10 +79,10 @@ class RequestMetadata(BaseModel):
     )
     __pydantic_extra__: dict[TagKey, TagText]
 
-    episode_id: Name = Field(None, description="The episode that the request is a turn of")
-    train: Flag = Field(None, description="false: it is recorded and never trained on")
-    split: Literal["train", "val"] | None = Field(None, description="`val`: recorded to measure on, never trained on")
-    user_id: UserName = Field(None, description="Whose request it is, where `user` is not given; stored as a pseudonym")
+    episode_id: Name = Field(None, description="Episode of which the request is a turn")
+    train: Flag = Field(None, description="false: record the request, but never train on it")
+    split: Literal["train", "val"] | None = Field(None, description="`val`: recorded for evaluation, never trained on")
+    user_id: UserName = Field(None, description="User of the request without `user`; stored as a pseudonym")
 
     @property
     def tags(self) -> dict[str, str]:

@@ -57,14 +57,14 @@ class EpisodeBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(min_length=1, max_length=256)
-    ttl_s: float = Field(DAY_S, gt=0, le=30 * DAY_S, description="Seconds for which requests are taken")
+    ttl_s: float = Field(DAY_S, gt=0, le=30 * DAY_S, description="Seconds for which requests are accepted")
     split: Literal["train", "val"] = Field("train", description="`val`: recorded, never trained on")
     group_id: str | None = Field(None, min_length=1, max_length=128)
     user: str | None = Field(
-        None, max_length=MAX_USER, description="Whose requests these are where they name nobody. Also: tags.user_id"
+        None, max_length=MAX_USER, description="User of requests that name none. Also: tags.user_id"
     )
     tags: Tags = Field(default_factory=dict)
-    key: KeyBody | None = Field(None, description="Make a key for it, too, as `/keys` does: `api_key` of the reply")
+    key: KeyBody | None = Field(None, description="Also create a key for it, as `/keys` does: `api_key` of the reply")
 
 
 class Episode(EpisodeRecord):
@@ -171,7 +171,7 @@ async def list_interactions(
     episode: OpenedEpisode,
     caller: Annotated[Caller, require("jobs:read", reach="checked")],
     backend: BackendDep,
-    after: Annotated[str | None, Query(max_length=64, description="last_id of the page before")] = None,
+    after: Annotated[str | None, Query(max_length=64, description="last_id of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
     """List the recorded interactions of an episode in order; also of an unopened episode, or after its job ended.

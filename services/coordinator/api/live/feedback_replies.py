@@ -120,19 +120,19 @@ class Funnel(BaseModel):
 class ConsentReply(BaseModel):
     """Stored consent of a user."""
 
-    user: str = Field(description="The pseudonym under which everything is stored")
+    user: str = Field(description="Pseudonym of the user in stored data")
     train: bool
 
 
 class ErasureReply(BaseModel):
     """Deletion of a user's data: its progress, and the versions that stay."""
 
-    user: str = Field(description="The pseudonym under which everything was stored")
+    user: str = Field(description="Pseudonym of the user in stored data")
     status: Literal["running", "done"]
     interactions: int
     feedback: int
     groups: int
-    episodes: int = Field(0, description="Opened for the user; they take no more requests")
+    episodes: int = Field(0, description="Episodes opened for the user; they accept no more requests")
     trained_versions: dict[str, list[int]] = Field(description="By job: versions that were trained on it; they stay")
     requested: float
     finished: float | None = None

@@ -87,7 +87,7 @@ class Choice(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     index: int
-    interaction_id: str | None = Field(description="What feedback on it names; null where nothing is recorded")
+    interaction_id: str | None = Field(description="Target for feedback on it; null if nothing is recorded")
     finish_reason: str | None
 
 

@@ -31,7 +31,7 @@ class RollbackToVersion(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    version: int = Field(ge=0, lt=1 << 53, description="One that a checkpoint has")
+    version: int = Field(ge=0, lt=1 << 53, description="Version of a checkpoint")
 
 
 class Kept(BaseModel):

@@ -26,7 +26,7 @@ all_jobs = APIRouter(tags=["feedback"])
 Item = Annotated[str, Path(max_length=64, description="Id of the feedback: a UUID, with or without fb_")]
 Admin = Annotated[Caller, require("feedback:admin")]
 AdminOfAll = Annotated[Caller, require("feedback:admin", reach="checked")]
-After = Annotated[str, Query(max_length=64, description="last_id of the page before")]
+After = Annotated[str, Query(max_length=64, description="last_id of the previous page")]
 Limit = Annotated[int, Query(ge=1, le=100)]
 _NOT_HELD: dict[int | str, dict[str, Any]] = {409: {"description": "It is not held back, or no longer."}}
 

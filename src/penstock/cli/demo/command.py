@@ -61,7 +61,8 @@ def demo(
     rollouts: Annotated[int, typer.Option(min=1, max=64, help="Rollout workers.")] = 1,
     limit_s: Annotated[float, typer.Option(min=1, help="online: give up after this many seconds.")] = LIMIT_S,
     hostile: Annotated[
-        bool, typer.Option("--hostile", help="online: beside a key with 90 % of the traffic that judges inversely.")
+        bool,
+        typer.Option("--hostile", help="online: add an attacker with 90 % of the traffic who inverts every verdict."),
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -16,10 +16,10 @@ __all__ = ["audit_log"]
 
 
 def audit_log(
-    since: Annotated[str, typer.Option(help="Only what is at most so old, like 90m, 12h or 30d.")] = "1d",
-    key: Annotated[str | None, typer.Option(help="Id of a key: only what was sent with it.")] = None,
-    job: Annotated[str | None, typer.Option(help="Only what is about this job, or made it.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=100_000, help="At most so many.")] = 1000,
+    since: Annotated[str, typer.Option(help="Only entries up to this age, like 90m, 12h or 30d.")] = "1d",
+    key: Annotated[str | None, typer.Option(help="Only requests with this key (id).")] = None,
+    job: Annotated[str | None, typer.Option(help="Only requests about this job, and the one that created it.")] = None,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=100_000, help="Maximum number of rows.")] = 1000,
     as_json: Json = False,
 ) -> None:
     """Show the requests that changed something, oldest first, with their senders; needs the scope admin."""

@@ -30,7 +30,7 @@ ROOM = 1 << 30
 """Bytes that a server needs besides its streams."""
 FolderOf = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of the backup.")]
 NatsUrl = Annotated[
-    str | None, typer.Option("--nats-url", help="The bus, where this machine's 'penstock up' does not run it.")
+    str | None, typer.Option("--nats-url", help="URL of the bus, unless 'penstock up' runs it on this machine.")
 ]
 
 

@@ -21,10 +21,10 @@ app = typer.Typer(name="bench", cls=Commands, help="Measure this machine.", no_a
 @app.command()
 def ingest(
     *,
-    seconds: Annotated[float, typer.Option(min=0.5, max=600, help="Length of each load.")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.5, max=600, help="Seconds of each load.")] = 5.0,
     connections: Annotated[int, typer.Option(min=1, max=1024, help="Requests in flight.")] = 64,
-    batch: Annotated[int, typer.Option(min=1, max=256, help="Items of a batch.")] = 256,
-    kills: Annotated[int, typer.Option(min=0, max=100, help="How often coordinator or NATS is killed.")] = 2,
+    batch: Annotated[int, typer.Option(min=1, max=256, help="Items in a batch.")] = 256,
+    kills: Annotated[int, typer.Option(min=0, max=100, help="Number of kills of coordinator or NATS.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Measure durable feedback per second over HTTP, each item on disk before its reply; exit with 1 if one is lost."""

@@ -28,10 +28,8 @@ app = typer.Typer(
 def install(
     name: Annotated[str, typer.Argument(help=f"Engine: {', '.join(ENVIRONMENTS)}.")],
     *,
-    python: Annotated[Path, typer.Option(help="Interpreter from which the environment is made.")] = Path(
-        sys.executable
-    ),
-    again: Annotated[bool, typer.Option("--again", help="Remove what is there and install it anew.")] = False,
+    python: Annotated[Path, typer.Option(help="Python interpreter of the new environment.")] = Path(sys.executable),
+    again: Annotated[bool, typer.Option("--again", help="Remove the installation and install again.")] = False,
     as_json: Json = False,
 ) -> None:
     """Install an engine's pinned packages in an interpreter of its own, in PENSTOCK_ENGINES_DIR.

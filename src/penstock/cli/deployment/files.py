@@ -17,9 +17,9 @@ from penstock.shared.errors import ConfigError
 
 __all__ = ["app", "grade"]
 
-app = typer.Typer(name="files", cls=Commands, help="Data sets kept by the server.", no_args_is_help=True)
+app = typer.Typer(name="files", cls=Commands, help="Uploaded data sets: upload, list, delete.", no_args_is_help=True)
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="As 'penstock files ls' shows it.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="Id, as 'penstock files ls' shows it.")]
 
 
 @app.command()
@@ -60,7 +60,7 @@ def rm(id: Id, as_json: Json = False) -> None:
 
 def grade(
     grader: Annotated[Path, typer.Argument(metavar="FILE", help="A grader in OpenAI's format, YAML or JSON.")],
-    sample: Annotated[str, typer.Option(help="What a model wrote.")],
+    sample: Annotated[str, typer.Option(help="Answer of a model.")],
     item: Annotated[str, typer.Option(help="The data row, as JSON.")] = "{}",
     as_json: Json = False,
 ) -> None:

@@ -20,15 +20,15 @@ app = typer.Typer(name="keys", cls=Commands, help="Make, list and revoke API key
 @app.command()
 def create(
     *,
-    name: Annotated[str, typer.Argument(help="For people.")],
+    name: Annotated[str, typer.Argument(help="Description.")],
     scopes: Annotated[str, typer.Option(help=f"Comma-separated, of: {', '.join(SCOPES)}.")],
-    expires: Annotated[str | None, typer.Option(help="Age at which it ends, like 12h or 30d; default: never.")] = None,
-    rate: Annotated[str | None, typer.Option(help="Its own rate limit, like 600/minute.")] = None,
+    expires: Annotated[str | None, typer.Option(help="Lifetime, like 12h or 30d; default: unlimited.")] = None,
+    rate: Annotated[str | None, typer.Option(help="Rate limit of the key, like 600/minute.")] = None,
     models: Annotated[
-        str | None, typer.Option(help="Comma-separated names or ids of the only jobs that it reaches.")
+        str | None, typer.Option(help="Comma-separated names or ids of jobs; the key reaches no others.")
     ] = None,
     max_weight: Annotated[
-        float | None, typer.Option(min=0, max=1, help="What its feedback counts at most; default: 1.")
+        float | None, typer.Option(min=0, max=1, help="Maximum weight of its feedback; default: 1.")
     ] = None,
     code: Annotated[
         str | None,
@@ -81,7 +81,7 @@ def ls(as_json: Json = False) -> None:
 
 @app.command()
 def revoke(
-    id: Annotated[str, typer.Argument(metavar="ID", help="As 'penstock keys ls' shows it.")], as_json: Json = False
+    id: Annotated[str, typer.Argument(metavar="ID", help="Id, as 'penstock keys ls' shows it.")], as_json: Json = False
 ) -> None:
     """Revoke a key."""
     with Client() as client:

@@ -43,12 +43,12 @@ DataDir = Annotated[Path | None, typer.Option("--data-dir", help="Folder of the 
 
 def up(
     *,
-    detach: Annotated[bool, typer.Option("--detach", "-d", help="Go on in the background.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Run in the background.")] = False,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port of the API; 0 takes a free one.")] = None,
     data_dir: DataDir = None,
     rollouts: Annotated[int, typer.Option(min=1, max=64, help="Rollout workers.")] = 1,
     trainer_ranks: Annotated[
-        int | None, typer.Option(min=1, max=64, help="Processes of the trainer, for models cut over ranks.")
+        int | None, typer.Option(min=1, max=64, help="Processes (ranks) of the trainer, for sharded models.")
     ] = None,
     engine: Annotated[
         str | None,

@@ -25,7 +25,9 @@ SAID_EVERY = 50
 
 
 def record_demonstrations(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML) of kind embodied: which simulator.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Job file (YAML) of kind embodied, which names the simulator.")
+    ],
     *,
     to: Annotated[Path | None, typer.Option("--to", help="Default: warm_start.demonstrations of the job file.")] = None,
     episodes: Annotated[int, typer.Option(min=1, help="Episodes to play.")] = 50,
@@ -36,9 +38,9 @@ def record_demonstrations(
         Path | None, typer.Option("--checkpoint", help="Play the policy in this checkpoint, not the scripted expert.")
     ] = None,
     at_random: Annotated[
-        bool, typer.Option("--random", help="Draw every action at random, for a world model; keeps all episodes.")
+        bool, typer.Option("--random", help="Sample every action at random, for a world model; keeps all episodes.")
     ] = False,
-    every: Annotated[bool, typer.Option("--all", help="Keep episodes that do not solve the task, too.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Also keep episodes that do not solve the task.")] = False,
     as_json: Json = False,
 ) -> None:
     """Play episodes from the reset ids of a job, and keep them as demonstrations."""

@@ -33,7 +33,10 @@ app = typer.Typer(
 
 
 models = typer.Typer(
-    name="world-model", help="Models that take the place of a simulator.", no_args_is_help=True, rich_markup_mode=None
+    name="world-model",
+    help="World models: train one from recorded episodes.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 app.add_typer(models)
 
@@ -88,16 +91,12 @@ def install(
         str, typer.Argument(help="Simulator: gymnasium, libero, maniskill, metaworld, or a name for --adapter.")
     ],
     *,
-    python: Annotated[Path, typer.Option(help="Interpreter from which the environment is made.")] = Path(
-        sys.executable
-    ),
-    again: Annotated[bool, typer.Option("--again", help="Remove what is there and install it anew.")] = False,
+    python: Annotated[Path, typer.Option(help="Python interpreter of the new environment.")] = Path(sys.executable),
+    again: Annotated[bool, typer.Option("--again", help="Remove the installation and install again.")] = False,
     adapter: Annotated[
         Path | None, typer.Option(help="An adapter file of your own, for a simulator of your own.")
     ] = None,
-    package: Annotated[
-        list[str] | None, typer.Option(help="With --adapter: a package that it needs; repeatable.")
-    ] = None,
+    package: Annotated[list[str] | None, typer.Option(help="With --adapter: a required package; repeatable.")] = None,
     index: Annotated[str | None, typer.Option(help="A further package index, for pip --extra-index-url.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -176,13 +175,13 @@ def list_simulators(*, as_json: Json = False) -> None:
 
 @models.command()
 def train(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Episodes that `penstock record` kept.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File of episodes that `penstock record` wrote.")],
     *,
     out: Annotated[Path, typer.Option("--out", help="Folder of the model: options.model of a job.")],
-    members: Annotated[int, typer.Option(min=1, max=32, help="Networks of the ensemble.")] = FITTING.members,
+    members: Annotated[int, typer.Option(min=1, max=32, help="Networks in the ensemble.")] = FITTING.members,
     hidden: Annotated[list[int] | None, typer.Option(min=1, help="Width of a hidden layer; repeatable.")] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the episodes.")] = FITTING.epochs,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, samples and held-out episodes.")] = FITTING.seed,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, samples and held-out episodes.")] = FITTING.seed,
     as_json: Json = False,
 ) -> None:
     """Fit a model of a simulator to recorded episodes, for jobs with the backend world_model."""

@@ -16,17 +16,17 @@ app = typer.Typer(
     name="webhooks", cls=Commands, help="Post events of jobs to an address, signed.", no_args_is_help=True
 )
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="As 'penstock webhooks ls' shows it.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="Id, as 'penstock webhooks ls' shows it.")]
 
 
 @app.command()
 def create(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Where events are posted.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Address that receives the events.")],
     types: Annotated[
         str | None, typer.Option(help="Comma-separated, like 'rl.job.*,rl.checkpoint.*'; default: jobs that ended.")
     ] = None,
     job: Annotated[str | None, typer.Option(help="Only events of this job: id, prefix or name.")] = None,
-    description: Annotated[str, typer.Option(help="For people.")] = "",
+    description: Annotated[str, typer.Option(help="Description.")] = "",
     as_json: Json = False,
 ) -> None:
     """Create a webhook and print the secret that signs its deliveries; it is shown this once."""

@@ -46,7 +46,8 @@ def replay(
     from_batch: Annotated[int | None, typer.Option("--from", min=0, help="First batch.")] = None,
     to_batch: Annotated[int | None, typer.Option("--to", min=0, help="Last batch.")] = None,
     feedback: Annotated[
-        bool, typer.Option("--feedback", help="Of live agents: which answers each batch trained, by which feedback.")
+        bool,
+        typer.Option("--feedback", help="Jobs of live agents: show which answers and feedback each batch trained on."),
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -59,9 +59,13 @@ def submit(
     *,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML); - reads standard input.")],
     overrides: Overrides = None,
-    follow_it: Annotated[bool, typer.Option("--follow", "-f", help="Watch to the end; exit with its result.")] = False,
+    follow_it: Annotated[
+        bool, typer.Option("--follow", "-f", help="Follow to the end; exit with the job's result.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate and show the plan; --json: all of it.")] = False,
-    key: Annotated[str | None, typer.Option("--idempotency-key", help="The same key submits once.")] = None,
+    key: Annotated[
+        str | None, typer.Option("--idempotency-key", help="Idempotency key; a repeated key submits nothing.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Submit a job file."""
@@ -134,7 +138,7 @@ def _shown(value: Any) -> str:
 def amend(
     job: Job,
     overrides: Annotated[list[str], typer.Option("--set", metavar="KEY=VALUE", help="Like train.max_updates=300.")],
-    wait_s: Annotated[float, typer.Option("--wait", min=0, help="Wait this long for the job to take it up.")] = 5,
+    wait_s: Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait until the job applies it.")] = 5,
     as_json: Json = False,
 ) -> None:
     """Change a job while it runs: train.max_updates, checkpoint, limits, learning rate, KL coefficient, temperature,
@@ -154,10 +158,12 @@ def amend(
 def extend(
     job: Job,
     max_updates: Annotated[
-        int, typer.Option("--max-updates", min=1, help="Updates in all, those that are done included.")
+        int, typer.Option("--max-updates", min=1, help="Total policy updates, including the finished ones.")
     ],
     *,
-    follow_it: Annotated[bool, typer.Option("--follow", "-f", help="Watch to the end; exit with its result.")] = False,
+    follow_it: Annotated[
+        bool, typer.Option("--follow", "-f", help="Follow to the end; exit with the job's result.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Continue a job that has ended, with its optimizer state, data order, numbering and ledger."""
@@ -179,7 +185,7 @@ def clone(
     job: Job,
     *,
     overrides: Overrides = None,
-    name: Annotated[str | None, typer.Option("--name", help="Of the copy; default: the same.")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name of the copy; default: the same.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate and show the plan.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -212,7 +218,7 @@ def ls(
     labels: Annotated[
         list[str] | None, typer.Option("--label", metavar="KEY=VALUE", help="Only with this label.")
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number of rows.")] = 20,
     as_json: Json = False,
 ) -> None:
     """List jobs, newest first."""
@@ -296,8 +302,8 @@ def wait(
 
 def cancel(
     job: Job,
-    force: Annotated[bool, typer.Option("--force", help="Neither drain nor checkpoint.")] = False,
-    checkpoint: Annotated[bool, typer.Option(help="Write a last checkpoint.")] = True,
+    force: Annotated[bool, typer.Option("--force", help="Stop without draining or a checkpoint.")] = False,
+    checkpoint: Annotated[bool, typer.Option(help="Write a final checkpoint.")] = True,
     as_json: Json = False,
 ) -> None:
     """End a job. It drains and writes a checkpoint first."""
@@ -307,8 +313,8 @@ def cancel(
 
 def rm(
     job: Job,
-    checkpoints: Annotated[bool, typer.Option("--checkpoints", help="Its checkpoints on disk, too.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    checkpoints: Annotated[bool, typer.Option("--checkpoints", help="Also delete its checkpoint files.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Skip the confirmation.")] = False,
     as_json: Json = False,
 ) -> None:
     """Delete a job that has ended: its ledger, groups, metrics, events and feedback. This cannot be undone."""
@@ -343,7 +349,7 @@ def resume(job: Job, as_json: Json = False) -> None:
 def scale(
     job: Job,
     wanted: Annotated[str, typer.Argument(metavar="POOL=N", help=f"Like rollout=4; pools: {', '.join(POOLS)}.")],
-    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Wait this long until they are there.")] = 180,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait until the files exist.")] = 180,
     as_json: Json = False,
 ) -> None:
     """Set the number of workers of a service, if 'penstock up' runs it; stopping workers finish their work first."""

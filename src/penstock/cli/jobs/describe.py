@@ -24,7 +24,7 @@ _CHECKPOINTS = 5
 
 def describe(
     job: Job,
-    last: Annotated[int, typer.Option("--events", "-n", min=0, max=1000, help="The newest events, so many.")] = 10,
+    last: Annotated[int, typer.Option("--events", "-n", min=0, max=1000, help="Number of newest events.")] = 10,
     as_json: Json = False,
 ) -> None:
     """Show a job on one screen: job file, state, conditions, workers, waits, feedback, checkpoints, newest events."""

@@ -37,9 +37,9 @@ def export(
         bool, typer.Option("--merge-lora", help="Add an adapter to the weights under it; needs torch here.")
     ] = False,
     push: Annotated[
-        str | None, typer.Option("--push-to-hub", metavar="REPO", help="Upload it as this repository, too.")
+        str | None, typer.Option("--push-to-hub", metavar="REPO", help="Also upload to this repository.")
     ] = None,
-    public: Annotated[bool, typer.Option("--public", help="Make a new repository public; else it is private.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="Create a public repository; default: private.")] = False,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: weights or adapter, tokenizer, chat template, model card."""

@@ -24,12 +24,12 @@ def serve(
     *,
     name: Annotated[str | None, typer.Option("--name", help="Model for clients; default: NAME-final.")] = None,
     idle_s: Annotated[
-        float | None, typer.Option("--idle", min=0.001, help="End after so many seconds without a request.")
+        float | None, typer.Option("--idle", min=0.001, help="Stop after this many seconds without a request.")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Like sampling.temperature=0.7.")
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0, help="Wait so long for a worker to have loaded it.")] = 120,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait until a worker has loaded the model.")] = 120,
     as_json: Json = False,
 ) -> None:  # fmt: skip
     """Serve a checkpoint at the OpenAI-compatible API, under a name of its own, until it is cancelled."""

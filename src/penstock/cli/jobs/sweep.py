@@ -82,12 +82,12 @@ def sweep(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Job file (YAML).")],
     grid: Annotated[
         list[str] | None,
-        typer.Option("--grid", metavar="KEY=V1,V2", help="Values of a key; several: combined."),
+        typer.Option("--grid", metavar="KEY=V1,V2", help="Values of a key; several options are combined."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Jobs of each combination, with seeds from 0 on.")] = 1,
     overrides: Overrides = None,
     parallel: Annotated[int, typer.Option(min=1, max=64, help="Jobs that run at a time.")] = 1,
-    metric: Annotated[str, typer.Option(help="What is compared: its mean over the last 10 values.")] = "reward/mean",
+    metric: Annotated[str, typer.Option(help="Metric to compare, as the mean of its last 10 values.")] = "reward/mean",
     plot: Annotated[Path | None, typer.Option("--plot", help="Write the curves to this SVG file.")] = None,
     as_json: Json = False,
 ) -> None:

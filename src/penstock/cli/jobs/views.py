@@ -83,7 +83,7 @@ def chart(
     return [*lines, f"{'':>{margin}} └{ends}"]
 
 
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on to the end of the job.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Follow to the end of the job.")]
 _LOG_POLL_S = 1.0
 DRAWN = "reward/mean"
 """Default metric of a curve."""
@@ -177,10 +177,10 @@ def logs(
 def samples(
     job: Job,
     *,
-    step: Annotated[int | None, typer.Option(min=0, help="Of this update; default: the newest.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Policy update; default: the newest.")] = None,
     sort: Annotated[str | None, typer.Option(help="reward, -reward, length or -length.")] = None,
     env: Annotated[str | None, typer.Option(help="Only of the source of that name.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=100, help="At most so many.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=100, help="Maximum number of rows.")] = 20,
     as_json: Json = False,
 ) -> None:
     """Show completions with their rewards."""

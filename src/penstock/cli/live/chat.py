@@ -28,17 +28,20 @@ QUESTION = "good? y/n, Enter to say nothing: "
 
 def chat(
     model: Annotated[str, typer.Argument(help="Name of a running job or deployment, or job:NAME@final.")],
-    text: Annotated[str | None, typer.Argument(help="Say this and end; without it, a conversation.")] = None,
+    text: Annotated[str | None, typer.Argument(help="Send this and exit; without it, start a conversation.")] = None,
     *,
-    system: Annotated[str | None, typer.Option(help="What the model is told before everything else.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="Of sampling; default: the job's. Another one is served and never trained on.")
+        float | None,
+        typer.Option(help="Sampling temperature; default: the job's. Answers at another one are never trained on."),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer; default: the job's.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Maximum tokens of an answer; default: the job's.")
+    ] = None,
     episode: Annotated[
-        str | None, typer.Option(help="The episode that this belongs to; 'new' opens one, and ends it on leaving.")
+        str | None, typer.Option(help="Episode of the conversation; 'new' opens one and ends it on exit.")
     ] = None,
-    metric: Annotated[str | None, typer.Option(help="What y and n are posted as; default: the job's first.")] = None,
+    metric: Annotated[str | None, typer.Option(help="Metric that y and n set; default: the job's first.")] = None,
     rate: Annotated[
         bool | None, typer.Option("--rate/--no-rate", help="Ask after each answer; default: in a terminal.")
     ] = None,

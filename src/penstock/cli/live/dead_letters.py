@@ -13,15 +13,17 @@ from penstock.client import Client
 
 __all__ = ["app"]
 
-app = typer.Typer(name="dlq", cls=Commands, help="Dead letters: messages that nobody could use.", no_args_is_help=True)
+app = typer.Typer(
+    name="dlq", cls=Commands, help="Dead letters: messages that could not be processed.", no_args_is_help=True
+)
 
-Letter = Annotated[int, typer.Argument(metavar="ID", min=1, help="As 'penstock dlq ls' shows it.")]
+Letter = Annotated[int, typer.Argument(metavar="ID", min=1, help="Id, as 'penstock dlq ls' shows it.")]
 
 
 @app.command()
 def ls(
     job: Job,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number of rows.")] = 100,
     as_json: Json = False,
 ) -> None:
     """List the dead letters of a job, oldest first."""

@@ -22,9 +22,9 @@ from penstock.shared.errors import ConfigError, DataError
 
 __all__ = ["app"]
 
-app = typer.Typer(name="feedback", cls=Commands, help="Post feedback and see what became of it.", no_args_is_help=True)
+app = typer.Typer(name="feedback", cls=Commands, help="Feedback: post, show the status, retract.", no_args_is_help=True)
 
-Id = Annotated[str, typer.Argument(metavar="ID", help="As the API gave it out.")]
+Id = Annotated[str, typer.Argument(metavar="ID", help="Id that the API returned.")]
 
 
 @app.command()
@@ -33,10 +33,10 @@ def send(
     target: Annotated[str, typer.Argument(help="Id of the response, or of the episode (ep_...).")],
     metric: Annotated[str, typer.Argument(help="A metric that the job declares, reward, or comment.")],
     value: Annotated[str, typer.Argument(help="true, false, a number, or text.")],
-    id: Annotated[str | None, typer.Option(help="The same id has one effect.")] = None,
-    final: Annotated[bool, typer.Option("--final", help="Nothing more will be said: the episode is over.")] = False,
-    comment: Annotated[str | None, typer.Option(help="Why.")] = None,
-    user: Annotated[str | None, typer.Option(help="Whose verdict it is; stored as a pseudonym.")] = None,
+    id: Annotated[str | None, typer.Option(help="Id of the item; a repeated id has no effect.")] = None,
+    final: Annotated[bool, typer.Option("--final", help="No more feedback follows: end the episode.")] = False,
+    comment: Annotated[str | None, typer.Option(help="Reason of the judgement.")] = None,
+    user: Annotated[str | None, typer.Option(help="User who judged; stored as a pseudonym.")] = None,
     as_json: Json = False,
 ) -> None:
     """Post one verdict; it is on disk when the command ends."""
@@ -108,7 +108,7 @@ def retract(id: Id, as_json: Json = False) -> None:
 def token(
     target: Annotated[str, typer.Argument(help="Id of the response, or of the episode (ep_...).")],
     metric: Annotated[str, typer.Argument(help="A metric that the job declares.")],
-    expires: Annotated[str | None, typer.Option(help="Age at which it ends, like 90m or 7d; default: a day.")] = None,
+    expires: Annotated[str | None, typer.Option(help="Lifetime, like 90m or 7d; default: a day.")] = None,
     as_json: Json = False,
 ) -> None:
     """Create a token with which a page posts one verdict, and print it; it is shown this once."""

@@ -14,18 +14,19 @@ from penstock.client import Client
 __all__ = ["app"]
 
 app = typer.Typer(
-    name="quarantine", cls=Commands, help="Feedback that is held back as unusual.", no_args_is_help=True
+    name="quarantine", cls=Commands, help="Quarantined feedback: list, show, release, drop.", no_args_is_help=True
 )  # fmt: skip
 
 Item = Annotated[
-    list[str], typer.Argument(metavar="[JOB] ID", help="As 'penstock quarantine ls' shows it; its job may come first.")
+    list[str],
+    typer.Argument(metavar="[JOB] ID", help="Id, as 'penstock quarantine ls' shows it; its job may precede it."),
 ]
 
 
 @app.command()
 def ls(
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="Default: all jobs.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="At most so many.")] = 100,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=10_000, help="Maximum number of rows.")] = 100,
     as_json: Json = False,
 ) -> None:
     """List the quarantined feedback of one job or of all."""

@@ -17,13 +17,15 @@ app = typer.Typer(
     name="users", cls=Commands, help="Users' data: consent, deletion. Needs feedback:admin.", no_args_is_help=True
 )
 
-User = Annotated[str, typer.Argument(metavar="USER", help="As requests and feedback name the user.")]
+User = Annotated[str, typer.Argument(metavar="USER", help="Name of the user in requests and feedback.")]
 
 
 @app.command()
 def consent(
     user: User,
-    train: Annotated[bool, typer.Option("--train/--no-train", help="Whether interactions may be trained on.")],
+    train: Annotated[
+        bool, typer.Option("--train/--no-train", help="Allow or forbid training on the user's interactions.")
+    ],
     as_json: Json = False,
 ) -> None:
     """Set whether a user's interactions may be trained on, from now on."""
@@ -38,7 +40,7 @@ def consent(
 @app.command()
 def erase(
     user: User,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Wait this long until it is done.")] = 120,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait until it is done.")] = 120,
     as_json: Json = False,
 ) -> None:
     """Delete the stored data of a user, and list the versions that were trained on it, which stay."""
