@@ -1,4 +1,4 @@
-"""Which engine of the rollout workers decodes a job, with the options and the limits of each."""
+"""Selection of the rollout engine of a job, with the options and capabilities of each engine."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ __all__ = [
 ]
 
 ENGINE_PACKAGES = ("vllm",)
-"""Packages, as they are imported, of engines that run inside a rollout worker and need an interpreter of their own."""
+"""Import names of engine packages that run inside a rollout worker and need an interpreter of their own."""
 ENVIRONMENTS = (*ENGINE_PACKAGES, "sglang")
-"""Engines that have an interpreter of their own, by name: the first ones run in workers, the others in a child."""
+"""Names of engines with an interpreter of their own: those of ``ENGINE_PACKAGES`` run inside the rollout worker, the
+rest in a child process of it."""
 
 
 class EmbeddedConfig(StrictModel):
-    """Our own decoder, in the rollout worker's process, over the same model code that trains."""
+    """Penstock's own decoder; runs in the rollout worker's process and uses the same model code as the trainer."""
 
     engine: Literal["embedded"] = "embedded"
 
@@ -42,15 +43,15 @@ class VllmConfig(StrictModel):
     """vLLM, started by the rollout worker, which then runs in an interpreter of its own (`penstock up --engine vllm`).
 
     Log-probs are vLLM's `processed_logprobs`: with `top_p`, `top_k`, penalties or `min_new_tokens` they are those of
-    the truncated distribution, which evaluations may have and training has not.
+    the modified distribution. Evaluations may use these parameters; training jobs may not.
     """
 
     engine: Literal["vllm"] = "vllm"
     kv_cache_gib: float = Field(1.0, gt=0)
-    """Memory for keys and values, in GiB. Sequences that do not fit are computed again later, which costs time."""
+    """Memory for the key/value cache, in GiB. Sequences that do not fit are recomputed later, which costs time."""
     max_length: int | None = Field(None, ge=2)
-    """Most tokens of a prompt and its completion; keys and values of one such sequence must fit in kv_cache_gib. None:
-    what the model takes, which may be too much."""
+    """Maximum number of tokens of a prompt plus its completion; the key/value cache of one such sequence must fit in
+    kv_cache_gib. None: the maximum of the model, which may need too much memory."""
 
     caps: ClassVar[Caps] = Caps(
         transports=("shm", "tcp", "disk"), pause_modes=("abort", "drain", "keep"), native_spans=True, sleep=False,
@@ -60,20 +61,21 @@ class VllmConfig(StrictModel):
 
 
 class SglangConfig(StrictModel):
-    """A server of SGLang, which the rollout worker starts in an interpreter of its own (`penstock engines install
-    sglang`), or one that runs already (PENSTOCK_SGLANG_URL of the worker).
+    """An SGLang server, which the rollout worker starts in an interpreter of its own (`penstock engines install
+    sglang`), or one that is already running (PENSTOCK_SGLANG_URL of the worker).
 
     Log-probs are of logits / temperature before `top_p` and `top_k`, and after penalties, biases and `min_new_tokens`.
     """
 
     engine: Literal["sglang"] = "sglang"
     max_length: int | None = Field(None, ge=2)
-    """Most tokens of a prompt and its completion. None: what the model takes, which may be too much."""
+    """Maximum number of tokens of a prompt plus its completion. None: the maximum of the model, which may need too much
+    memory."""
     memory_fraction: float | None = Field(None, gt=0, lt=1)
-    """Share of the device's memory for weights and cache, of a server that the worker starts. None: SGLang's choice."""
+    """Fraction of the device memory for weights and cache, if the worker starts the server. None: SGLang's default."""
     seeded: bool = True
-    """On a GPU: the same seed gives the same tokens. SGLang needs slower kernels for that; without them it ignores
-    seeds."""
+    """Reproducible sampling on a GPU: the same seed gives the same tokens. SGLang needs slower kernels for it; without
+    them it ignores seeds."""
 
     caps: ClassVar[Caps] = Caps(
         transports=("shm", "tcp", "disk"), pause_modes=("abort", "drain", "keep"), native_spans=True, sleep=False,
@@ -83,16 +85,16 @@ class SglangConfig(StrictModel):
 
 
 class ClassConfig(StrictModel):
-    """An engine of yours: a Python class, which rollout workers import; see
+    """A custom engine: a Python class that the rollout workers import; see
     [Bring your own engine](how-to/engine.md)."""
 
     engine: Literal["class"] = "class"
     path: CodeName
     """`package.module:Class`, importable by the rollout service, or `./file.py:Class`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Of the class, which says what it takes and refuses the rest."""
+    """Options of the class, which declares the valid ones and rejects all others."""
     max_length: int | None = Field(None, ge=2)
-    """Most tokens of a prompt and its completion. None: what the model takes."""
+    """Maximum number of tokens of a prompt plus its completion. None: the maximum of the model."""
 
     caps: ClassVar[Caps] = VllmConfig.caps
 
@@ -110,10 +112,10 @@ RolloutConfig = Annotated[AnyRollout, Field(discriminator="engine"), BeforeValid
 
 
 def check_engine(rollout: AnyRollout, model: ModelConfig, wants: Iterator[tuple[str, str, bool]]) -> None:
-    """Raise ValueError that names the key of what the engine cannot do.
+    """Raise ValueError naming the configuration key if a job needs a capability that the engine lacks.
 
     Args:
-        wants: of a kind of job (key, field of ``Caps``, True if the job asks for it).
+        wants: requirements of the job kind: (key, field of ``Caps``, True if the job requires it).
     """
     lora, moe = model.lora, model.moe
     asked = [

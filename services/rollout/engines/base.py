@@ -1,4 +1,4 @@
-"""Protocol of every rollout engine. Tokens in, tokens out; each token is labelled with its policy version."""
+"""Protocol of every rollout engine. Token ids in, token ids out; each token is labelled with its policy version."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from penstock.shared.weights import Way
 __all__ = ["Engine", "Listener", "Updatable", "UpdatableByReference", "UpdateMode"]
 
 Listener = Callable[[Token], None]
-"""Takes the tokens of one request as they are sampled; called on the event loop, must be quick."""
+"""Callback that receives the tokens of one request as they are sampled; called on the event loop, must not block."""
 
 UpdateMode = Literal["swap", "in_place"]
-"""swap: the staged tensors become the weights. in_place: chunks are copied into the weights while nothing decodes."""
+"""swap: the staged tensors replace the weights. in_place: chunks are copied into the weights while decoding is
+stopped."""
 
 
 class Updatable(Protocol):
-    """Holds the weights of a policy version and takes in others: what a ``PolicyFollower`` needs of an engine."""
+    """Holds the weights of a policy version and accepts updates; the part of an engine that ``PolicyFollower`` uses."""
 
     caps: Caps
 
@@ -48,17 +49,17 @@ class Updatable(Protocol):
         guard: Callable[[], bool] | None = None,
         base: bool = False,
     ) -> None:
-        """Open an update of what is trained: the adapter where the engine has one, else the whole weights.
+        """Open an update of the trained parameters: the adapter if the engine has one, else the whole weights.
 
-        ``guard`` says whether the staged memory is still intact. It is asked around each decode step once the update is
-        committed; when it says no, the tokens of that step are thrown away, running requests end as 'abort' and the
-        engine is dirty.
+        ``guard`` returns True while the staged memory is intact. After the commit the engine calls it before and after
+        each decode step; if it returns False, the tokens of that step are discarded, running requests end as 'abort'
+        and the engine is dirty.
 
         Args:
-            base: update the frozen weights under the adapter instead, in place; the version that is served stays.
+            base: update the frozen weights under the adapter instead, in place; the served version does not change.
 
         Raises:
-            Conflict: another update is open, or ``base`` where there is no adapter.
+            Conflict: another update is open, or ``base`` is set and the engine has no adapter.
         """
         ...
 
@@ -66,49 +67,49 @@ class Updatable(Protocol):
         """Stage some of the parameters.
 
         Raises:
-            WeightsError: an unknown name, another shape or type. The update is over: a swap leaves the old version
-                in service, an update in place leaves the engine dirty.
+            WeightsError: a name is unknown, or a shape or dtype differs. This ends the update: after a swap the old
+                version is still served, after an update in place the engine is dirty.
             Conflict: no update is open.
         """
         ...
 
     async def commit_update(self) -> float:
-        """Make the staged weights current at a token boundary and drop every cache of older ones.
+        """Serve the staged weights from the next token boundary on and drop every cache computed with older ones.
 
         Returns:
-            Seconds for which decoding stood still.
+            Seconds for which decoding was stopped.
 
         Raises:
-            WeightsError: parameters are missing or the guard says no. The update is over, as in ``load_chunk``.
+            WeightsError: parameters are missing or the guard returns False. This ends the update, as in ``load_chunk``.
             Conflict: no update is open.
         """
         ...
 
     async def abort_update(self) -> None:
-        """Give the open update up. After a chunk was copied in place the engine is dirty. Safe to repeat."""
+        """Discard the open update. If a chunk was already copied in place, the engine is dirty. Safe to repeat."""
         ...
 
     async def weight_info(self) -> WeightInfo:
-        """The version that is served."""
+        """Return the served version."""
         ...
 
 
 class UpdatableByReference(Updatable, Protocol):
-    """Takes in versions that its own processes open: an engine whose ``caps.staging`` is 'reference'.
+    """Engine whose own processes open the versions: ``caps.staging`` is 'reference'.
 
-    ``load_chunk`` is not called: between ``begin_update`` and ``commit_update`` stands what was staged last.
+    ``load_chunk`` is not called: ``begin_update`` and ``commit_update`` use the version that was staged last.
     """
 
     async def stage(self, manifest: WeightManifest, routes: WeightRoutes | None) -> Way:
-        """Open a version, hold it and prove its digest, while the engine serves on.
+        """Open a version, verify its digest and hold it, while the engine keeps serving.
 
-        It is let go of when its update is committed or given up, or another one is staged.
+        The version is released when its update is committed or aborted, or when another version is staged.
 
         Args:
-            routes: which transport the coordinator chose for each worker, if it did.
+            routes: transport that the coordinator chose for each worker; None if it chose none.
 
         Raises:
-            WeightsError: it cannot be reached, is damaged, or is of another model.
+            WeightsError: the version is unreachable, damaged, or belongs to another model.
         """
         ...
 
@@ -117,26 +118,26 @@ class Engine(Updatable, Protocol):
     """A rollout engine. All methods are called from one event loop; none blocks it."""
 
     stop_ids: tuple[int, ...]
-    """Tokens that end a completion: the tokenizer's and those of the model's generation config."""
+    """Tokens that end a completion: those of the tokenizer and of the model's generation config."""
     max_length: int
-    """Most tokens of a prompt and its completion together."""
+    """Maximum number of tokens of a prompt plus its completion."""
 
     @property
     def running(self) -> int:
-        """Sequences that are being decoded."""
+        """Number of sequences being decoded."""
         ...
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens sampled since the start: grows while the engine makes progress."""
+        """Number of tokens sampled since the start; grows while the engine makes progress."""
         ...
 
     async def start(self) -> None:
-        """Make the engine ready to serve."""
+        """Start the engine; returns once it can serve."""
         ...
 
     async def health(self) -> dict[str, Any]:
-        """State for people and probes. Raises ``Unavailable`` where the engine cannot serve any more."""
+        """Return counts and flags for operators and probes; raise ``Unavailable`` if it can no longer serve."""
         ...
 
     async def generate(
@@ -144,56 +145,56 @@ class Engine(Updatable, Protocol):
     ) -> GenResult:
         """Complete a prompt ``request.n`` times. Cancelling the awaiting task frees the slots.
 
-        A request is held while the engine is paused or updated in place. ``on_token`` is given every token but the one
-        that ends a sample, in order, before the result, which has them all. ``on_start`` is called once, on the event
-        loop, when the first completion leaves the queue and joins the batch.
+        A request waits while the engine is paused or updated in place. ``on_token`` receives the tokens in order,
+        except the one that ends a sample as 'stop' or 'length'; the result, which follows, contains all of them.
+        ``on_start`` is called once, on the event loop, when the first completion leaves the queue and joins the batch.
 
         Raises:
-            ConfigError: the request cannot be served by this engine (empty prompt, too long, unknown token); a
-                ConstraintError where the form of its answer cannot be kept to.
-            Conflict: the id is in use.
+            ConfigError: this engine cannot serve the request (empty prompt, too long, unknown token); a
+                ConstraintError if it cannot enforce the constraint of the request.
+            Conflict: the request id is in use.
             WeightsError: the engine is dirty.
             Unavailable: the engine is closed, asleep or broken.
         """
         ...
 
     async def prepare(self, constraint: Constraint) -> None:
-        """Make ready for answers of a form; ``generate`` does it, too, but says late that it cannot be done.
+        """Compile a constraint ahead of ``generate``, which also compiles it but reports an error only then.
 
         Raises:
-            ConstraintError: there can be no such answer here.
-            Unavailable: too many other forms are made ready.
+            ConstraintError: this engine cannot enforce the constraint.
+            Unavailable: too many other constraints are being compiled.
         """
         ...
 
     async def score(
         self, token_ids: Sequence[int], *, top_logprobs: int = 0, held: HeldWeights | None = None
     ) -> Scores:
-        """Log-probs (of the logits, temperature 1) of the tokens of a text after its first one.
+        """Return the log-probs (of the logits, temperature 1) of the tokens of a text after the first one.
 
         Args:
-            held: the weights to compute them with; None: those that are served.
+            held: weights to compute them with; None: the served ones.
 
         Raises: as ``generate``.
         """
         ...
 
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
-        """End these requests (None: all) with what they have; they answer with finish 'abort'. Returns how many."""
+        """End these requests (None: all) with their partial tokens and finish 'abort'. Returns their number."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop decoding at a token boundary; new requests are held. 'drain' returns when the running ones are done."""
+        """Stop decoding at a token boundary; new requests wait. 'drain' returns once the running ones are finished."""
         ...
 
     async def resume(self) -> None:
-        """Undo ``pause``. Safe to repeat."""
+        """Continue decoding after ``pause``. Safe to repeat."""
         ...
 
     async def sleep(self) -> None:
-        """End what runs as 'abort' and give the cache memory back; requests are refused until ``wake``."""
+        """End all requests as 'abort' and release the cache memory; requests are rejected until ``wake``."""
         ...
 
     async def wake(self) -> None:
-        """Undo ``sleep``. Safe to repeat."""
+        """Accept requests again after ``sleep``. Safe to repeat."""
         ...

@@ -1,4 +1,4 @@
-"""The requests of an engine: who waits, who runs, and when all samples of a request are there."""
+"""Tracks the requests of an engine: queued and running completions, and whether all samples of a request are ready."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Request:
 
 
 def check_request(request: GenRequest, *, vocab_size: int, max_length: int) -> None:
-    """Raise ConfigError where no model of this size can serve a request."""
+    """Raise ConfigError if a model with this vocabulary and maximum length cannot serve the request."""
     sampling = request.sampling
     length = len(request.prompt_ids) + sampling.max_new_tokens
     if not request.prompt_ids or sampling.max_new_tokens < 1 or request.n < 1:
@@ -45,32 +45,32 @@ def check_request(request: GenRequest, *, vocab_size: int, max_length: int) -> N
 
 
 def check_text(token_ids: Sequence[int], *, vocab_size: int, max_length: int) -> None:
-    """Raise ConfigError where no model of this size can score a text."""
+    """Raise ConfigError if a model with this vocabulary and maximum length cannot score the text."""
     if not token_ids or len(token_ids) > max_length or not all(0 <= token < vocab_size for token in token_ids):
         raise ConfigError(f"a text to score has 1 to {max_length} token ids in 0..{vocab_size - 1}")
 
 
 class Requests:
-    """Book of one engine; completions wait in order of arrival."""
+    """Open requests of one engine, with a first-in, first-out queue of their completions."""
 
     def __init__(self) -> None:
         self._serials = count()
         self._open: dict[int, _Request] = {}
         self._serial_of: dict[str, int] = {}
-        """By request id."""
+        """Serial number by request id."""
         self._queue: deque[Completion] = deque()
 
     @property
     def waiting(self) -> int:
-        """Completions that are not in the batch."""
+        """Number of queued completions, which are not in the batch."""
         return len(self._queue)
 
     def started(self) -> set[int]:
-        """Open requests that had a completion in the batch."""
+        """Return the serial numbers of open requests of which at least one completion was taken into the batch."""
         return {serial for serial, request in self._open.items() if request.started}
 
     def chosen(self, request_ids: Collection[str] | None) -> set[int]:
-        """Open requests with these ids; None: all."""
+        """Return the serial numbers of open requests with these ids; None: all."""
         if request_ids is None:
             return set(self._open)
         return {self._serial_of[request_id] for request_id in request_ids if request_id in self._serial_of}
@@ -83,7 +83,7 @@ class Requests:
         on_start: Callable[[], None] | None = None,
         matchers: Sequence[Matcher | None] | None = None,
     ) -> tuple[int, asyncio.Future[GenResult]]:
-        """Queue the completions of a request; returns its serial number and the future answer.
+        """Queue the completions of a request; returns its serial number and the future of its result.
 
         Raises:
             Conflict: a request with this id is open.
@@ -108,11 +108,15 @@ class Requests:
         return serial, answer
 
     def waits_started(self) -> bool:
-        """True if a completion waits whose request had another one in the batch."""
+        """Return True if a queued completion belongs to a request that already had one in the batch."""
         return any(self._open[completion.request].started for completion in self._queue)
 
     def take(self, room: int, *, only_started: bool) -> list[Completion]:
-        """Up to ``room`` completions for the batch, first come first served."""
+        """Dequeue up to ``room`` completions for the batch, in order of arrival; calls ``on_start`` of their requests.
+
+        Args:
+            only_started: take only completions of requests that already had one in the batch.
+        """
         if only_started:
             chosen = [c for c in self._queue if self._open[c.request].started][:room]
             for completion in chosen:
@@ -127,14 +131,14 @@ class Requests:
         return chosen
 
     def tell(self, tokens: Iterable[tuple[int, Token]]) -> None:
-        """Pass new tokens, each with the serial number of its request, to those who listen."""
+        """Call the listeners with new tokens, each given with the serial number of its request."""
         for serial, token in tokens:
             request = self._open.get(serial)
             if request is not None and request.on_token is not None:
                 request.on_token(token)
 
     def finish(self, ended: Iterable[Finished]) -> None:
-        """Book finished completions; the last one of a request answers it."""
+        """Record finished completions; the last one of a request resolves its future."""
         for item in ended:
             request = self._open.get(item.completion.request)
             if request is None:
@@ -147,25 +151,25 @@ class Requests:
                     request.answer.set_result(GenResult(request_id=request.request_id, samples=samples))
 
     def unqueue(self, requests: Collection[int]) -> None:
-        """End the waiting completions of these requests, without a token."""
+        """End the queued completions of these requests as 'abort', without tokens."""
         waiting = [c for c in self._queue if c.request in requests]
         self._queue = deque(c for c in self._queue if c.request not in requests)
         self.finish(finished(completion, [], [], "abort") for completion in waiting)
 
     def forget(self, request: int) -> None:
-        """Drop a request that nobody waits for; what of it is in the batch must be evicted."""
+        """Drop a cancelled request and its queued completions; the caller must evict those in the batch."""
         self._close(request)
         self._queue = deque(c for c in self._queue if c.request != request)
 
     def refuse(self, request: int, error: Exception) -> None:
-        """Fail one request that waits nowhere else; what of it is in the batch ends unheard."""
+        """Fail one request and drop its queued completions; results of those in the batch are ignored."""
         found = self._open.get(request)
         self.forget(request)
         if found is not None and not found.answer.done():
             found.answer.set_exception(error)
 
     def fail(self, error: Callable[[], Exception]) -> None:
-        """Fail every open request."""
+        """Fail every open request with a new exception each and clear the queue."""
         for request in self._open.values():
             if not request.answer.done():
                 request.answer.set_exception(error())
