@@ -1,4 +1,4 @@
-"""Rollout engines behind one protocol."""
+"""Rollout engines behind the ``Engine`` protocol, and the functions that open the engine of a job."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ __all__ = [
 
 
 COMMIT = "COMMIT"
-"""File that a finished checkpoint of a job has."""
+"""File that marks a checkpoint of a job as complete."""
 
 
 def lacks_engine(rollout: RolloutConfig, settings: ServiceSettings) -> bool:
-    """True if this worker has not the engine, in its interpreter or beside it."""
+    """Return True if the engine is installed neither in this worker's interpreter nor in one of its own."""
     if rollout.engine in ENGINE_PACKAGES:
         return importlib.util.find_spec(rollout.engine) is None
     return rollout.engine in ENVIRONMENTS and rollout.engine not in settings.engines
@@ -62,7 +62,7 @@ def lacks_engine(rollout: RolloutConfig, settings: ServiceSettings) -> bool:
 def open_job_engine(
     config: TextJob | ServingJob, tokenizer: PreTrainedTokenizerFast, settings: ServiceSettings
 ) -> Engine:
-    """The engine that a job names; blocks while it loads the model.
+    """Open the engine that the job selects; blocks while the model is loaded.
 
     Raises:
         ConfigError: as ``open_engine``.
@@ -85,16 +85,17 @@ def open_engine(
     version: int = 0,
     digest: str = "",
 ) -> Engine:
-    """The embedded engine; blocks while it loads the model, which it owns from then on.
+    """Load a model and return an embedded engine that owns it; blocks meanwhile.
 
     Args:
-        max_running: sequences decoded at once.
-        device: where the model lives.
-        seed: of the initial weights where ``config`` builds them.
-        version: policy version and ``digest`` of the loaded weights.
+        max_running: maximum number of sequences decoded at once.
+        seed: seed of the initial weights if ``config`` builds a new model.
+        device: torch device of the model.
+        version: policy version of the loaded weights.
+        digest: digest of the loaded weights.
 
     Raises:
-        ConfigError: the model cannot be loaded, or is of an architecture that the embedded engine does not decode.
+        ConfigError: the model cannot be loaded, or the embedded engine does not support its architecture.
     """
     model = build_model(config, len(tokenizer), seed=seed).to(device)
     _check_routers(model, config)
@@ -127,7 +128,10 @@ def _open_adapter(
     tokenizer: PreTrainedTokenizerFast,
     settings: ServiceSettings,
 ) -> Engine:
-    """An engine that others wrote, which reads the model from a directory; it removes those that were written here."""
+    """Open an adapter of an external engine, which reads the model from a directory.
+
+    The adapter removes the temporary directories that are written here.
+    """
     source, kind = config.model, _adapter_of(options)
     model, folder, is_plain = _model_in_directory(config, tokenizer)
     words = Path(tempfile.mkdtemp(prefix="penstock-tokenizer-"))
@@ -145,7 +149,7 @@ def _open_adapter(
 
 
 def _adapter_of(options: VllmConfig | SglangConfig | ClassConfig) -> Callable[..., Engine]:
-    """The class of an engine; its packages may be imported here alone."""
+    """Return the adapter class. It is imported lazily: most workers lack the packages of external engines."""
     if isinstance(options, VllmConfig):
         from penstock.services.rollout.engines.vllm import VllmEngine
 
@@ -161,8 +165,8 @@ def _adapter_of(options: VllmConfig | SglangConfig | ClassConfig) -> Callable[..
 def _model_in_directory(
     config: TextJob | ServingJob, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[PreTrainedModel, Path, bool]:
-    """The model's parameters (on no device where they are not needed), a directory to read it from, and True if that is
-    the one of the job file: otherwise it was written here."""
+    """Return the model (on the meta device if only shapes are needed), a directory to load it from, and True if that is
+    the directory of the job file; False if it is a temporary one created here."""
     source, folder = config.model, Path(config.model.path or "")
     if source.path is not None and (folder / "config.json").is_file():
         described = AutoConfig.from_pretrained(folder, trust_remote_code=source.trust_remote_code)
@@ -178,8 +182,8 @@ def _model_in_directory(
 
 
 def weights_alone(checkpoint: Path) -> Path:
-    """A new directory of links to the model of a checkpoint: engines load every file of tensors that they find, and
-    moments of an optimizer are no weights."""
+    """Create a temporary directory of symbolic links to the files of a checkpoint, without the optimizer state: engines
+    load every safetensors file that they find."""
     folder = Path(tempfile.mkdtemp(prefix="penstock-model-"))
     for file in checkpoint.iterdir():
         if file.suffix != ".safetensors" or file.name.startswith("model"):

@@ -1,9 +1,9 @@
-"""Base of the adapters of engines that others wrote: all but how one starts, decodes and loads.
+"""Base class of the adapters of external engines. Subclasses implement starting, decoding and loading weights.
 
-Requests wait in ``dispatch`` until there is a slot. A version is staged while the engine serves on, and committed while
-nothing decodes::
+Requests wait in ``dispatch`` until a slot is free. A version is staged while the engine keeps serving, and committed
+while decoding is stopped::
 
-    stage ──> begin_update ──> commit_update: halt, load, flush, compare labels, go on
+    stage ──> begin_update ──> commit_update: halt, load, flush, compare labels, resume
                     └────────> abort_update
 """
 
@@ -55,18 +55,19 @@ C = TypeVar("C", bound=VllmConfig | SglangConfig | ClassConfig)
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model as another program reads it.
+    """Model directory and properties that an external engine needs to load the model.
 
     Attributes:
         path: directory with config.json and weights.
-        dtype: of weights and computation, as torch names it.
-        max_length: most tokens of a prompt and its completion.
-        layout: parameters of a policy version, which every update must have; None: they are not compared.
+        dtype: torch name of the dtype of weights and computation.
+        vocab_size: number of columns of the logits.
+        max_length: maximum number of tokens of a prompt plus its completion.
+        layout: parameters that every update must contain; None: updates are not checked.
         tokenizer: directory of the tokenizer, for engines that need one.
-        head_dim: width of an attention head; 0: it is not compared with what the engine computes.
-        temporary: directories that nobody needs once the engine is closed.
-        trusted: run code of the directory.
-        device: 'cpu' or a GPU.
+        head_dim: width of an attention head; 0: skip the check that the engine supports it.
+        temporary: directories to remove when the engine no longer needs them.
+        trusted: run Python code from the model directory (``trust_remote_code``).
+        device: torch device, 'cpu' or a GPU.
     """
 
     path: Path
@@ -81,14 +82,14 @@ class ModelFiles:
     device: str = "cpu"
 
     def remove_temporary(self) -> None:
-        """Remove what was written for the engine alone; blocks. Safe to repeat."""
+        """Remove the temporary directories; blocks. Safe to repeat."""
         for folder in self.temporary:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(slots=True)
 class _Update:
-    """To the version that is staged."""
+    """An open update to the staged version."""
 
     version: int
     digest: str
@@ -96,21 +97,21 @@ class _Update:
 
 
 class EngineAdapter(ABC, Generic[S, C]):
-    """See ``Engine``. Versions of weights come through ``stage``; the engine has one copy of the weights.
+    """Implements ``Engine`` for an external engine, which holds one copy of the weights and loads staged versions.
 
     Args:
-        settings: of the rollout worker, for receiving weights.
-        threads: of the computation on a CPU.
-        detokenize: for stop strings.
+        settings: settings of the rollout worker, for receiving weights.
+        detokenize: turns tokens into text, to find stop strings.
+        threads: number of threads for computation on a CPU.
 
     Raises:
-        ConfigError: the options are not of ``options_type``.
+        ConfigError: ``rollout.options`` does not match ``options_type``.
     """
 
     title: ClassVar[str]
     """Name of the engine, for messages."""
     options_type: ClassVar[type[StrictModel]] = StrictModel
-    """Of ``rollout.options``, for an engine that a job file names by its class; by default it takes none."""
+    """Model of ``rollout.options`` for ``rollout.engine: class``; the default accepts no options."""
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class EngineAdapter(ABC, Generic[S, C]):
         self._is_open, self._halted = False, False
         self._num_scored = 0
         self._label = label_of(0, "")
-        """Of the tokens that are decoded now."""
+        """Weight label of the tokens that are decoded now; see ``label_of``."""
         self._staging = ThreadPoolExecutor(1, "stage")
         self._receiver: Receiver | None = None
         self._fetched: Staged | None = None
@@ -147,74 +148,81 @@ class EngineAdapter(ABC, Generic[S, C]):
 
     @abstractmethod
     async def _open(self) -> None:
-        """Start the engine with the model as version 0; see ``start``."""
+        """Start the engine and load the model as version 0; see ``start``."""
 
     async def _shut(self) -> None:
-        """End it, also where it did not start. Safe to repeat."""
+        """Stop the engine, even if it failed to start. Safe to repeat."""
 
     def _gone(self) -> str | None:
-        """Why it cannot serve any more; None: it can."""
+        """Return the reason why the engine can no longer serve; None if it can."""
         return None
 
     @abstractmethod
     def _begin(self, completion: Completion) -> S:
-        """The stream of a completion; see ``Dispatch``."""
+        """Create the stream of a completion; see ``Dispatch``."""
 
     @abstractmethod
     async def _decode(self, stream: S) -> Finish:
-        """Decode a completion, and book and tell its tokens; see ``Dispatch``. One that is ``unwanted`` ends soon."""
+        """Decode a completion, record its tokens and pass them to ``Dispatch.tell``; see ``Dispatch``.
+
+        Must return soon after ``stream.unwanted`` is set.
+        """
 
     async def _end(self, streams: Sequence[S]) -> None:
-        """Wait until streams are over, which are ``unwanted``; see ``Dispatch``."""
+        """Wait until these streams, which are marked ``unwanted``, have ended; see ``Dispatch``."""
         self._dispatch.notice()
         over = self._dispatch.until(lambda: not any(map(self._dispatch.lives, streams)))
         await wait_for(over, CALL_S, f"{self.title} to end {len(streams)} completions")
 
     @abstractmethod
     async def _score(self, number: int, token_ids: list[int], top_logprobs: int) -> tuple[list[float], list[Likely]]:
-        """Log-probs of the tokens of a text after its first one, and the likeliest ones at each of these places."""
+        """Return the log-probs of the tokens of a text after the first one, and the top tokens at each position.
+
+        Args:
+            number: unique number of this call.
+        """
 
     @abstractmethod
     async def _stand_still(self, *, clear_cache: bool) -> None:
-        """Return once no token is computed any more; with ``clear_cache`` all is computed anew when it goes on.
+        """Stop computing tokens and return once stopped; with ``clear_cache`` the engine recomputes all caches later.
 
-        ``self._halted`` is True from before until ``_move_on`` has returned. May be repeated meanwhile.
+        ``self._halted`` is True from before this call until ``_move_on`` has returned. May be called again meanwhile.
         """
 
     @abstractmethod
     async def _move_on(self) -> None:
-        """Undo ``_stand_still``."""
+        """Continue decoding after ``_stand_still``."""
 
     async def _fetch(self, manifest: WeightManifest, routes: WeightRoutes | None) -> Way:
-        """Open a version and prove its digest, instead of the one that was fetched before; see ``stage``.
+        """Open a version and verify its digest; replaces the version fetched before. See ``stage``.
 
-        By default in this process: ``self._fetched`` has its tensors until ``_release``.
+        The default opens it in this process: ``self._fetched`` holds its tensors until ``_release``.
         """
         return await asyncio.get_running_loop().run_in_executor(self._staging, self._receive, manifest, routes)
 
     async def _release(self) -> None:
-        """Let go of the version that was fetched, if there is one. Safe to repeat."""
+        """Release the fetched version, if any. Safe to repeat."""
         await asyncio.get_running_loop().run_in_executor(self._staging, self._drop)
 
     async def _check_fetched(self, version: int) -> None:
-        """Raise WeightsError where the version that was fetched is not intact; asked before and after it is loaded."""
+        """Raise WeightsError if the fetched version is no longer intact; called before and after it is loaded."""
         if self._fetched is not None and not self._fetched.intact():
             raise WeightsError(f"the memory of version {version} was overwritten before it was loaded")
 
     @abstractmethod
     async def _load(self, label: str) -> None:
-        """Load what was fetched, and label its tokens so. Raises WeightsError."""
+        """Load the fetched version into the engine under this label. Raises WeightsError."""
 
     @abstractmethod
     async def _flush(self) -> None:
-        """Drop cached prefixes: what was computed with older weights would be silently wrong, whatever its label.
+        """Drop cached prefixes: those of older weights would give silently wrong tokens under the new label.
 
         Raises:
-            WeightsError: they may be there still.
+            WeightsError: the engine may still have cached prefixes.
         """
 
     async def _served_label(self) -> str:
-        """The engine's own label of the weights that it serves."""
+        """Return the label that the engine itself reports for the served weights."""
         return self._label
 
     def _receive(self, manifest: WeightManifest, routes: WeightRoutes | None) -> Way:
@@ -235,20 +243,20 @@ class EngineAdapter(ABC, Generic[S, C]):
 
     @property
     def running(self) -> int:
-        """Sequences that the engine has in hand."""
+        """Number of sequences that the engine is decoding."""
         return self._dispatch.running
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens sampled since the start."""
+        """Number of tokens sampled since the start."""
         return self._dispatch.generated_tokens
 
     async def start(self) -> None:
         """Start the engine and load the model. Safe to repeat.
 
         Raises:
-            ConfigError: it cannot compute this model here.
-            Unavailable: it does not start; its own output says why.
+            ConfigError: the engine does not support this model on this machine.
+            Unavailable: the engine does not start; its own output gives the reason.
         """
         if self._is_open:
             return
@@ -257,7 +265,7 @@ class EngineAdapter(ABC, Generic[S, C]):
         self._dispatch.start()
 
     async def close(self) -> None:
-        """End the engine; requests in flight fail with ``Unavailable``. Safe to repeat."""
+        """Stop the engine; requests in flight fail with ``Unavailable``. Safe to repeat."""
         await self._dispatch.close()
         self._is_open = False
         await self._shut()
@@ -265,7 +273,7 @@ class EngineAdapter(ABC, Generic[S, C]):
         self._dispatch.fail()
 
     def _clean_up(self) -> None:
-        self._staging.shutdown()  # what it still receives is dropped, too: a lock would stay
+        self._staging.shutdown()  # wait for a version that is still being received: it is released below with its lock
         self._drop()
         if self._receiver is not None:
             self._receiver.close()
@@ -273,7 +281,7 @@ class EngineAdapter(ABC, Generic[S, C]):
         self.model.remove_temporary()
 
     async def health(self) -> dict[str, Any]:
-        """Counts and flags. Raises Unavailable once the engine cannot serve."""
+        """Return counts and flags. Raises Unavailable once the engine cannot serve."""
         self._check_alive()
         return {
             "running": self.running,
@@ -311,7 +319,7 @@ class EngineAdapter(ABC, Generic[S, C]):
         return await self._dispatch.complete(request, tuple(sorted(stop_ids)), on_token, on_start)
 
     async def prepare(self, constraint: Constraint) -> None:
-        """Constraints of other engines change log-probs, so there are none here.
+        """Reject every constraint: the constrained decoding of external engines would change log-probs.
 
         Raises:
             ConstraintError: always.
@@ -323,7 +331,7 @@ class EngineAdapter(ABC, Generic[S, C]):
     async def score(
         self, token_ids: Sequence[int], *, top_logprobs: int = 0, held: HeldWeights | None = None
     ) -> Scores:
-        """Log-probs of a text; see ``Engine.score``. The engine holds no weights but those that it serves."""
+        """Score a text; see ``Engine.score``. ``held`` must be None: the engine has only the served weights."""
         assert held is None, "caps.held is False"
         self._check_ready()
         check_text(token_ids, vocab_size=self.model.vocab_size, max_length=self.max_length)
@@ -337,16 +345,16 @@ class EngineAdapter(ABC, Generic[S, C]):
             self._num_scored += 1
             logprobs, top = await self._score(self._num_scored, list(token_ids), top_logprobs)
             self._check_ready()
-            # An update while it computed would leave a mixture.
+            # If the weights were updated meanwhile, the log-probs may mix both versions: compute them again.
             if (self._served.version, self._served.digest) == before and not dispatch.is_updating:
                 return Scores(version=before[0], logprobs=logprobs, top=top)
 
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
-        """End requests with what they have; see ``Engine.abort``."""
+        """End requests with their partial tokens; see ``Engine.abort``."""
         return await self._dispatch.abort(request_ids)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Stop at a token boundary; see ``Engine.pause``. The engine itself stands still for 'keep' alone."""
+        """Stop at a token boundary; see ``Engine.pause``. Only 'keep' pauses the external engine itself."""
         self._dispatch.paused = mode
         self._dispatch.notice()
         if mode == "drain":
@@ -357,27 +365,27 @@ class EngineAdapter(ABC, Generic[S, C]):
             await self._halt(clear_cache=False)
 
     async def resume(self) -> None:
-        """Go on. Safe to repeat."""
+        """Continue decoding after ``pause``. Safe to repeat."""
         self._dispatch.paused = None
         await self._go_on()
 
     async def sleep(self) -> None:
-        """End everything as 'abort' and refuse what comes; the engine keeps its memory."""
+        """End all requests as 'abort' and reject new ones until ``wake``; the engine keeps its memory."""
         self._dispatch.is_asleep = True
         await self.abort()
 
     async def wake(self) -> None:
-        """Serve again. Safe to repeat."""
+        """Accept requests again. Safe to repeat."""
         self._dispatch.is_asleep = False
         self._dispatch.notice()
 
     async def _halt(self, *, clear_cache: bool) -> None:
-        """Have the engine stop at a token boundary; with ``clear_cache`` it computes everything anew afterwards."""
+        """Stop the engine at a token boundary; with ``clear_cache`` it recomputes all caches when it continues."""
         self._halted = True
         await self._stand_still(clear_cache=clear_cache)
 
     async def _go_on(self) -> None:
-        """Undo ``_halt`` unless somebody else wants it, and look whether there is work."""
+        """Undo ``_halt``, unless an update or a 'keep' pause still needs it, and admit waiting completions."""
         if self._halted and not self._dispatch.is_updating and self._dispatch.paused != "keep":
             await self._move_on()
             self._halted = False
@@ -386,7 +394,7 @@ class EngineAdapter(ABC, Generic[S, C]):
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def stage(self, manifest: WeightManifest, routes: WeightRoutes | None) -> Way:
-        """Open a version while the engine serves on; see ``UpdatableByReference``."""
+        """Open a version while the engine keeps serving; see ``UpdatableByReference``."""
         self._check_alive()
         self._served.check_none()
         check_layout(manifest.layout, self.model.layout)
@@ -404,10 +412,10 @@ class EngineAdapter(ABC, Generic[S, C]):
         guard: Callable[[], bool] | None = None,
         base: bool = False,
     ) -> None:
-        """Open an update to what was staged; see ``Engine.begin_update``.
+        """Open an update to the staged version; see ``Engine.begin_update``.
 
         Raises:
-            WeightsError: another version is staged, or none.
+            WeightsError: this version is not the staged one.
         """
         self._served.check_none()
         staged = self._staged
@@ -417,10 +425,11 @@ class EngineAdapter(ABC, Generic[S, C]):
         self._served.begin(_Update(version, digest))
 
     async def load_chunk(self, tensors: Mapping[str, Tensor]) -> None:
-        """Tensors of this process do not reach the engine's.
+        """Abort the update: external engines cannot take tensors of this process; they use ``stage``.
 
         Raises:
-            WeightsError: always; the update is over.
+            WeightsError: always, if an update is open.
+            Conflict: no update is open.
         """
         self._served.current()
         await self.abort_update()
@@ -429,7 +438,7 @@ class EngineAdapter(ABC, Generic[S, C]):
         )
 
     async def commit_update(self) -> float:
-        """Load what is staged while nothing decodes, and drop every cache; see ``Engine.commit_update``."""
+        """Load the staged version while decoding is stopped, and drop all caches; see ``Engine.commit_update``."""
         update, start = self._served.current(), time.perf_counter()
         touched, self._dispatch.is_updating = False, True
         try:
@@ -452,17 +461,17 @@ class EngineAdapter(ABC, Generic[S, C]):
         return pause_s
 
     async def abort_update(self) -> None:
-        """Give up; see ``Engine.abort_update``. Before the commit nothing is touched."""
+        """Discard the staged version (see ``Engine.abort_update``); the served weights stay unchanged."""
         if self._served.update is not None:
             self._served.give_up(dirty=False)
             await self._let_go()
 
     async def weight_info(self) -> WeightInfo:
-        """The served version."""
+        """Return the served version."""
         return self._served.info()
 
     async def _check_label(self, expected: str, kind: type[PenstockError]) -> None:
-        """Have the engine say which weights it serves; raises an error of the given kind if these are others."""
+        """Raise an error of class ``kind`` if the engine reports another label than ``expected``."""
         served = await self._served_label()
         if served != expected:
             raise kind(f"{self.title} says that it serves '{served}', and not '{expected}'")
@@ -470,14 +479,14 @@ class EngineAdapter(ABC, Generic[S, C]):
     async def _fail_update(self, *, dirty: bool) -> None:
         self._served.give_up(dirty=dirty)
         self._dispatch.is_dirty = self._served.dirty
-        with contextlib.suppress(PenstockError):  # where it is dead, the error that is raised says so
-            if dirty:  # while it stands still: no token comes from weights that are no version
+        with contextlib.suppress(PenstockError):  # if the engine is dead, the caller's error already reports it
+            if dirty:  # before the engine continues, so that it samples no token with half-loaded weights
                 await self._dispatch.end_started()
         with contextlib.suppress(PenstockError):
             await self._let_go()
 
     async def _let_go(self) -> None:
-        """The version that was staged is needed no more."""
+        """Release the staged version, end the update and continue decoding."""
         self._staged = None
         try:
             await self._release()

@@ -1,7 +1,7 @@
-"""The waiting room before an engine in other processes: what waits, what decodes there, and who may go in.
+"""Scheduler for an engine that runs in other processes: queues requests, tracks running ones, and admits new ones.
 
-Requests wait here until there is a slot, as in the embedded engine, so that pausing, ending and counting them is the
-same; what the engine has in hand is what decodes.
+Requests wait here until a slot is free, as in the embedded engine, so that pausing, aborting and counting them works
+the same way. The external engine only receives the completions that it decodes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ S = TypeVar("S", bound=Written)
 
 
 class Dispatch(Generic[S]):
-    """Hands completions over, up to ``max_running`` at once, in order of arrival.
+    """Passes completions to the engine in order of arrival, at most ``max_running`` at once.
 
     Args:
-        name: of the engine, for messages.
-        begin: the stream of a completion.
-        decode: has the engine decode it, books its tokens, and returns how it ended. ConfigError and WeightsError are
-            of this request; any other error ends the engine.
-        end: has the engine end streams, which are ``unwanted``, and returns once they are over.
+        name: name of the engine, for messages.
+        begin: creates the stream of a completion.
+        decode: decodes the completion of a stream, records its tokens, and returns how it ended. ConfigError and
+            WeightsError fail only its request; any other error stops the engine.
+        end: makes the engine end these streams, which are marked ``unwanted``, and returns once they have ended.
     """
 
     def __init__(
@@ -59,22 +59,22 @@ class Dispatch(Generic[S]):
 
     @property
     def running(self) -> int:
-        """Sequences that the engine has in hand."""
+        """Number of sequences that the engine is decoding."""
         return len(self._streams)
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for a slot."""
+        """Number of sequences that wait for a slot."""
         return self._requests.waiting
 
     def start(self) -> None:
-        """Let completions in."""
+        """Start the task that admits completions."""
         self.failure = None
         self._driver = asyncio.create_task(self._drive(), name=f"{self._name}-engine")
         self._driver.add_done_callback(self._driver_ended)
 
     async def close(self) -> None:
-        """Let nobody in, and drop what is decoded. Requests fail once ``fail`` is called. Safe to repeat."""
+        """Stop admitting and cancel the running completions. Requests stay open until ``fail``. Safe to repeat."""
         self.failure = self.failure or "closed"
         if self._driver is not None:
             await end_tasks([self._driver])
@@ -84,11 +84,11 @@ class Dispatch(Generic[S]):
         self._requests.fail(self.unavailable)
 
     def unavailable(self) -> Unavailable:
-        """Why nothing is served."""
+        """Return the error for requests, with the reason why the engine cannot serve."""
         return Unavailable(f"{self._name} cannot serve: {self.failure}")
 
     def check_ready(self) -> None:
-        """Raise Unavailable or WeightsError where no request is taken."""
+        """Raise Unavailable if the engine has failed or is asleep, WeightsError if its weights are dirty."""
         if self.failure is not None:
             raise self.unavailable()
         if self.is_asleep:
@@ -97,11 +97,11 @@ class Dispatch(Generic[S]):
             raise WeightsError("the engine is dirty after a failed update; it serves again after a full update")
 
     def notice(self) -> None:
-        """Something changed: look whether there is work."""
+        """Wake every task that waits in ``until``; call it after a change of state."""
         self._changed.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition that changes with what happens here."""
+        """Wait until the condition is true; it is checked again after each change of state."""
         while not condition():
             self._changed.clear()
             await self._changed.wait()
@@ -113,7 +113,7 @@ class Dispatch(Generic[S]):
         on_token: Listener | None,
         on_start: Callable[[], None] | None,
     ) -> GenResult:
-        """See ``Engine.generate``. Cancelling it ends what is decoded."""
+        """Queue a request and wait for its result; see ``Engine.generate``. Cancelling ends its streams."""
         serial, answer = self._requests.open(request, stop_ids, on_token, on_start)
         self._changed.set()
         try:
@@ -124,26 +124,26 @@ class Dispatch(Generic[S]):
             raise
 
     def tell(self, completion: Completion, tokens: Iterable[Token]) -> None:
-        """Pass new tokens to those who listen."""
+        """Pass new tokens to the listener of the request, if it has one."""
         if completion.streamed:
             self._requests.tell((completion.request, token) for token in tokens)
 
     async def abort(self, request_ids: Collection[str] | None) -> int:
-        """End requests with what they have; see ``Engine.abort``."""
+        """End requests with their partial tokens; see ``Engine.abort``."""
         chosen = self._requests.chosen(request_ids)
         await self.end(chosen)
         return len(chosen)
 
     async def end_started(self) -> None:
-        """End requests that had a completion in the engine's hands."""
+        """End the open requests of which a completion was already passed to the engine."""
         await self.end(self._requests.started())
 
     async def drained(self) -> None:
-        """Wait until what was started is over, or another pause is asked for."""
+        """Wait until all started requests have finished, or the pause mode is no longer 'drain'."""
         await self.until(lambda: self.paused != "drain" or not self._requests.started())
 
     async def end(self, requests: Collection[int]) -> None:
-        """End requests as 'abort', waiting and running completions alike."""
+        """End requests as 'abort', both queued and running completions."""
         self._requests.unqueue(requests)
         await self._end_streams(requests)
         self._changed.set()
@@ -156,7 +156,7 @@ class Dispatch(Generic[S]):
             await self._end(ending)
 
     def lives(self, stream: S) -> bool:
-        """True while the engine has it in hand."""
+        """Return True while the engine is decoding this stream."""
         return stream.completion in self._streams
 
     async def _drive(self) -> None:
@@ -176,7 +176,7 @@ class Dispatch(Generic[S]):
         return self._requests.waits_started() if self.paused == "drain" else bool(self._requests.waiting)
 
     async def _follow(self, stream: S) -> None:
-        """Have the engine decode one completion, and book what comes of it."""
+        """Decode one completion and record its result, or fail its request."""
         completion = stream.completion
         try:
             finish = await self._decode(stream)
@@ -198,7 +198,7 @@ class Dispatch(Generic[S]):
 
 
 def _first(error: BaseException) -> BaseException:
-    """The error that ended a group of tasks."""
+    """Return the first error of nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,4 +1,4 @@
-"""For engines with processes of their own: labels of weights, names of parameters, tokens of a completion."""
+"""Common parts of engines that run in other processes: weight labels, parameter names, and recorded tokens."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from penstock.shared.protocol.weights import Layout
 __all__ = ["CALL_S", "Written", "check_layout", "checkpoint_tensors", "label_of"]
 
 CALL_S = 120.0
-"""Longest that an engine may take for one call; a step of a large batch comes before it."""
+"""Timeout of one call to an engine, in seconds; the call may have to wait for the current step of a large batch."""
 _PER_CHARACTER = 4
-"""A stop string of c characters is written by at most 4 c tokens that are not empty (UTF-8)."""
+"""Maximum number of non-empty tokens per character of a stop string: UTF-8 needs at most 4 bytes."""
 
 
 def label_of(version: int, weights: str) -> str:
-    """How an engine labels tokens of a policy version whose weights have the short digest ``weights``."""
+    """Return the label of tokens from a policy version whose weights have the short digest ``weights``."""
     return f"{version}:{weights}"
 
 
 @dataclass(slots=True, eq=False)
 class Written:
-    """A completion that another process decodes, and what came of it so far."""
+    """A completion that another process decodes, with its tokens so far."""
 
     completion: Completion
     detokenize: Callable[[list[int]], str]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     unwanted: bool = False
-    """True once it is to end; it may not have been handed over yet."""
+    """True once the completion should end; the engine may not have received it yet."""
 
     def add(self, token_id: int, logprob: float, label: str, top: Likely) -> Token:
-        """Book a token that the weights with this label made; ``top`` as its completion asks for."""
+        """Record a token sampled with the weights of this label; ``top`` is kept if the completion requests it."""
         completion = self.completion
         version, _, weights = label.partition(":")
         if not completion.starts or completion.starts[-1][:2] != (int(version), weights):
@@ -49,7 +49,10 @@ class Written:
         return Token(completion.index, token_id, logprob, int(version), top, weights)
 
     def ends_with_stop_string(self) -> bool:
-        """True if the last token completes a stop string: servers get none, for text is never tokenized twice."""
+        """Return True if the last tokens contain a stop string.
+
+        Servers do not receive stop strings: they would need a tokenizer, and text is never tokenized twice.
+        """
         stops = self.completion.sampling.stop_strings
         if not stops:
             return False
@@ -58,10 +61,10 @@ class Written:
 
 
 def check_layout(layout: Layout, expected: Layout | None) -> None:
-    """Compare the parameters of a version with those of the model, before anything is touched.
+    """Compare the parameters of a version with those of the model; ``expected`` None: skip the check.
 
     Raises:
-        WeightsError: one is missing, unknown, or of another shape or type.
+        WeightsError: a parameter is missing or unknown, or its shape or dtype differs.
     """
     if expected is None:
         return
@@ -77,10 +80,10 @@ def check_layout(layout: Layout, expected: Layout | None) -> None:
 
 
 def checkpoint_tensors(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Names and shapes as engines read them from files: transformers stacks the experts of a layer in memory.
+    """Yield parameters with the names and shapes of checkpoint files: transformers stacks the experts in memory.
 
     ``mlp.experts.gate_up_proj`` [experts, 2 x intermediate, hidden] and ``down_proj`` [experts, hidden, intermediate]
-    become the matrices of each expert; everything else keeps its name.
+    are split into the matrices of each expert; all other parameters are unchanged.
     """
     for name, tensor in tensors:
         prefix, _, kind = name.rpartition(".")
