@@ -1,8 +1,8 @@
-"""The decoding core: admits completions, decodes all of them one token at a time, drops stale caches. One thread only.
+"""Decoding core: admits completions, decodes all of them one token at a time, drops stale caches. One thread only.
 
-Rows [0, fresh) have their keys and values in the cache; rows [fresh, count) are computed from their tokens, or from
-those that follow what was held of their session, in the same forward pass. New rows are appended there, and a new
-policy version makes every row stale and drops what is held: no token comes from an old cache.
+Rows [0, fresh) have their keys and values in the cache. Rows [fresh, count) are stale: the same forward pass computes
+them from all their tokens, or only from those after the prefix that was held for their session. New rows are appended
+as stale rows. A new policy version makes every row stale and drops all held prefixes: no token comes from an old cache.
 
 Shape legend: R = rows, V = vocabulary, T = flat tokens, D = model width, L = positions, N = layers with experts,
 K = experts of a token.
@@ -38,23 +38,23 @@ __all__ = ["Batch", "Outcome", "TornWeights"]
 
 _FINISH: dict[int, Finish] = {1: "stop", 2: "length"}
 _BYTES_PER_CHARACTER = 4
-"""A stop string of c characters is written by at most 4 c tokens that are not empty (UTF-8)."""
+"""Maximum number of non-empty tokens per character of a stop string: UTF-8 needs at most 4 bytes."""
 SCORED_TOKENS = 512
-"""Positions whose logits are held at once when a text is scored."""
+"""Number of positions whose logits are in memory at once while a text is scored."""
 ATTEND_TOGETHER = 8
-"""Rows whose attention is one call on the CPU. A GPU has room for padding, and each call costs it a launch."""
+"""Rows per attention call on a CPU. A GPU takes all rows in one call: padding is cheaper there than kernel launches."""
 
 Tell = Callable[[list[tuple[int, Token]]], None]
-"""Takes the new tokens of a step, each with the serial number of its request; called in the decoding thread."""
+"""Callback for the new tokens of a step, each with the serial number of its request; runs in the decoding thread."""
 
 
 class TornWeights(WeightsError):  # noqa: N818
-    """The guard said no around a step."""
+    """The guard returned False before or after a step: the memory of the served weights was overwritten."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of a run. ``torn``: the weights changed under a pass; its tokens were thrown away."""
+    """Result of a run. ``torn``: the weights were overwritten during a forward pass, whose tokens were discarded."""
 
     finished: list[Finished] = field(default_factory=list)
     tokens: int = 0
@@ -65,8 +65,8 @@ class Batch:
     """Running completions of one model.
 
     Args:
-        record_routes: keep the experts of every token of a mixture of experts; they come with the sample.
-        tell: gets the tokens of streamed completions that go on.
+        record_routes: record the experts of every token of a mixture-of-experts model in ``Sample.experts``.
+        tell: receives the new tokens of streamed completions, except those that end a completion.
     """
 
     def __init__(
@@ -102,16 +102,16 @@ class Batch:
 
     @property
     def count(self) -> int:
-        """Completions in the batch."""
+        """Number of completions in the batch."""
         return self._rows.count
 
     def admit(self, completions: Sequence[Completion]) -> None:
-        """Add completions; they are computed with the next step."""
+        """Add completions; the next step computes their prompts."""
         self._reserve(max(len(c.prompt_ids) + c.sampling.max_new_tokens for c in completions))
         if self._routes is not None:
             self._routes.add(self.count, self.count + len(completions))
         found = [(c, self._held.take(c.session, c.prompt_ids) if c.session else None) for c in completions]
-        ordered = sorted(found, key=lambda one: one[1] is None)  # those with a cached part are computed together
+        ordered = sorted(found, key=lambda one: one[1] is None)  # cached prefixes adjacent: they share a part
         for row, (completion, held) in enumerate(ordered, start=self.count):
             if held is not None:
                 self._cache.restore(row, held.keys, held.values)
@@ -120,7 +120,7 @@ class Batch:
 
     @torch.inference_mode()
     def run(self, max_steps: int, interrupted: Callable[[], bool]) -> Outcome:
-        """Decode up to ``max_steps`` tokens of each row; returns early when a row ends or ``interrupted`` says so."""
+        """Decode up to ``max_steps`` tokens per row; returns early if a row ends or ``interrupted()`` is True."""
         outcome = Outcome()
         for _ in range(max_steps):
             if not self.count or outcome.finished or outcome.torn or interrupted():
@@ -133,7 +133,7 @@ class Batch:
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int], num_top: int) -> Scores:
-        """Log-probs of ``token_ids`` after the first one; the cache has no part in it."""
+        """Return log-probs of ``token_ids`` after the first one, with ``num_top`` top tokens; does not use the cache."""
         self._check_weights()
         tokens = pack([token_ids]).to(self._device)
         logits_of = selected_logits(self._model, tokens, torch.arange(len(token_ids) - 1, device=self._device))
@@ -152,15 +152,17 @@ class Batch:
         return Scores(version=self._version, logprobs=logprobs, top=top)
 
     def evict(self, requests: Collection[int]) -> list[Finished]:
-        """End the completions of these requests as 'abort' with what they have."""
+        """End the completions of these requests as 'abort' with their partial tokens."""
         rows = [row for row, completion in enumerate(self._rows.completions) if completion.request in requests]
         ended = [self._end(row, "abort") for row in rows]
         self._drop(rows)
         return ended
 
     def adopt(self, version: int, weights: str = "") -> None:
-        """The weights are now those of ``version``, with this short digest: label what follows, and drop every cached
-        key and value."""
+        """Label all further tokens with ``version`` and this short digest, and drop every cached key and value.
+
+        Called after the weights were replaced.
+        """
         for completion, num_output in zip(self._rows.completions, self._rows.num_outputs(), strict=True):
             completion.adopt(version, weights, num_output)
         self._version, self._weights = version, weights
@@ -169,20 +171,20 @@ class Batch:
         self.drop_cache()
 
     def drop_cache(self) -> None:
-        """Nothing in the cache is current: every row is computed again from its tokens."""
+        """Mark every row as stale, so that the next step recomputes it from its tokens, and drop held prefixes."""
         self._fresh = 0
         self._held.clear()
         for completion in self._rows.completions:
             completion.num_cached = 0
 
     def release(self) -> None:
-        """Give the cache memory back; allowed while the batch is empty."""
+        """Release the cache memory; the batch must be empty."""
         assert not self.count, "release needs an empty batch"
         self._held.clear()
         self._cache.release()
 
     def close(self) -> None:
-        """Give all memory back but the weights, and let go of the slot that they lie in; nothing is decoded again."""
+        """Release all memory except the weights, and the guard with its reference to the weight slot. Final."""
         self.guard = None
         self._held.clear()
         self._cache.release()
@@ -201,20 +203,20 @@ class Batch:
             for parts in passes(self._rows, self._cache, self._fresh, groups):
                 codes.append(self._advance(parts))
                 self._computed(parts[-1].stop)
-        finally:  # a pass that fails takes nothing from those before it
+        finally:  # if a pass fails, keep the tokens of the passes before it
             if codes:
                 code_R = torch.cat(codes)
                 outcome.tokens += len(code_R)
                 self._finish(code_R, outcome)
 
     def _computed(self, stop: int) -> None:
-        """All rows before ``stop`` are in the cache."""
+        """Mark all rows before ``stop`` as fresh: their keys and values are in the cache."""
         for completion in self._rows.completions[self._fresh : stop]:
             completion.num_cached = 0
         self._fresh = stop
 
     def _advance(self, parts: Sequence[Part]) -> Tensor:
-        """Draw the next token of the rows of one pass; returns codes."""
+        """Sample the next token of the rows of one pass; returns their codes, see ``Rows.append``."""
         start, stop = parts[0].start, parts[-1].stop
         self._check_weights()
         logits_RV = self._logits(parts)
@@ -232,7 +234,7 @@ class Batch:
             raise TornWeights("the memory of the served weights was overwritten")
 
     def _logits(self, parts: Sequence[Part]) -> Tensor:
-        """One forward pass: logits after the last token of each row of ``parts``; fills the cache."""
+        """Run one forward pass; returns the logits after the last token of each row of ``parts``. Fills the cache."""
         token_T = torch.cat([part.token_T for part in parts])
         rope = self._rope_of(torch.cat([part.position_T for part in parts]))
         sizes = [part.num_tokens for part in parts]
@@ -249,7 +251,11 @@ class Batch:
     # -- rows come and go --------------------------------------------------------------------------------------------
 
     def _finish(self, code_R: Tensor, outcome: Outcome) -> None:
-        """Of the rows that got a token, the first ones, tell those that go on and take out those that ended."""
+        """Pass on the new tokens of rows that continue, and remove the rows that ended.
+
+        Args:
+            code_R: codes of ``Rows.append`` for the first R rows; only these have a new token.
+        """
         ends: dict[int, Finish] = {}
         if code_R.any():
             ends = {row: _FINISH[code] for row, code in enumerate(code_R.tolist()) if code}
@@ -263,7 +269,7 @@ class Batch:
             self._drop(list(ends))
 
     def _new_tokens(self, stop: int, ends: Collection[int]) -> list[tuple[int, Token]]:
-        """The last token of each streamed row before ``stop`` that goes on."""
+        """Return the last token of each streamed row before ``stop`` that has not ended."""
         token_ids, logprobs = self._rows.newest(stop)
         version, weights = self._version, self._weights
         return [
@@ -290,11 +296,11 @@ class Batch:
     def _take(self, row: int, finish: Finish) -> Finished:
         ended = self._end(row, finish)
         if finish == "stop" and ended.completion.keep and self._routes is None and row < self._fresh:
-            self._hold(row, ended.completion.session)  # a row that is not fresh: its cache was zeroed a moment ago
+            self._hold(row, ended.completion.session)  # not fresh: ``_end`` has just zeroed its cache
         return ended
 
     def _hold(self, row: int, session: str) -> None:
-        """Keep what is in the cache of a row: all but its last token, which went through no layer."""
+        """Hold the cached keys and values of a row for its session: all tokens but the last, which passed no layer."""
         token_ids = list(self._rows.sequence(row))[:-1]
         self._held.keep(session, HeldSequence(token_ids, *self._cache.copied(row, len(token_ids))))
 
@@ -311,7 +317,7 @@ class Batch:
             self._fresh = min([self._fresh, *stale])
 
     def _arrange(self, order: Sequence[int]) -> None:
-        """Rows change places; see ``Grouping.order``."""
+        """Reorder the rows; see ``Grouping.order``."""
         sources, targets = self._rows.rearrange(order)
         self._cache.move(sources, targets, int(self._rows.length_R[targets].max()))
         if self._routes is not None:

@@ -1,4 +1,4 @@
-"""One completion on its way through the engine."""
+"""State of one completion inside an engine, and its result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Finish = Literal["stop", "length", "abort"]
 class Completion:
     """Sample ``index`` of the request with serial number ``request``.
 
-    ``stop_ids`` are all tokens that end it, ``seed`` is its own.
+    ``stop_ids`` are all tokens that end it; ``seed`` is specific to this sample.
     """
 
     request: int
@@ -31,23 +31,23 @@ class Completion:
     stop_ids: tuple[int, ...]
     seed: int
     starts: list[tuple[int, str, int]] = field(default_factory=list)
-    """(policy version, short digest of its weights, output tokens before its first one), oldest first."""
+    """(policy version, short digest of its weights, index of its first output token), oldest first."""
     streamed: bool = False
-    """Its tokens are told as they are sampled."""
+    """True if a listener receives the tokens as they are sampled."""
     session: str = ""
-    """Keys and values that were kept for this session are used."""
+    """Session whose held keys and values are reused; empty: none."""
     keep: bool = False
-    """Its own are kept for the next request of the session."""
+    """True to hold its keys and values for the next request of the session."""
     num_cached: int = 0
-    """Tokens of its prompt whose keys and values were held from before; 0 again once it is decoded."""
+    """Number of prompt tokens whose keys and values were held from an earlier request; 0 once the row is computed."""
     top_logprobs: int = 0
     top: list[Likely] = field(default_factory=list)
-    """An entry per output token where ``top_logprobs`` is set."""
+    """One entry per output token if ``top_logprobs`` > 0; else empty."""
     matcher: Matcher | None = None
-    """Says which tokens keep to the form that was asked for."""
+    """Decides which tokens satisfy the constraint of the request; None: no constraint."""
 
     def adopt(self, version: int, weights: str, num_output: int) -> None:
-        """Tokens from ``num_output`` on are produced by ``version`` with these ``weights``."""
+        """Label output tokens from index ``num_output`` on with ``version`` and the short digest ``weights``."""
         if self.starts and self.starts[-1][2] == num_output:
             self.starts.pop()
         self.starts.append((version, weights, num_output))
@@ -55,18 +55,21 @@ class Completion:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Finished:
-    """A completion and what became of it."""
+    """A finished completion and its sample."""
 
     completion: Completion
     sample: Sample
 
     def with_experts(self, experts: NDArray[Any]) -> Finished:
-        """The same with its router table; see ``Sample.experts``."""
+        """Return a copy with the router table; see ``Sample.experts``."""
         return Finished(self.completion, msgspec.structs.replace(self.sample, experts=experts))
 
 
 def finished(completion: Completion, token_ids: list[int], logprobs: list[float], finish: Finish) -> Finished:
-    """Close a completion; version spans cover every token. One that lost its form did not stop by itself."""
+    """Build the result of a completion; its version spans cover every token.
+
+    A 'stop' becomes 'length' if the matcher is stuck: the answer was cut off before it satisfied its constraint.
+    """
     if finish == "stop" and completion.matcher is not None and completion.matcher.stuck:
         finish = "length"
     ends = [start for _, _, start in completion.starts[1:]] + [len(token_ids)]

@@ -1,7 +1,7 @@
-"""Answers of a given form: what each token may be, from the grammar of the form and the tokens before it.
+"""Constrained decoding: computes the allowed next tokens from the grammar of a constraint and the tokens so far.
 
-Grammars are compiled and followed by llguidance (extra `structured`). A matcher belongs to one completion and knows its
-output alone, so neither other weights nor a cache that is computed anew change what it allows.
+llguidance (extra `structured`) compiles and matches the grammars. A matcher belongs to one completion and depends on
+its output tokens only, so a weight update or a recomputed cache does not change which tokens it allows.
 
 Shape legend: R = rows, V = vocabulary, W = bytes of a mask (8 tokens each, the first one in the lowest bit).
 """
@@ -27,21 +27,23 @@ from penstock.shared.runtime.tasks import end_tasks
 __all__ = ["COMPILE_S", "MAX_KEPT", "Grammars", "Matcher", "allowed_tokens", "grammar_of"]
 
 COMPILE_S = 5.0
-"""Longest that a grammar may take to be compiled, and that a request waits for it."""
+"""Timeout in seconds for a request that waits for the compilation of its grammar."""
 MAX_KEPT = 64
-"""Compiled grammars that are kept; the one that was used longest ago makes room."""
+"""Number of compiled grammars in the cache; the least recently used one is evicted."""
 AT_ONCE, MAX_PENDING = 2, 16
-"""Grammars that are compiled at the same time, and that are compiled or wait for it."""
+"""Maximum numbers of grammars compiled in parallel, and of grammars being compiled or queued for it."""
 WHITESPACE = r"[ \n\t]{0,16}"
-"""Between the parts of JSON. Without a bound a model may write nothing else."""
+"""Regular expression for whitespace between JSON tokens. Bounded: a model could otherwise write only whitespace."""
 MAX_SYMBOLS, START_FUEL = 100_000, 1_000_000
-"""Size of a grammar, and work for its regular expressions (20 ms per million), beyond which it is refused."""
+"""Limits on the size of a grammar and on work for its regular expressions (20 ms per million); larger ones are
+rejected."""
 STEP_FUEL, STEP_ITEMS = 100_000, 20_000
-"""Work for one token of one row (7 and 1 ms) beyond which its answer ends: others are decoded by the same thread."""
+"""Limits on work per token of a row (7 and 1 ms); beyond them its answer ends, since all rows share the thread."""
 
 
 def grammar_of(constraint: Constraint) -> str:
-    """The form in Lark, as llguidance reads it: JSON, tool calls as ``ToolCalls`` takes them, or either."""
+    """Return the constraint as a Lark grammar for llguidance: JSON, tool calls in the syntax of ``ToolCalls``, or
+    either."""
     whole, rules = [], []
     if constraint.json_schema:
         whole.append("json")
@@ -63,53 +65,53 @@ def _schema(text: str) -> str:
 
 
 class Followed(Protocol):
-    """The used part of ``llguidance.LLMatcher``. Nothing raises: it is in an error state from some token on."""
+    """The part of ``llguidance.LLMatcher`` that is used here. Methods do not raise; errors set a permanent state."""
 
     def compute_bitmask(self) -> bytes:
-        """A bit per token that may follow."""
+        """Return a bit mask over the vocabulary: 1 for each token that may follow."""
         ...
 
     def consume_tokens(self, sampled_tokens: list[int]) -> bool:
-        """True if these tokens may follow; they are part of the text from now on."""
+        """Append these tokens to the text; returns False if they may not follow."""
         ...
 
     def is_error(self) -> bool:
-        """True if nothing may follow any more because something went wrong."""
+        """Return True if the matcher is in an error state and allows no further token."""
         ...
 
     def get_error(self) -> str:
-        """The error, in its words."""
+        """Return the error message of llguidance."""
         ...
 
     def validate_tokens(self, tokens: list[int]) -> int:
-        """How many of these tokens may follow."""
+        """Return how many of these tokens, from the first on, may follow."""
         ...
 
     def deep_copy(self) -> Followed:
-        """Another one in the same state."""
+        """Return an independent copy in the same state."""
         ...
 
 
 class Matcher:
-    """Follows one completion. ``stuck``: nothing that may follow can be written, or to find out takes too much."""
+    """Tracks the constraint of one completion. ``stuck``: no allowed token exists, or finding one exceeds a limit."""
 
     def __init__(self, followed: Followed, stop_ids: Sequence[int]) -> None:
         self._followed, self._stop_ids = followed, stop_ids
         self.num_consumed = 0
-        """Output tokens that it knows."""
+        """Number of output tokens consumed so far."""
         self.stuck = False
 
     def begin(self, token_ids: Sequence[int]) -> None:
-        """Go on with an answer that has these tokens already; they are no output of this completion."""
+        """Consume the beginning of an answer that is part of the prompt; not counted in ``num_consumed``."""
         self.stuck = not self._followed.consume_tokens(list(token_ids))
 
     def consume(self, token_ids: Sequence[int]) -> None:
-        """Take the next output tokens."""
+        """Consume the next output tokens."""
         self.num_consumed += len(token_ids)
         self.stuck = self.stuck or not self._followed.consume_tokens(list(token_ids))
 
     def mask(self, num_tokens: int) -> bytes:
-        """A bit for each token that may follow, of ``num_tokens``; where it is stuck, only the end may."""
+        """Return a bit mask of the allowed tokens among ``num_tokens``; if stuck, only the stop tokens are allowed."""
         if not self.stuck:
             found = self._followed.compute_bitmask()
             bits = int.from_bytes(found, "little")
@@ -117,7 +119,7 @@ class Matcher:
             if count > 1 and not self._followed.is_error():
                 return found
             only = bits.bit_length() - 1
-            # For a character that no token has, the token that stands for such ones is named: it may not follow either.
+            # If no token can write the next character, llguidance names the token for unknown ones, which it rejects.
             self.stuck = (
                 self._followed.is_error()
                 or count != 1
@@ -133,11 +135,11 @@ class Matcher:
 def allowed_tokens(
     matchers: Sequence[Matcher | None], tokens_RC: Tensor, length_R: Tensor, prompt_R: Tensor, vocab: int
 ) -> Tensor:
-    """Which tokens may come next, bool [R, V]. Matchers learn the tokens that were sampled since they were asked last.
+    """Return which tokens may come next, bool [R, V]. First feeds each matcher the tokens sampled since the last call.
 
     Args:
-        matchers: one per row; None: every token may.
-        tokens_RC: prompt and output of each row, ``length_R`` tokens of which ``prompt_R`` are the prompt.
+        matchers: one per row; None: every token is allowed.
+        tokens_RC: prompt and output tokens of each row: ``length_R`` tokens, the first ``prompt_R`` are the prompt.
     """
     width = -(-vocab // 8)
     mask_RW = np.full((len(matchers), width), 0xFF, np.uint8)
@@ -160,12 +162,12 @@ def allowed_tokens(
 
 
 class Grammars:
-    """Compiles the forms that requests ask for, once each, beside the event loop.
+    """Compiles the constraints of requests in threads and caches the compiled grammars.
 
     Args:
-        tokenizer: None: nothing can be compiled.
-        vocab_size: columns of the logits; those beyond the tokenizer's are never drawn.
-        stop_ids: what may follow a whole answer.
+        tokenizer: tokenizer of the model; None: every constraint is rejected.
+        vocab_size: number of logit columns; those beyond the tokenizer's vocabulary are never sampled.
+        stop_ids: tokens allowed after a complete answer.
     """
 
     def __init__(
@@ -176,13 +178,15 @@ class Grammars:
         self._compiled: OrderedDict[Constraint, asyncio.Task[Followed]] = OrderedDict()
         self._slots = asyncio.Semaphore(AT_ONCE)
         self._begun: set[Constraint] = set()
-        """Those whose compilation has begun: the time that it takes is their own."""
+        """Constraints being compiled, not queued: their timeout is caused by the constraint, not by the load."""
 
     async def matchers(self, request: GenRequest) -> list[Matcher | None]:
-        """One for each completion of a request, which has ``answered`` tokens of its answer already.
+        """Return one matcher per completion of a request, each advanced by the ``answered`` tokens of its prompt.
+
+        Entries are None if the request has no constraint.
 
         Raises:
-            ConstraintError: as ``compile``, or the request forbids the end where the form asks for it.
+            ConstraintError: as ``compile``, or the request sets ``ignore_eos`` or ``min_new_tokens``.
         """
         if request.constraint is None:
             return [None] * request.n
@@ -195,12 +199,12 @@ class Grammars:
         return list(found)
 
     async def compile(self, constraint: Constraint) -> Followed:
-        """The matcher of an answer that has no token yet; it is copied, never followed.
+        """Return the matcher of an empty answer; callers must copy it and never advance it.
 
         Raises:
-            ConstraintError: there is no llguidance here, or it cannot compile the form, or not within ``COMPILE_S``, or
-                this tokenizer cannot write it.
-            Unavailable: others are compiled, or the tokens are read, for as long.
+            ConstraintError: llguidance is not installed, cannot compile the constraint within ``COMPILE_S`` or at all,
+                or the tokenizer cannot write such an answer.
+            Unavailable: too many constraints are pending, or ``COMPILE_S`` passed before this compilation started.
         """
         task = self._compiled.get(constraint)
         if task is None:
@@ -220,7 +224,7 @@ class Grammars:
         return task.result()
 
     async def close(self) -> None:
-        """Compile nothing more. Safe to repeat."""
+        """Cancel all compilations. Safe to repeat."""
         await end_tasks([*self._compiled.values(), *([self._vocabulary] if self._vocabulary is not None else [])])
 
     async def _compile(self, constraint: Constraint) -> Followed:
@@ -277,13 +281,13 @@ def _compiled(constraint: Constraint, vocabulary: Any, stop_ids: Sequence[int], 
 
 
 def _flaw(text: str) -> str:
-    """The flaw, for the author of the schema: llguidance's words without its state and our grammar."""
+    """Return the error for the author of the schema: llguidance's message without its state and the grammar."""
     text = text.partition("\n   1 | ")[0].removeprefix("failed to compile JSON schema: ")
     return f"no grammar can be made of the schema: {text.partition('<state>')[0].strip()[:400]}"
 
 
 def _vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, stop_ids: Sequence[int]) -> Any:
-    """The tokens as bytes. Raises ValueError: they are neither of a byte-level tokenizer nor texts of their own."""
+    """Return llguidance's tokenizer for the vocabulary. Raises ValueError if the tokens cannot be mapped to bytes."""
     import llguidance
     from llguidance.hf import from_tokenizer
 
@@ -296,7 +300,7 @@ def _vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, stop_ids: S
 
 
 class _Texts:
-    """A tokenizer whose text is that of its tokens one after the other (decoder `Fuse`), as llguidance wants it."""
+    """Adapter to llguidance for tokenizers whose text is the concatenation of the tokens (decoder `Fuse`)."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stop_ids: Sequence[int]) -> None:
         self._backend: Any = tokenizer.backend_tokenizer

@@ -1,4 +1,4 @@
-"""The default engine: our own batched decoder in this process, over the same model code that trains."""
+"""Default rollout engine: Penstock's own batched decoder, in this process, with the same model code as the trainer."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from penstock.shared.protocol.weights import short_digest
 __all__ = ["EmbeddedEngine"]
 
 STEPS_PER_RUN = 8
-"""Decode steps between two returns to the event loop, unless something ends or interrupts."""
+"""Maximum decode steps per call in the decoding thread; fewer if a completion ends or the call is interrupted."""
 
 T = TypeVar("T")
 
 
 class EmbeddedEngine:
-    """Continuous batching in one dedicated thread. The event loop owns the books, the thread owns the tensors.
+    """Continuous batching in one dedicated thread. The event loop owns the requests, the thread owns the tensors.
 
-    Everything that touches tensors is a call in that thread, and calls run one after another: between two of them is a
-    token boundary. ``_interrupt`` makes a running call end at the next one.
+    Everything that touches tensors is a call in that thread. Calls run one after another, so between two of them is a
+    token boundary. ``_interrupt`` ends a running decode call at the next token boundary.
     """
 
     caps = EmbeddedConfig.caps
@@ -87,18 +87,18 @@ class EmbeddedEngine:
 
     @property
     def running(self) -> int:
-        """Sequences that are being decoded."""
+        """Number of sequences being decoded."""
         return self._batch.count
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens sampled since the start."""
+        """Number of tokens sampled since the start."""
         return self._generated_tokens
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to decode. Safe to repeat."""
+        """Start the decoding task. Safe to repeat."""
         if self._driver is None:
             self._failure = None
             self._loop = asyncio.get_running_loop()
@@ -118,15 +118,18 @@ class EmbeddedEngine:
         await asyncio.to_thread(self._free)
 
     def _free(self) -> None:
-        """Let go of the weights and caches now. Engine and batch refer to each other, and so do the modules of a model:
-        they go when the garbage collector comes by, and a view of a slot would keep its whole memory until then."""
+        """Free weights and caches now instead of at the next garbage collection.
+
+        Engine and batch, and the modules of the model, are in reference cycles; until they are collected, a view of a
+        weight slot would keep the memory of the whole slot.
+        """
         self._served.give_up(dirty=False)
         self._batch.close()
         for parameter in self._model.parameters():
             parameter.data = parameter.data.new_empty(0)
 
     async def health(self) -> dict[str, Any]:
-        """Counts and flags. Raises Unavailable once the engine cannot serve."""
+        """Return counts and flags. Raises Unavailable once the engine cannot serve."""
         if self._failure is not None:
             raise self._unavailable()
         return {
@@ -170,13 +173,13 @@ class EmbeddedEngine:
             raise
 
     async def prepare(self, constraint: Constraint) -> None:
-        """Compile the form of an answer; see ``Engine.prepare``."""
+        """Compile a constraint; see ``Engine.prepare``."""
         await self._grammars.compile(constraint)
 
     async def score(
         self, token_ids: Sequence[int], *, top_logprobs: int = 0, held: HeldWeights | None = None
     ) -> Scores:
-        """Log-probs of a text; see ``Engine.score``."""
+        """Score a text; see ``Engine.score``."""
         self._check_ready()
         check_text(token_ids, vocab_size=self._model.config.vocab_size, max_length=self.max_length)
         await self._until(lambda: self._failure is not None or (self._frozen_at is None and self._paused is None))
@@ -195,7 +198,7 @@ class EmbeddedEngine:
             raise
 
     def _tell(self, tokens: list[tuple[int, Token]]) -> None:
-        """Called in the decoding thread."""
+        """Pass new tokens to the listeners on the event loop; called in the decoding thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._requests.tell, tokens)
 
@@ -208,7 +211,7 @@ class EmbeddedEngine:
             raise WeightsError("the engine is dirty after a failed update; it serves again after a full update")
 
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
-        """End requests with what they have; see ``Engine.abort``."""
+        """End requests with their partial tokens; see ``Engine.abort``."""
         chosen = self._requests.chosen(request_ids)
         await self._end(chosen)
         return len(chosen)
@@ -225,18 +228,18 @@ class EmbeddedEngine:
             await self._call(lambda: None)
 
     async def resume(self) -> None:
-        """Go on. Safe to repeat."""
+        """Continue decoding after ``pause``. Safe to repeat."""
         self._paused = None
         self._notify(interrupt=False)
 
     async def sleep(self) -> None:
-        """End everything as 'abort' and release the cache."""
+        """End all requests as 'abort', reject new ones until ``wake``, and release the cache memory."""
         self._asleep = True
         await self.abort()
         await self._call(self._batch.release)
 
     async def wake(self) -> None:
-        """Serve again. Safe to repeat."""
+        """Accept requests again. Safe to repeat."""
         self._asleep = False
         self._notify(interrupt=False)
 
@@ -251,7 +254,7 @@ class EmbeddedEngine:
         guard: Callable[[], bool] | None = None,
         base: bool = False,
     ) -> None:
-        """Open an update; see ``Engine.begin_update``. In place, decoding stands still from here to the end."""
+        """Open an update; see ``Engine.begin_update``. An in-place update stops decoding from here to its end."""
         self._served.check_none()
         adapters = bool(adapter_parameters(self._model))
         if base and (not adapters or mode != "in_place"):
@@ -279,7 +282,7 @@ class EmbeddedEngine:
             raise
 
     async def commit_update(self) -> float:
-        """Swap, drop stale caches, publish the version; see ``Engine.commit_update``."""
+        """Activate the staged weights, drop stale caches and change the version; see ``Engine.commit_update``."""
         update = self._served.current()
 
         def commit() -> float:
@@ -304,16 +307,16 @@ class EmbeddedEngine:
         return pause_s if frozen_at is None else time.perf_counter() - frozen_at
 
     async def abort_update(self) -> None:
-        """Give up; see ``Engine.abort_update``."""
+        """Discard the open update; see ``Engine.abort_update``."""
         if self._served.update is not None:
             await self._close_update(failed=self._served.update.touched)
 
     async def weight_info(self) -> WeightInfo:
-        """The served version."""
+        """Return the served version."""
         return self._served.info()
 
     def _policy_parameters(self) -> Mapping[str, nn.Parameter]:
-        """The tensors of a policy version; tied parameters stand there under all their names."""
+        """Return the parameters that an update replaces, by name; tied parameters appear under each of their names."""
         return adapter_parameters(self._model) or base_parameters(self._model, remove_duplicate=False)
 
     async def _close_update(self, *, failed: bool) -> None:
@@ -324,7 +327,7 @@ class EmbeddedEngine:
         self._notify(interrupt=False)
 
     async def _soil(self) -> None:
-        """The weights are no version: end what runs, refuse what comes, until a full update."""
+        """Mark the weights as dirty, end started requests, and reject new ones until a full update succeeds."""
         self._served.dirty = True
         await self._end(self._requests.started())
 
@@ -363,12 +366,12 @@ class EmbeddedEngine:
         return asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _call(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Run in the decoding thread at the next token boundary."""
+        """Run ``function`` in the decoding thread at the next token boundary."""
         self._interrupt = True
         return asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def _end(self, requests: set[int]) -> None:
-        """End requests as 'abort', waiting and running completions alike."""
+        """End requests as 'abort', both queued and running completions."""
         self._requests.unqueue(requests)
         self._requests.finish(await self._call(lambda: self._batch.evict(requests)))
         self._changed.set()
