@@ -133,7 +133,7 @@ class Batch:
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int], num_top: int) -> Scores:
-        """Return log-probs of ``token_ids`` after the first one, with ``num_top`` top tokens; does not use the cache."""
+        """Return log-probs of ``token_ids`` after the first one, and ``num_top`` top tokens, without the cache."""
         self._check_weights()
         tokens = pack([token_ids]).to(self._device)
         logits_of = selected_logits(self._model, tokens, torch.arange(len(token_ids) - 1, device=self._device))

@@ -1,4 +1,4 @@
-"""Keys and values of running sequences: one row of a static tensor each, rows kept dense.
+"""Key/value cache of the running sequences: each has one row of a static tensor, and rows are kept dense.
 
 Shape legend: N = layers, R = rows, L = positions, K = key/value heads, d = head width, T = flat tokens, G = query heads
 that share a key/value head, S = queries of a row, Q = G * S.
@@ -15,11 +15,11 @@ from penstock.shared.models.architecture import Plan
 __all__ = ["KVCache"]
 
 GROWTH = 64
-"""The cache grows by multiples of this many positions."""
+"""Granularity, in positions, to which a larger capacity is rounded up."""
 
 
 class KVCache:
-    """Static keys and values; grows along the positions when a longer sequence needs it."""
+    """Static key and value tensors per layer, [R, K, L, d]; L grows when a longer sequence needs it."""
 
     def __init__(self, plan: Plan, *, rows: int, max_length: int) -> None:
         self._plan, self._rows, self._max_length = plan, rows, max_length
@@ -29,11 +29,11 @@ class KVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """Dtype of keys and values."""
         return self._plan.embedding.weight.dtype
 
     def reserve(self, length: int) -> None:
-        """Make room for sequences of ``length`` tokens; what is there stays."""
+        """Grow the capacity to at least ``length`` tokens per row; keeps the contents."""
         if length <= self._capacity:
             return
         capacity = min(self._max_length, max(2 * self._capacity, length + -length % GROWTH))
@@ -50,29 +50,29 @@ class KVCache:
         return new
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._keys, self._values, self._capacity = [], [], 0
 
     def zero(self) -> None:
-        """Forget everything. Needed after a non-finite value: a masked NaN still spoils a weighted sum."""
+        """Set all keys and values to zero. Needed after a non-finite value: a masked NaN still makes attention NaN."""
         for tensor in (*self._keys, *self._values):
             tensor.zero_()
 
     def places(self, rows_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Flat places of each (row, position) for ``write``: [T * K]."""
+        """Return the flat indices of each (row, position) for ``write``: [T * K]."""
         heads_K = torch.arange(self._plan.num_kv_heads, device=rows_T.device) * self._capacity
         first_T = rows_T * (self._plan.num_kv_heads * self._capacity) + positions_T
         return (first_T[:, None] + heads_K).flatten()
 
     def write(self, layer: int, places: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> None:
-        """Store keys and values of flat tokens."""
+        """Store keys and values of flat tokens at ``places``."""
         self._keys[layer].flatten(0, 2).index_copy_(0, places, k_TKd.flatten(0, 1))
         self._values[layer].flatten(0, 2).index_copy_(0, places, v_TKd.flatten(0, 1))
 
     def attend(self, layer: int, start: int, q_RHd: Tensor, length: int, mask_R11L: Tensor | None) -> Tensor:
-        """One query per row over the first ``length`` positions of rows ``start`` to start + R: [R, H, d].
+        """Attend one query per row to the first ``length`` positions of rows [start, start + R): [R, H, d].
 
-        The query heads of a key/value head stand where queries stand, so keys are not repeated for them.
+        The query heads that share a key/value head are passed as G queries of that head, so keys are not repeated.
         """
         rows, plan = q_RHd.shape[0], self._plan
         k_RKLd, v_RKLd = (t[layer][start : start + rows, :, :length] for t in (self._keys, self._values))
@@ -80,7 +80,7 @@ class KVCache:
         return F.scaled_dot_product_attention(q_RKGd, k_RKLd, v_RKLd, attn_mask=mask_R11L).flatten(1, 2)
 
     def attend_more(self, layer: int, start: int, q_RSHd: Tensor, length: int, mask_RSL: Tensor) -> Tensor:
-        """S queries per row over the first ``length`` positions of rows ``start`` to start + R: [R, S, H, d]."""
+        """Attend S queries per row to the first ``length`` positions of rows [start, start + R): [R, S, H, d]."""
         (rows, queries), plan = q_RSHd.shape[:2], self._plan
         k_RKLd, v_RKLd = (t[layer][start : start + rows, :, :length] for t in (self._keys, self._values))
         groups = q_RSHd.shape[2] // plan.num_kv_heads
@@ -91,18 +91,18 @@ class KVCache:
         return out_RKGSd.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def copied(self, row: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
-        """Keys and values of the first ``length`` positions of a row, [K, L, d] of each layer."""
+        """Return copies of the keys and values of the first ``length`` positions of a row, [K, L, d] per layer."""
         keys, values = ([t[row, :, :length].clone() for t in tensors] for tensors in (self._keys, self._values))
         return keys, values
 
     def restore(self, row: int, keys: list[Tensor], values: list[Tensor]) -> None:
-        """Inverse of ``copied``; there must be room."""
+        """Write keys and values from ``copied`` to the first positions of a row; the capacity must suffice."""
         for tensors, copies in ((self._keys, keys), (self._values, values)):
             for tensor, copy in zip(tensors, copies, strict=True):
                 tensor[row, :, : copy.shape[1]] = copy
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy rows, all at once, up to ``length`` positions."""
+        """Copy rows ``sources`` to ``targets``, first ``length`` positions; all sources are read before any write."""
         for tensor in (*self._keys, *self._values):
             part = tensor[:, :, :length]
             part.index_copy_(0, targets, part.index_select(0, sources))

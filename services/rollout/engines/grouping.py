@@ -1,8 +1,9 @@
-"""Which running rows attend together: an attention call is as long as its longest row, so neighbours should be alike.
+"""Groups running rows for attention calls: a call pads its rows to the longest one, so grouped rows should have similar
+lengths.
 
-Rows come and go. Where they stand, the shorter ones of a group are padded in every step; moving them costs memory
-traffic once. They move when the padding that moving would have saved has cost as much: never more than twice what the
-best plan costs (ski rental; Karlin et al., "Competitive snoopy caching", Algorithmica 3, 1988).
+Without reordering, the shorter rows of a group are padded in every step; moving rows costs memory traffic once. Rows
+move once the padding that the move would have avoided has cost as much as the move: the total is at most twice the
+optimum (ski rental; Karlin et al., "Competitive snoopy caching", Algorithmica 3, 1988).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 __all__ = ["Group", "Grouping", "groups_of", "joined"]
 
 MOVE_COST = 4
-"""Attended positions that cost as much as moving one: it is read and written twice, and attention reads it once."""
+"""Cost of moving one position, in positions read by attention: a move reads and writes it twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +28,19 @@ class Group:
 
     @property
     def positions(self) -> int:
-        """Tokens that attention reads, padding included."""
+        """Number of positions that attention reads, including padding."""
         return (self.stop - self.start) * self.longest
 
 
 def groups_of(lengths: Sequence[int], size: int) -> list[Group]:
-    """Neighbours in groups of ``size`` rows; the last one may be smaller."""
+    """Split rows into consecutive groups of ``size`` rows; the last one may be smaller."""
     starts = range(0, len(lengths), size)
     rows = [(start, lengths[start : start + size]) for start in starts]
     return [Group(start, start + len(some), min(some), max(some)) for start, some in rows]
 
 
 def joined(groups: Sequence[Group]) -> list[Group]:
-    """The same rows with equally long neighbours in one group: nothing is padded, and there are fewer calls."""
+    """Merge adjacent groups whose rows all have the same length: fewer attention calls, still without padding."""
     found: list[Group] = []
     for group in groups:
         last = found[-1] if found else None
@@ -51,10 +52,10 @@ def joined(groups: Sequence[Group]) -> list[Group]:
 
 
 class Grouping:
-    """Decides when rows change places.
+    """Decides when to reorder the rows.
 
     Args:
-        size: rows of a group.
+        size: number of rows per group.
     """
 
     def __init__(self, size: int) -> None:
@@ -62,7 +63,10 @@ class Grouping:
         self._wasted = 0
 
     def order(self, lengths: Sequence[int]) -> list[int] | None:
-        """Which row should stand at each place from now on, the longest first; None: all stay where they are."""
+        """Return the row to put at each place, with the groups sorted by descending length; None: do not reorder.
+
+        Called once per step: it accumulates the padding that sorted rows would have avoided.
+        """
         excess = _positions(lengths, self.size) - _positions(sorted(lengths, reverse=True), self.size)
         self._wasted = self._wasted + excess if excess > 0 else 0
         if not self._wasted:
@@ -80,7 +84,7 @@ def _positions(lengths: Sequence[int], size: int) -> int:
 
 
 def _arranged(lengths: Sequence[int], size: int) -> list[int]:
-    """Rows by length in groups; who is in the right group already stays at its place."""
+    """Return an order with the longest rows in the first group; rows already in their group keep their place."""
     by_length = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     order = list(range(len(lengths)))
     for start in range(0, len(lengths), size):

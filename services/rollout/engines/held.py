@@ -1,4 +1,4 @@
-"""Keys and values of sequences that go on later: kept until their next request, other weights, or want of room.
+"""Keys and values of session prefixes, held until the next request of the session, a weight update or eviction.
 
 Shape legend: K = key/value heads, L = positions, d = head width.
 """
@@ -16,7 +16,7 @@ __all__ = ["HeldSequence", "HeldSequences"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldSequence:
-    """The computed prefix ``token_ids`` [L]: keys and values [K, L, d] of each layer."""
+    """Computed prefix ``token_ids`` [L] with its keys and values [K, L, d] per layer."""
 
     token_ids: list[int]
     keys: list[Tensor]
@@ -24,26 +24,26 @@ class HeldSequence:
 
 
 class HeldSequences:
-    """At most ``limit`` of them, by session; the oldest makes room for a new one."""
+    """Holds at most ``limit`` prefixes, one per session; evicts the oldest."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._held: OrderedDict[str, HeldSequence] = OrderedDict()
 
     def keep(self, session: str, sequence: HeldSequence) -> None:
-        """Keep a sequence for the next request of its session."""
+        """Hold a prefix for the next request of its session; replaces an earlier one of the session."""
         self._held[session] = sequence
         self._held.move_to_end(session)
         if len(self._held) > self._limit:
             self._held.popitem(last=False)
 
     def take(self, session: str, prompt_ids: Sequence[int]) -> HeldSequence | None:
-        """The held prefix of the session, where ``prompt_ids`` goes on from it; it is held no longer."""
+        """Remove the prefix of the session and return it; None if absent or if ``prompt_ids`` does not extend it."""
         found = self._held.pop(session, None)
         if found is None or len(found.token_ids) >= len(prompt_ids):
             return None
         return found if list(prompt_ids[: len(found.token_ids)]) == found.token_ids else None
 
     def clear(self) -> None:
-        """Hold nothing."""
+        """Drop all prefixes."""
         self._held.clear()

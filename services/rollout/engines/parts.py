@@ -1,7 +1,7 @@
-"""The parts of a forward pass: rows that decode, rows computed from all their tokens, rows that follow a cached part.
+"""Parts of a forward pass: rows that decode, rows computed from all their tokens, rows that extend a cached prefix.
 
-A pass computes the tokens of all its parts together; only attention differs. So a new request waits for nobody, and
-nobody waits for it: its prompt is computed in the step in which the others get their next token.
+A pass computes the tokens of all its parts together; only attention differs per part. The prompt of a new request is
+therefore computed in the same step in which running rows get their next token: neither waits for the other.
 
 Shape legend: R = rows of a part, T = flat tokens of a part, W = keys and values to write, S = new tokens of a row,
 L = positions, H = query heads, K = key/value heads, d = head width.
@@ -28,38 +28,39 @@ from penstock.shared.models.packed import pack
 __all__ = ["Part", "decoding", "extending", "passes", "prefilling", "together"]
 
 PASS_TOKENS = 2048
-"""Tokens of rows that are not decoding, computed at once (one row may have more)."""
+"""Maximum number of tokens of rows that are not decoding, per pass; a single row may have more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows [start, stop) in a forward pass."""
+    """Rows [start, stop) in a forward pass, with their tokens and their attention."""
 
     start: int
     stop: int
     token_T: Tensor
     position_T: Tensor
     last_R: Tensor
-    """Index among T of each row's last token: what follows it is drawn."""
+    """Index in T of each row's last token, after which the next token is sampled."""
     row_W: Tensor
     position_W: Tensor
     source_W: Tensor | None
-    """Index among T of what is written; None: W is T."""
+    """Index in T of the token whose keys and values go to each place W; None: W equals T."""
     attend: Attend
-    """Writes keys and values of the tokens, and attends: [T, H, d]."""
+    """Writes keys and values of the tokens to the cache and computes attention: [T, H, d]."""
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return len(self.token_T)
 
     def written(self, x_T: Tensor) -> Tensor:
-        """Of values per token those per written place."""
+        """Gather values per token [T, ...] into values per written place [W, ...]."""
         return x_T if self.source_W is None else x_T[self.source_W]
 
 
 def passes(rows: Rows, cache: KVCache, fresh: int, groups: Sequence[Group]) -> Iterator[list[Part]]:
-    """All rows in forward passes, in order: the first ``fresh``, in ``groups``, decode; the others are computed."""
+    """Yield the parts of each forward pass, covering all rows in order: the first ``fresh`` rows decode, in ``groups``;
+    the others are computed from their tokens."""
     parts = [decoding(rows, cache, groups)] if fresh else []
     row, num_tokens = fresh, 0
     while row < rows.count:
@@ -73,7 +74,7 @@ def passes(rows: Rows, cache: KVCache, fresh: int, groups: Sequence[Group]) -> I
 
 
 def together(parts: Sequence[Part]) -> Attend:
-    """Attention of each part over its own tokens of a pass."""
+    """Return an ``Attend`` that applies the attention of each part to its own tokens of the pass."""
     if len(parts) == 1:
         return parts[0].attend
     sizes = [part.num_tokens for part in parts]
@@ -86,7 +87,7 @@ def together(parts: Sequence[Part]) -> Attend:
 
 
 def decoding(rows: Rows, cache: KVCache, groups: Sequence[Group]) -> Part:
-    """The next token of rows that are in the cache but for their last token."""
+    """Build the part of the fresh rows, of which only the last token is not in the cache."""
     stop = groups[-1].stop
     position_R = rows.length_R[:stop] - 1
     row_R = torch.arange(stop, device=position_R.device)
@@ -106,7 +107,7 @@ def decoding(rows: Rows, cache: KVCache, groups: Sequence[Group]) -> Part:
 
 
 def _masks(position_R: Tensor, groups: Sequence[Group], dtype: torch.dtype) -> list[Tensor | None]:
-    """Mask that hides the padding of each group, [R, 1, 1, L]; None where all its rows are equally long."""
+    """Return a mask per group that hides padding, [R, 1, 1, L]; None if all rows of the group are equally long."""
     longest = max((group.longest for group in groups if group.shortest < group.longest), default=0)
     if not longest:
         return [None] * len(groups)
@@ -120,7 +121,10 @@ def _masks(position_R: Tensor, groups: Sequence[Group], dtype: torch.dtype) -> l
 
 
 def prefilling(rows: Rows, cache: KVCache, start: int) -> Part:
-    """As many rows from ``start`` on as have nothing cached and fit, at least one; equal ones are computed once."""
+    """Build a part of rows from ``start`` on without cached tokens: at least one, as many as fit in ``PASS_TOKENS``.
+
+    Identical sequences are computed once.
+    """
     found: dict[tuple[int, ...], int] = {}
     owners: list[int] = []
     num_tokens = 0
@@ -157,7 +161,8 @@ def prefilling(rows: Rows, cache: KVCache, start: int) -> Part:
 
 
 def extending(rows: Rows, cache: KVCache, start: int) -> Part:
-    """As many rows from ``start`` on as have a part of their sequence in the cache and fit, at least one."""
+    """Build a part of rows from ``start`` on that have a cached prefix: at least one, as many as fit in
+    ``PASS_TOKENS``."""
     new: list[list[int]] = []
     cached: list[int] = []
     for row in range(start, rows.count):
@@ -191,7 +196,7 @@ def extending(rows: Rows, cache: KVCache, start: int) -> Part:
 
 
 def _offsets(length_R: NDArray[Any]) -> NDArray[Any]:
-    """0, 1, ... of each row, one row after another."""
+    """Return the positions 0, 1, ... within each row, concatenated: [sum of ``length_R``]."""
     ends_R = np.cumsum(length_R)
     offset_T: NDArray[Any] = np.arange(ends_R[-1]) - np.repeat(ends_R - length_R, length_R)
     return offset_T

@@ -1,4 +1,4 @@
-"""State of the running completions as tensors: one dense row each, so that a step has no loop over rows.
+"""State of the running completions as tensors: one row each, without gaps, so that a step needs no loop over rows.
 
 Shape legend: R = rows, C = token capacity of a row, K = stop tokens of a row (padded with -1),
 B = biased tokens, V = vocabulary.
@@ -20,14 +20,14 @@ __all__ = ["Rows"]
 
 
 class Rows:
-    """Rows 0..count of static tensors. Removing a row moves the last ones into the holes."""
+    """Rows [0, count) of static tensors. Removing rows moves the last rows into the gaps."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.completions: list[Completion] = []
         self._device = device
         self._features: Counter[str] = Counter()
         self._biases: dict[Completion, tuple[Tensor, Tensor]] = {}
-        """Tokens and what is added to their logits, of completions that ask for it."""
+        """(token ids [B], values added to their logits [B]) of each completion with a ``logit_bias``."""
         self._ints = torch.zeros((7, capacity), dtype=torch.long, device=device)
         self._floats = torch.zeros((2, capacity), device=device, dtype=torch.float32)
         self.length_R, self._prompt_R, self._limit_R, self._minimum_R, self._stream_R, self._top_k_R, self._greedy_R = (
@@ -40,11 +40,11 @@ class Rows:
 
     @property
     def count(self) -> int:
-        """Rows in use."""
+        """Number of rows in use."""
         return len(self.completions)
 
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` tokens in each row."""
+        """Grow the capacity to at least ``length`` tokens per row."""
         extra = length - self.tokens_RC.shape[1]
         if extra > 0:
             extra += length // 2
@@ -52,7 +52,7 @@ class Rows:
             self._logprobs_RC = torch.nn.functional.pad(self._logprobs_RC, (0, extra))
 
     def add(self, completions: Sequence[Completion], version: int, weights: str = "") -> None:
-        """Append completions that have no output yet."""
+        """Append rows for completions that have no output yet."""
         start, stop = self.count, self.count + len(completions)
         ints, floats, stops = [], [], []
         width = max(self._stops_RK.shape[1], *(len(c.stop_ids) for c in completions))
@@ -79,7 +79,7 @@ class Rows:
         self.completions += completions
 
     def draws(self, start: int, stop: int, vocab: int) -> Draws:
-        """How rows [start, stop) are sampled next, from ``vocab`` tokens."""
+        """Return the sampling parameters of the next token of rows [start, stop), over ``vocab`` tokens."""
         rows, has, count = slice(start, stop), self._features, self.count
         length_R = self.length_R[rows]
         forbidden = None
@@ -116,7 +116,7 @@ class Rows:
         return nudge_RV
 
     def append(self, start: int, token_R: Tensor, logprob_R: Tensor) -> Tensor:
-        """Add one token to each row from ``start`` on; returns codes: 0 goes on, 1 stop token, 2 length."""
+        """Append one token to each of R rows from ``start`` on; returns codes: 0 continues, 1 stop token, 2 length."""
         rows = slice(start, start + len(token_R))
         length_R = self.length_R[rows]
         self.tokens_RC[rows].scatter_(1, length_R[:, None], token_R[:, None])
@@ -128,26 +128,26 @@ class Rows:
 
     @property
     def streamed(self) -> bool:
-        """True if somebody listens to a row's tokens."""
+        """True if at least one row is streamed."""
         return bool(self._features["streamed"])
 
     @property
     def finite(self) -> bool:
-        """True if all log-probs are; what is left of earlier rows may count as well."""
+        """True if all log-probs are finite; leftover values of removed rows may be included in the check."""
         return bool(self._logprobs_RC[: self.count].isfinite().all())
 
     def newest(self, stop: int) -> tuple[list[int], list[float]]:
-        """The last token of each row before ``stop`` and its log-prob."""
+        """Return the last token of each row before ``stop``, and its log-prob."""
         last_R1 = self.length_R[:stop, None] - 1
         token_R = self.tokens_RC[:stop].gather(1, last_R1)[:, 0]
         return token_R.tolist(), self._logprobs_RC[:stop].gather(1, last_R1)[:, 0].tolist()
 
     def num_top(self) -> int:
-        """Most likeliest tokens that a row wants to know."""
+        """Return the maximum ``top_logprobs`` of all rows."""
         return max(c.top_logprobs for c in self.completions) if self._features["top"] else 0
 
     def keep_top(self, start: int, logprob_RK: Tensor, token_RK: Tensor) -> None:
-        """Remember the likeliest tokens of rows from ``start`` on, the likeliest first."""
+        """Store the top tokens of rows from ``start`` on, in descending order, as many as each row requests."""
         for completion, tokens, logprobs in zip(
             self.completions[start:], token_RK.tolist(), logprob_RK.tolist(), strict=False
         ):
@@ -155,7 +155,7 @@ class Rows:
                 completion.top.append(list(zip(tokens, logprobs, strict=True))[: completion.top_logprobs])
 
     def watched(self, stop: int) -> list[tuple[int, Completion, int]]:
-        """(row, completion, output tokens) of the rows before ``stop`` that may end by a stop string now."""
+        """Return (row, completion, number of output tokens) of rows before ``stop`` that a stop string may end now."""
         if not self._features["stop_strings"]:
             return []
         outputs = self.num_outputs()
@@ -166,28 +166,28 @@ class Rows:
         ]
 
     def num_outputs(self) -> list[int]:
-        """Output tokens of each row."""
+        """Return the number of output tokens of each row."""
         return list((self.length_R - self._prompt_R)[: self.count].tolist())
 
     def sequence(self, row: int) -> Sequence[int]:
-        """Prompt and output tokens of a row."""
+        """Return the prompt and output tokens of a row."""
         prompt_ids, length = self.completions[row].prompt_ids, int(self.length_R[row])
         return prompt_ids if length == len(prompt_ids) else self.tokens_RC[row, :length].tolist()
 
     def tail(self, row: int, num: int) -> list[int]:
-        """The last ``num`` tokens of a row."""
+        """Return the last ``num`` tokens of a row."""
         length = int(self.length_R[row])
         return list(self.tokens_RC[row, length - num : length].tolist())
 
     def take(self, row: int, finish: Finish) -> Finished:
-        """The tokens of a row. The row stays until ``drop``."""
+        """Build the result of a row. The row stays in the batch until ``drop``."""
         completion = self.completions[row]
         output = slice(len(completion.prompt_ids), int(self.length_R[row]))
         tokens, logprobs = self.tokens_RC[row, output].tolist(), self._logprobs_RC[row, output].tolist()
         return finished(completion, tokens, logprobs, finish)
 
     def drop(self, rows: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """Remove rows; returns (sources, targets) of the rows that moved, for the cache to follow."""
+        """Remove rows; returns (sources, targets) of the rows that moved, so that the cache can move them too."""
         gone, left = set(rows), self.count - len(rows)
         targets = [row for row in rows if row < left]
         sources = [row for row in range(left, self.count) if row not in gone]
@@ -202,7 +202,7 @@ class Rows:
         return self._copy(sources, targets)
 
     def rearrange(self, order: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Put row ``order[place]`` at each place, at least one of them elsewhere; returns as ``drop`` does."""
+        """Move row ``order[place]`` to each place; at least one row must move. Returns (sources, targets)."""
         self.completions[: len(order)] = [self.completions[row] for row in order]
         targets = [place for place, row in enumerate(order) if row != place]
         return self._copy([order[place] for place in targets], targets)

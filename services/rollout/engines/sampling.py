@@ -1,4 +1,4 @@
-"""Draw tokens: exact log-probs, and noise that depends on seed and position alone, never on who else is in the batch.
+"""Token sampling: exact log-probs, and random numbers that depend only on seed and position, not on the batch.
 
 Shape legend: R = rows, V = vocabulary, K = stop tokens of a row (padded with -1).
 """
@@ -23,7 +23,7 @@ def _signed(value: int) -> int:
 
 
 def stream_of(seed: int) -> int:
-    """Start of a sample's random stream, as a signed 64-bit number: SplitMix64's output for ``seed``."""
+    """Return the start of a sample's random stream as a signed 64-bit number: SplitMix64's output for ``seed``."""
     z = (seed * _GAMMA + _GAMMA) & _MASK
     z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
     z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
@@ -31,7 +31,7 @@ def stream_of(seed: int) -> int:
 
 
 def uniforms(stream_R: Tensor, index_R: Tensor) -> Tensor:
-    """One number in [0, 1) per row, float64: output ``index`` of SplitMix64 started at ``stream``.
+    """Return one number in [0, 1) per row, float64: output ``index`` of SplitMix64 started at ``stream``.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014), figure 17.
     """
@@ -43,35 +43,35 @@ def uniforms(stream_R: Tensor, index_R: Tensor) -> Tensor:
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
-    """Logical right shift: torch's is arithmetic."""
+    """Return the logical right shift; torch's operator is arithmetic."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How each row is sampled. A field that no row needs is None, so its work is skipped."""
+    """Sampling parameters of the next token of each row. A field that no row needs is None and costs nothing."""
 
     stream_R: Tensor
     index_R: Tensor
-    """Output tokens of the row so far."""
+    """Number of output tokens of the row so far."""
     temperature_R1: Tensor | None
-    """None: 1 everywhere. Greedy rows hold 1: their log-probs are of the logits."""
+    """None: 1 for all rows. Greedy rows have 1: their log-probs are of the logits."""
     greedy_R: Tensor | None
     all_greedy: bool
     top_p_R: Tensor | None
     top_k_R: Tensor | None
     forbidden_RK: Tensor | None
-    """Tokens that may not be drawn now; -1 is none."""
+    """Token ids that must not be sampled now; -1 is padding."""
     nudge_RV: Tensor | None = None
-    """Added to the logits before a token is drawn, and not part of its log-prob."""
+    """Values added to the logits for sampling, but not for the reported log-probs."""
     allowed_RV: Tensor | None = None
-    """Tokens that may be drawn at all; at least one per row."""
+    """Boolean mask of the tokens that satisfy the constraint; at least one per row."""
 
 
 def draw(logits_RV: Tensor, how: Draws) -> tuple[Tensor, Tensor]:
-    """One token per row and its log-probability, float32, under softmax(logits / temperature).
+    """Sample one token per row; returns it with its log-prob, float32, under softmax(logits / temperature).
 
-    Truncation (top-p, top-k), nudges, forbidden and allowed tokens change what is drawn, not the log-probability.
+    Truncation (top-p, top-k), nudges, forbidden and allowed tokens change the sampled token, not its log-prob.
     """
     logits_RV = logits_RV.float()
     if how.temperature_R1 is not None:
@@ -81,7 +81,7 @@ def draw(logits_RV: Tensor, how: Draws) -> tuple[Tensor, Tensor]:
     if how.nudge_RV is not None:
         nudge_RV = how.nudge_RV if how.temperature_R1 is None else how.nudge_RV / how.temperature_R1
         allowed_RV = torch.log_softmax(logprobs_RV + nudge_RV, -1)
-    if how.allowed_RV is not None:  # normalised: what is left may be so unlikely that its mass would vanish
+    if how.allowed_RV is not None:  # renormalise: allowed tokens may be so unlikely that exp would underflow
         allowed_RV = torch.log_softmax(allowed_RV.masked_fill(~how.allowed_RV, float("-inf")), -1)
     if how.forbidden_RK is not None:
         allowed_RV = _without(allowed_RV, how.forbidden_RK)
@@ -92,7 +92,7 @@ def draw(logits_RV: Tensor, how: Draws) -> tuple[Tensor, Tensor]:
 
 
 def likeliest(logits_RV: Tensor, how: Draws, num: int) -> tuple[Tensor, Tensor]:
-    """Log-probs and ids of the ``num`` likeliest tokens of each row, under the distribution of ``draw``."""
+    """Return log-probs and ids of the ``num`` most likely tokens of each row, under softmax(logits / temperature)."""
     logits_RV = logits_RV.float()
     if how.temperature_R1 is not None:
         logits_RV = logits_RV / how.temperature_R1
@@ -100,7 +100,7 @@ def likeliest(logits_RV: Tensor, how: Draws, num: int) -> tuple[Tensor, Tensor]:
 
 
 def _sample(logprobs_RV: Tensor, how: Draws) -> Tensor:
-    """Inverse of the cumulative distribution at one uniform number per row."""
+    """Sample by inverting the cumulative distribution at one uniform number per row."""
     probs_RV = logprobs_RV.exp()
     if how.top_p_R is not None or how.top_k_R is not None:
         probs_RV = _truncate(probs_RV, how.top_p_R, how.top_k_R)
@@ -112,7 +112,7 @@ def _sample(logprobs_RV: Tensor, how: Draws) -> Tensor:
 def _truncate(probs_RV: Tensor, top_p_R: Tensor | None, top_k_R: Tensor | None) -> Tensor:
     sorted_RV, order_RV = probs_RV.sort(-1, descending=True)
     keep_RV = torch.ones_like(sorted_RV, dtype=torch.bool)
-    if top_p_R is not None:  # keep the smallest set whose mass reaches top_p: the mass before a token is below it
+    if top_p_R is not None:  # smallest set whose mass reaches top_p: keep a token if the mass before it is below top_p
         mass_RV = sorted_RV.cumsum(-1)
         keep_RV &= mass_RV - sorted_RV < top_p_R[:, None] * mass_RV[:, -1:]
     if top_k_R is not None:

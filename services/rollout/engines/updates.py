@@ -1,4 +1,4 @@
-"""A weight update: staged beside the parameters and swapped in, or copied into them chunk by chunk."""
+"""Weight updates: tensors are staged beside the parameters and swapped in, or copied into them chunk by chunk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ServedWeights", "Update", "WeightUpdate", "drop", "lent"]
 
 
 class Update(Protocol):
-    """An update on its way: to ``version`` with ``digest``, of the frozen weights under an adapter if ``base``."""
+    """An open update to ``version`` with ``digest``; ``base``: of the frozen weights under an adapter."""
 
     @property
     def version(self) -> int:
@@ -25,18 +25,18 @@ class Update(Protocol):
 
     @property
     def digest(self) -> str:
-        """Digest of its weights."""
+        """Digest of the weights of the version."""
 
     @property
     def base(self) -> bool:
-        """True if the version that is served stays."""
+        """True if only the frozen weights change, and the served version does not."""
 
 
 U = TypeVar("U", bound=Update)
 
 
 class ServedWeights(Generic[U]):
-    """The version that an engine serves, and the one update of it that may be open."""
+    """Version that an engine serves, and its open update: at most one at a time."""
 
     def __init__(self, version: int = -1, digest: str = "", base: str = "") -> None:
         self.version, self.digest, self.base = version, digest, base
@@ -45,28 +45,28 @@ class ServedWeights(Generic[U]):
 
     @property
     def update(self) -> U | None:
-        """The open update."""
+        """The open update, or None."""
         return self._open
 
     def begin(self, update: U) -> U:
-        """Open an update. Raises Conflict where another one is open."""
+        """Open an update. Raises Conflict if another one is open."""
         self.check_none()
         self._open = update
         return update
 
     def check_none(self) -> None:
-        """Raise Conflict where an update is open."""
+        """Raise Conflict if an update is open."""
         if self._open is not None:
             raise Conflict(f"the update to version {self._open.version} is open: commit or abort it first")
 
     def current(self) -> U:
-        """The open update. Raises Conflict where there is none."""
+        """Return the open update. Raises Conflict if there is none."""
         if self._open is None:
             raise Conflict("no update is open: call begin_update first")
         return self._open
 
     def adopt(self) -> None:
-        """The open update is what is served now."""
+        """Make the version of the open update the served one, and close the update."""
         update = self.current()
         if update.base:
             self.base = update.digest
@@ -75,18 +75,18 @@ class ServedWeights(Generic[U]):
         self._open = None
 
     def give_up(self, *, dirty: bool) -> None:
-        """Close the open update; ``dirty``: the weights are no version any more. Safe to repeat."""
+        """Close the open update without adopting it; ``dirty``: the weights are partly overwritten. Safe to repeat."""
         self._open = None
         self.dirty = self.dirty or dirty
 
     def info(self) -> WeightInfo:
-        """The version that is served."""
+        """Return the served version and whether the weights are dirty."""
         return WeightInfo(version=self.version, digest=self.digest, dirty=self.dirty, base=self.base)
 
 
 @dataclass(slots=True)
 class WeightUpdate:
-    """Tensors of ``version`` on their way into ``parameters``; tied parameters stand there under all their names."""
+    """Update of ``parameters`` to the tensors of ``version``; tied parameters appear under each of their names."""
 
     parameters: Mapping[str, Tensor]
     version: int
@@ -94,19 +94,19 @@ class WeightUpdate:
     mode: UpdateMode
     guard: Callable[[], bool] | None
     base: bool = False
-    """The parameters are those under the adapter."""
+    """True if ``parameters`` are the frozen ones under the adapter."""
     touched: bool = False
-    """A parameter was changed, and the update is not complete."""
+    """True if a parameter was overwritten and the update is not committed."""
     replaced: list[Tensor] = field(default_factory=list)
-    """The parameters before the swap: a thread that does not decode drops them, for memory is freed slowly."""
+    """Parameter data before the swap; freeing it is slow, so another thread than the decoding one does it."""
     _staged: dict[int, Tensor] = field(default_factory=dict)
-    """By identity of the parameter: tied parameters have several names."""
+    """Staged tensor by ``id`` of the parameter, since tied parameters have several names."""
 
     def stage(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take some parameters; tied ones may come under any of their names.
+        """Stage tensors by parameter name; a tied parameter may come under any of its names.
 
         Raises:
-            WeightsError: an unknown name, another shape or another type; nothing of this chunk was taken.
+            WeightsError: a name is unknown, or a shape or dtype differs; no tensor of this chunk was staged.
         """
         for name, tensor in tensors.items():
             _check(name, tensor, self.parameters.get(name))
@@ -118,10 +118,10 @@ class WeightUpdate:
             self._staged[id(parameter)] = tensor
 
     def commit(self) -> None:
-        """Make the staged tensors the weights; for a swap only pointers change.
+        """Make the staged tensors the weights; a swap only exchanges pointers.
 
         Raises:
-            WeightsError: a parameter was not staged, or the guard says no.
+            WeightsError: a parameter was not staged, or the guard returns False.
         """
         missing = [name for name, parameter in self.parameters.items() if id(parameter) not in self._staged]
         if missing:
@@ -137,10 +137,12 @@ class WeightUpdate:
 
 @contextmanager
 def lent(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside the block ``parameters`` have the values ``tensors``; only pointers change. In the thread that uses them.
+    """Replace the data of ``parameters`` by ``tensors`` within the block; only exchanges pointers.
+
+    Must run in the thread that uses the parameters.
 
     Raises:
-        WeightsError: they are those of another model.
+        WeightsError: a name is unknown, or a shape or dtype differs.
     """
     known = {name: parameters[name] for name in tensors if name in parameters}
     for name, tensor in tensors.items():
@@ -165,6 +167,6 @@ def _check(name: str, tensor: Tensor, parameter: Tensor | None) -> None:
 
 
 def drop(tensors: list[Tensor]) -> None:
-    """One by one: to free the memory of a whole model at once would hold up every thread."""
+    """Free the tensors one by one: freeing a whole model at once would block every thread."""
     while tensors:
         tensors.pop()
