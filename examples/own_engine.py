@@ -1,4 +1,4 @@
-"""A rollout engine of your own: any causal language model of transformers, which decodes completions in turn.
+"""Example of a custom rollout engine: runs any causal language model of transformers, without batching.
 
 `docs/how-to/engine.md` explains it. It is small, not fast: a forward pass computes one token of one completion.
 """
@@ -27,26 +27,26 @@ class Options(StrictModel):
     """`rollout.options` of the job file."""
 
     attention: Literal["eager", "sdpa"] = "sdpa"
-    """Which code of transformers computes attention."""
+    """Attention implementation of transformers."""
 
 
 @dataclass(slots=True, eq=False)
 class Stream(Written):
-    """A completion, and the keys and values of its tokens so far."""
+    """A completion, with the key/value cache of its tokens so far."""
 
     cache: Any = None
     label: str = ""
-    """Of the weights that computed the cache."""
+    """Label of the weights that computed the cache."""
 
 
 class TransformersEngine(EngineAdapter[Stream, ClassConfig]):
-    """One forward pass at a time: whoever has the lock computes."""
+    """Runs one forward pass at a time; a lock serializes the completions."""
 
     title = "transformers"
     options_type = Options
 
     async def _open(self) -> None:
-        self._lock = asyncio.Lock()  # fair: completions take turns, a token each
+        self._lock = asyncio.Lock()  # asyncio locks are fair, so completions alternate token by token
         self._lm = await asyncio.to_thread(self._read_model)
 
     def _read_model(self) -> Any:
@@ -62,7 +62,7 @@ class TransformersEngine(EngineAdapter[Stream, ClassConfig]):
         return Stream(completion, self._detokenize)
 
     async def _decode(self, stream: Stream) -> Finish:
-        """Token by token. Between two of them the engine may stand still, or take in other weights."""
+        """Decode token by token. Between two tokens the engine may be paused or its weights may change."""
         wanted = stream.completion.sampling
         if wanted.frequency_penalty or wanted.presence_penalty or wanted.logit_bias:
             raise ConfigError("this engine has no penalties and no biases")
@@ -80,9 +80,9 @@ class TransformersEngine(EngineAdapter[Stream, ClassConfig]):
 
     @torch.inference_mode()
     def _next(self, stream: Stream) -> tuple[int, float, Likely]:
-        """The next token, its log-prob of logits / temperature, and the likeliest ones."""
+        """Return the next token, its log-prob of logits / temperature, and the top tokens."""
         completion, wanted = stream.completion, stream.completion.sampling
-        if stream.label != self._label:  # computed with weights that are served no more
+        if stream.label != self._label:  # the cache is from older weights
             stream.cache, stream.label = None, self._label
         text = [*completion.prompt_ids, *stream.token_ids]
         new = torch.tensor([text if stream.cache is None else text[-1:]], device=self.model.device)
@@ -90,7 +90,7 @@ class TransformersEngine(EngineAdapter[Stream, ClassConfig]):
         stream.cache = output.past_key_values
         logits_RV, num_written = output.logits[:, -1].cpu(), len(stream.token_ids)
         may_stop = num_written >= wanted.min_new_tokens - 1
-        how = Draws(  # one row: a token follows from seed and place, whoever else is decoded
+        how = Draws(  # one row: a token depends on seed and position, not on other completions
             stream_R=torch.tensor([stream_of(completion.seed)]), index_R=torch.tensor([num_written]),
             temperature_R1=torch.tensor([[wanted.temperature or 1.0]]), greedy_R=None,
             all_greedy=wanted.temperature == 0, top_p_R=torch.tensor([wanted.top_p]),
@@ -105,7 +105,7 @@ class TransformersEngine(EngineAdapter[Stream, ClassConfig]):
         return int(token_R), float(logprob_R), top
 
     def _book(self, stream: Stream, token_id: int, logprob: float, top: Likely) -> Finish | None:
-        """Label a token with the weights that made it, and tell it unless it is the last one."""
+        """Record a token with its weight label, and pass it on unless it ends the completion; returns how it ended."""
         completion, wanted = stream.completion, stream.completion.sampling
         token = stream.add(token_id, logprob, self._label, top)
         self._dispatch.generated_tokens += 1
@@ -137,7 +137,7 @@ class TransformersEngine(EngineAdapter[Stream, ClassConfig]):
             pass
 
     async def _move_on(self) -> None:
-        """Completions go on by themselves."""
+        """Do nothing: ``Dispatch`` wakes the completions, which check ``_halted``."""
 
     async def _load(self, label: str) -> None:
         assert self._fetched is not None
@@ -147,4 +147,4 @@ class TransformersEngine(EngineAdapter[Stream, ClassConfig]):
             raise WeightsError(f"cannot load weights: the model has no {found.unexpected_keys[0]}")
 
     async def _flush(self) -> None:
-        """A cache is used under the label alone that it was computed with."""
+        """Do nothing: ``_next`` drops a cache whose label is not the current one."""

@@ -1,7 +1,7 @@
-"""SGLang as a rollout engine: its HTTP server, started by the rollout worker or running already.
+"""Adapter of SGLang: uses its HTTP server, which the rollout worker starts or which is already running.
 
-Weights go as files in shared memory (``sglang_files``), which every build of SGLang reads. A running completion is
-retracted while they are loaded: SGLang computes its keys and values anew, with the new weights.
+Weights are passed as files in shared memory (``sglang_files``), which every build of SGLang can load. Running
+completions are retracted while weights are loaded; SGLang then recomputes their keys and values with the new weights.
 """
 
 from __future__ import annotations
@@ -32,35 +32,38 @@ __all__ = ["KNOWN_VERSIONS", "SglangEngine"]
 logger = logging.getLogger(__name__)
 
 KNOWN_VERSIONS = ("0.5.23",)
-"""Versions of SGLang whose routes, bodies and answers this adapter was written for."""
+"""Versions of SGLang whose routes, requests and responses this adapter was written for."""
 SETTLE_S = 0.02
-"""A server that stands still has told all its tokens once none came for this long."""
+"""Seconds without a new token after which a paused server is assumed to have sent all its tokens."""
 STALL_S = 300.0
-"""A server that decodes and tells no token for so long hangs."""
+"""Seconds without a new token after which a server that is decoding is assumed to hang."""
 _AGAIN_S = 0.5
-"""After this an end is asked for again: SGLang forgets that of a request which it does not have yet."""
+"""Seconds after which an abort is repeated: SGLang ignores an abort that arrives before its request."""
 
 
 class SglangEngine(EngineAdapter[Stream, SglangConfig]):
-    """See ``EngineAdapter``. The files of the model have a tokenizer, which SGLang needs for min_new_tokens."""
+    """Implements ``EngineAdapter`` for SGLang. ``model.tokenizer`` must be set: SGLang needs it for min_new_tokens."""
 
     title = "SGLang"
 
     _name = ""
-    """Of this engine, for servers with several clients."""
+    """Random prefix of the request ids of this engine, so that they are unique if the server has other clients."""
     _server: SglangServer | None = None
     _files: VersionFiles | None = None
     _folder: Path | None = None
-    """Of the version that was fetched."""
+    """Directory of the fetched version."""
     _heard = 0.0
+    """Monotonic time of the last event from the server, in seconds."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def _open(self) -> None:
-        """Start the server, or find the one at ``sglang_url`` and give it this model.
+        """Start a server with this model, or load the model into the server at ``sglang_url``.
 
         Raises:
-            ConfigError: there is no SGLang here, or the server at the URL serves other models.
+            ConfigError: SGLang is not installed, or the context length of the server at the URL is too small.
+            Unavailable: the server does not start or respond, works for another job, or reports another weight label.
+            WeightsError: the server at the URL cannot load the model.
         """
         url, python = self._settings.sglang_url, self._settings.sglang_interpreter
         self._name = secrets.token_hex(4)
@@ -77,7 +80,7 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
         await self._check_label(self._label, Unavailable)
 
     def _words(self) -> list[str]:
-        """Options of the server that is started here."""
+        """Return the command-line options of a server that the worker starts."""
         model, config = self.model, self._config
         words = [
             "--model-path", str(model.path), "--tokenizer-path", str(model.tokenizer), "--dtype", model.dtype,
@@ -93,7 +96,7 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
                 *words, "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
                 "--disable-cuda-graph", "--disable-overlap-schedule", "--max-total-tokens", tokens,
             ]  # fmt: skip
-        # Flash kernels are for types of 16 bits.
+        # FlashAttention kernels support only 16-bit dtypes.
         words += ["--attention-backend", "triton"] if model.dtype == "float32" else []
         return [*words, "--enable-deterministic-inference"] if config.seeded else words
 
@@ -103,7 +106,7 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
         return {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(self._threads)}
 
     def _look_at(self, info: Mapping[str, Any]) -> None:
-        """Compare what a server says of itself with what is needed."""
+        """Check the server information: warn about version and seeds, raise ConfigError if the context is too short."""
         version = str(info.get("version", "of an unknown version")).split("+")[0]
         if version not in KNOWN_VERSIONS:
             logger.warning(
@@ -123,7 +126,7 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
             )  # fmt: skip
 
     async def _take_over(self, server: SglangServer) -> None:
-        """Undo what an earlier worker may have left, and load the model as version 0."""
+        """Clear requests and pauses that an earlier worker may have left, and load the model as version 0."""
         await server.post("/abort_request", {"rid": "", "abort_all": True}, "end earlier requests")
         await server.post("/continue_generation", {}, "go on")
         await self._load_from(self.model.path, self._label)
@@ -132,14 +135,14 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
         server, self._server = self._server, None
         if server is not None:
             if not server.is_own and self._halted:
-                with contextlib.suppress(PenstockError):  # it may be gone
+                with contextlib.suppress(PenstockError):  # the server may have ended
                     await server.post("/continue_generation", {}, "go on")
             await server.close()
         if self._files is not None:
             await asyncio.to_thread(self._files.close)
 
     async def health(self) -> dict[str, Any]:
-        """Counts and flags; see ``Engine.health``. A server that runs already is asked, too."""
+        """Return counts and flags; see ``Engine.health``. Also sends a request to a server the worker did not start."""
         counts = await super().health()
         if self._server is not None and not self._server.is_own:
             await self._served_label()
@@ -160,7 +163,7 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
         return Stream(completion, self._detokenize, rid=name_of(self._name, completion))
 
     async def _decode(self, stream: Stream) -> Finish:
-        """Follow a completion to the server's own end of it, which says which weights made which token."""
+        """Read a completion up to the server's final event, which reports the weight label of each token."""
         assert self._server is not None
         events = self._server.events("/generate", generate_body(stream.rid, stream.completion))
         ended: Finish | None = None
@@ -176,12 +179,12 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
                 if meta.get("finish_reason"):
                     stream.settle(meta)
                     return ended or "abort"
-                if ended is not None:  # it wrote a stop string, which the server does not look for
+                if ended is not None:  # it ended with a stop string, which the server does not know
                     await self._ask_to_end([stream])
         raise Unavailable("SGLang did not say how a completion ended")
 
     async def _end(self, streams: Sequence[Stream]) -> None:
-        """One may be on its way to the server, so they are ended until they are over."""
+        """Abort streams repeatedly until they have ended, because a request may reach the server after its abort."""
         end = time.monotonic() + CALL_S
         while left := [stream for stream in streams if self._dispatch.lives(stream)]:
             if self._dispatch.failure is not None:
@@ -202,12 +205,13 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
         return read_scores(await self._post("/generate", body, "score a text"), token_ids, top_logprobs)
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
-        """SGLang answers before it stands still: so its scheduler is asked something. Retracting drops all caches."""
+        """Pause SGLang and wait until it has stopped: it responds to the pause too early, but its scheduler answers
+        ``/server_info`` only afterwards. Retracting drops all caches, so ``clear_cache`` makes no difference."""
         await self._post("/pause_generation", {"mode": "retract"}, "pause")
         assert self._server is not None
         await self._server.get("/server_info", "pause", older="/get_server_info")
         before = -1
-        while self.running and before != self.generated_tokens:  # tokens of before may be on their way
+        while self.running and before != self.generated_tokens:  # tokens sampled before the pause may still arrive
             before = self.generated_tokens
             await asyncio.sleep(SETTLE_S)
 
@@ -218,20 +222,20 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def _fetch(self, manifest: WeightManifest, routes: WeightRoutes | None) -> Way:
-        """Write a version where the server can read it."""
+        """Write a version to files that the server can load."""
         assert self._files is not None
         await self._release()
         self._folder, way = await asyncio.to_thread(self._files.write, manifest, routes)
         return way
 
     async def _release(self) -> None:
-        """Remove the files, which SGLang copied if it loaded them."""
+        """Remove the files of the fetched version; SGLang has its own copy of the weights once they are loaded."""
         folder, self._folder = self._folder, None
         if folder is not None and self._files is not None:
             await asyncio.to_thread(self._files.remove, folder)
 
     async def _load(self, label: str) -> None:
-        """Running completions were retracted before."""
+        """Load the fetched version; ``_stand_still`` has already retracted the running completions."""
         assert self._folder is not None
         await self._load_from(self._folder, label)
 
@@ -243,7 +247,7 @@ class SglangEngine(EngineAdapter[Stream, SglangConfig]):
         await self._post("/update_weights_from_disk", body, "load weights", WeightsError)
 
     async def _flush(self) -> None:
-        """The update does so, too, but earlier versions of SGLang ignored it if that failed."""
+        """Flush the cache explicitly: the update also does it, but earlier versions of SGLang ignored its failure."""
         await self._post("/flush_cache", {}, "drop its caches", WeightsError)
 
     async def _served_label(self) -> str:

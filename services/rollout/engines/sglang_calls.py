@@ -1,4 +1,4 @@
-"""Requests to a server of SGLang and its answers, in Penstock's words: JSON of ``POST /generate``."""
+"""Conversion between Penstock's requests and results and the JSON of SGLang's ``POST /generate``."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["Stream", "generate_body", "name_of", "read_scores", "score_body"]
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 _SEEDS = 1 << 63
 _ALL_TOKENS = -1
-"""As ``top_k``: no token is left out."""
+"""SGLang's ``top_k`` value for no truncation."""
 _REFUSED, _FAILED = 400, 500
-"""HTTP codes: those from the first one to the second are the fault of a request."""
+"""HTTP status codes in [``_REFUSED``, ``_FAILED``) mean an invalid request."""
 
 
 def name_of(owner: str, completion: Completion) -> str:
-    """The ``rid`` of a completion. SGLang ends every request whose rid begins with a given one: none begins another.
+    """Return the ``rid`` of a completion. No rid is a prefix of another: SGLang aborts all requests with a rid prefix.
 
     Args:
-        owner: of the requests, for servers with several clients.
+        owner: unique name of the engine, for servers with several clients.
     """
     return f"{owner}-{completion.request}-{completion.index}."
 
 
 def generate_body(rid: str, completion: Completion) -> dict[str, Any]:
-    """Ask for one completion, token by token. Stop strings are looked for by the one who asks."""
+    """Return the body of a streaming request for one completion. The caller must check stop strings itself."""
     wanted = completion.sampling
     return {
         "rid": rid, "input_ids": list(completion.prompt_ids), "stream": True, "return_logprob": True,
@@ -41,7 +41,8 @@ def generate_body(rid: str, completion: Completion) -> dict[str, Any]:
 
 
 def _sampling_params(wanted: Sampling, stop_ids: Sequence[int], seed: int) -> dict[str, Any]:
-    """``ignore_eos``: all that ends a completion stands in ``stop_ids``. Greedy is temperature 0 for SGLang, too."""
+    """Return SGLang's sampling parameters. ``ignore_eos`` is set because ``stop_ids`` has every stop token; temperature
+    0 is greedy in SGLang, too."""
     return {
         "max_new_tokens": wanted.max_new_tokens, "min_new_tokens": wanted.min_new_tokens,
         "temperature": wanted.temperature, "top_p": wanted.top_p, "top_k": wanted.top_k or _ALL_TOKENS,
@@ -53,7 +54,8 @@ def _sampling_params(wanted: Sampling, stop_ids: Sequence[int], seed: int) -> di
 
 
 def score_body(rid: str, token_ids: list[int], top_logprobs: int) -> dict[str, Any]:
-    """Ask for the log-probs of a text, the first token included, which has none; one token is sampled after it."""
+    """Return the body of a request that scores a text. The response has an entry without log-prob for the first token,
+    and SGLang samples one token after the text."""
     return {
         "rid": rid, "input_ids": token_ids, "stream": False, "return_logprob": True, "logprob_start_len": 0,
         "top_logprobs_num": top_logprobs, "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
@@ -63,10 +65,10 @@ def score_body(rid: str, token_ids: list[int], top_logprobs: int) -> dict[str, A
 def read_scores(
     answer: Mapping[str, Any], token_ids: Sequence[int], top_logprobs: int
 ) -> tuple[list[float], list[Likely]]:
-    """Log-probs of the tokens of a text after its first one, and the likeliest ones at each of these places.
+    """Return the log-probs of the tokens of a text after the first one, and the top tokens at each position.
 
     Raises:
-        Unavailable: SGLang ended it, or answered with another text.
+        Unavailable: SGLang aborted the request, or its response is for another text.
     """
     meta = answer["meta_info"]
     rows = (meta.get("input_token_logprobs") or [])[1:]
@@ -82,26 +84,25 @@ def _likely(row: Sequence[Sequence[Any]] | None) -> Likely:
 
 @dataclass(slots=True, eq=False)
 class Stream(Written):
-    """A completion that a server decodes, and what came of it so far."""
+    """A completion that an SGLang server decodes, with its tokens so far."""
 
     rid: str = ""
 
     def take(self, part: Mapping[str, Any], label: str) -> tuple[list[Token], Finish | None]:
-        """Book the new tokens of an event, and with the last one which weights made which token.
+        """Record the new tokens of an event.
 
-        Events repeat what was told before, or not, as the server was started; the end of a completion that was waiting
-        repeats its last token. So the number of tokens decides what is new.
+        Depending on the options of the server, events repeat earlier tokens or not; the final event of a completion
+        that was waiting repeats its last token. The total number of tokens therefore determines which ones are new.
 
         Args:
-            label: of the weights that are served now.
+            label: label of the weights that are served now.
 
         Returns:
-            Tokens that do not end the completion, and how it ended, if it did.
+            New tokens except the one that ends the completion, and how it ended; None while it continues.
 
         Raises:
-            ConfigError: SGLang refuses the request.
-            Unavailable: SGLang failed at it.
-            WeightsError: nobody knows which weights made a token.
+            ConfigError: SGLang rejects the request.
+            Unavailable: SGLang failed to serve the request, or left out tokens.
         """
         _raise_error(part)
         meta = part["meta_info"]
@@ -121,7 +122,8 @@ class Stream(Written):
         return told, finish
 
     def _new(self, meta: Mapping[str, Any], key: str) -> Sequence[Any]:
-        """The entries of tokens that were not booked yet: the last ones of a list, which may have earlier ones."""
+        """Return the entries of the tokens not recorded yet: the last ones of the list, which may also have earlier
+        ones."""
         if key == "output_top_logprobs" and not self.completion.top_logprobs:
             return ()
         num = int(meta.get("completion_tokens", 0)) - len(self.token_ids)
@@ -131,10 +133,11 @@ class Stream(Written):
         return rows[len(rows) - num :] if num > 0 else ()
 
     def settle(self, meta: Mapping[str, Any]) -> None:
-        """Label every token as the server does at the end of a completion: it alone saw when its weights changed.
+        """Replace the weight labels by those of the final event: only the server knows when its weights changed.
 
         Raises:
-            WeightsError: a token was told with another label, or there were several and the server does not say which.
+            WeightsError: a token was streamed with another label, or there are several labels and the server does not
+                report which token has which.
         """
         completion, num = self.completion, len(self.token_ids)
         spans = meta.get("weight_versions")
@@ -171,7 +174,7 @@ def _raise_error(part: Mapping[str, Any]) -> None:
 
 
 def _raise_failure(reason: Mapping[str, Any] | None) -> None:
-    """An end with a status is one that the server chose."""
+    """Raise an error if the finish reason has a status code: then the server itself ended the request."""
     code = (reason or {}).get("status_code")
     if reason is None or code is None:
         return

@@ -1,7 +1,7 @@
-"""Policy versions as files that a server of SGLang loads (``/update_weights_from_disk``).
+"""Writes policy versions as files that an SGLang server loads (``/update_weights_from_disk``).
 
-The worker opens a version like any other receiver, writes it to shared memory in the form of a checkpoint, and reads
-back what it wrote: the bytes in the file are those whose digest the trainer announced.
+The worker opens a version like any other receiver, writes it to shared memory as a checkpoint, and reads the file back:
+this verifies that the file has the tensors whose digest the trainer announced.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _WEIGHTS = "model.safetensors"
 
 
 class VersionFiles:
-    """A directory of this worker with the version that is served and the one that comes. All methods block.
+    """Directory of this worker with the files of the staged versions. All methods block.
 
     Args:
-        config: directory of the model, whose config.json each version gets.
+        config: model directory, whose config.json is copied to each version.
     """
 
     def __init__(self, settings: ServiceSettings, config: Path) -> None:
@@ -45,13 +45,13 @@ class VersionFiles:
         self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=settings.shm_dir))
         self._lock = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self._folder.mkdir(exist_ok=True)  # a worker that sweeps may have seen it before the lock
+        self._folder.mkdir(exist_ok=True)  # the sweep of another worker may have removed it before it was locked
         self._count = 0
 
     def _sweep(self) -> None:
-        """Remove what workers that died left: the kernel dropped their locks."""
+        """Remove directories of dead workers, recognised by their released locks."""
         for folder in self._settings.shm_dir.glob(f"{_PREFIX}*"):
-            with contextlib.suppress(OSError):  # another worker removes it, or it is another user's
+            with contextlib.suppress(OSError):  # locked or being removed by another worker, or owned by another user
                 lock = os.open(folder / _LOCK, os.O_RDWR)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -60,10 +60,10 @@ class VersionFiles:
                     os.close(lock)
 
     def write(self, manifest: WeightManifest, routes: WeightRoutes | None) -> tuple[Path, Way]:
-        """A new directory with a version, and how it came here.
+        """Write a version to a new directory; returns the directory and how the version was received.
 
         Raises:
-            WeightsError: it cannot be reached or written, or what was written is not what was announced.
+            WeightsError: the version is unreachable, cannot be written, or the written file is damaged.
         """
         if routes is not None:
             self._receiver.follow(self._settings.worker_id, routes)
@@ -91,11 +91,11 @@ class VersionFiles:
         return folder, staged.way
 
     def remove(self, folder: Path) -> None:
-        """Forget a version."""
+        """Remove the directory of a version."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        """Forget all versions. Safe to repeat."""
+        """Remove all versions and release the locks and the receiver. Safe to repeat."""
         if self._lock >= 0:
             shutil.rmtree(self._folder, ignore_errors=True)
             os.close(self._lock)
@@ -107,10 +107,10 @@ class VersionFiles:
 
 
 def _claim(settings: ServiceSettings) -> int:
-    """Lock the server that runs already against other jobs of this host; -1 where there is none.
+    """Lock the server at ``sglang_url`` against other jobs on this host; returns the file descriptor, -1 without URL.
 
     Raises:
-        Unavailable: another one has it.
+        Unavailable: another job holds the lock.
     """
     if not settings.sglang_url:
         return -1

@@ -1,4 +1,4 @@
-"""A server of SGLang: a child process of the rollout worker, or one that runs already, and its HTTP interface."""
+"""HTTP client of an SGLang server, which is a child process of the rollout worker or is already running."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from penstock.shared.errors import PenstockError, Unavailable
 __all__ = ["SglangServer", "free_port"]
 
 START_S = 900.0
-"""Longest that it may take to load a model."""
+"""Timeout in seconds for starting a server, including loading the model."""
 STOP_S = 10.0
+"""Seconds between SIGTERM and SIGKILL."""
 _POLL_S = 0.5
 _LEASH = (
     "import ctypes, os, signal, sys\n"
@@ -33,14 +34,14 @@ _LEASH = (
 
 
 def free_port() -> int:
-    """A port of the loopback address that nobody has now."""
+    """Return a free port on the loopback address; another process may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class SglangServer:
-    """Speaks to one server. Every call has a deadline; a server that is gone is ``Unavailable``."""
+    """Client of one server. Every call has a timeout; a server that is gone raises ``Unavailable``."""
 
     def __init__(self, url: str, process: asyncio.subprocess.Process | None = None) -> None:
         self.url, self._process = url.rstrip("/"), process
@@ -51,11 +52,11 @@ class SglangServer:
 
     @classmethod
     async def start(cls, python: Path, words: Sequence[str], environment: Mapping[str, str]) -> SglangServer:
-        """A server of its own, which ends with this process; its output goes to the log.
+        """Start a server as a child that ends with this process; its output goes to stderr.
 
         Args:
             words: options of ``sglang.launch_server``, without host and port.
-            environment: variables on top of those of this process; those of Penstock are left out.
+            environment: variables added to those of this process, of which ``PENSTOCK_*`` are left out.
 
         Raises:
             Unavailable: the interpreter does not start.
@@ -76,19 +77,19 @@ class SglangServer:
 
     @property
     def is_own(self) -> bool:
-        """True if it was started here."""
+        """True if this client started the server."""
         return self._process is not None
 
     @property
     def is_gone(self) -> bool:
-        """True once a server that was started here has ended."""
+        """True once a server that this client started has ended."""
         return self._process is not None and self._process.returncode is not None
 
     async def ready(self) -> dict[str, Any]:
-        """Wait until it answers, its scheduler included; what it says of itself.
+        """Wait until the server and its scheduler respond; returns the server information.
 
         Raises:
-            Unavailable: it ended, or says nothing for as long as a start may take.
+            Unavailable: the server ended, or did not respond in time (``START_S``; ``CALL_S`` if already running).
         """
         end = time.monotonic() + (START_S if self.is_own else CALL_S)
         while True:
@@ -104,7 +105,11 @@ class SglangServer:
             await asyncio.sleep(_POLL_S)
 
     async def get(self, path: str, what: str, *, older: str = "") -> dict[str, Any]:
-        """The JSON at a path, by its name in older versions where there is no such route; see ``post``."""
+        """Return the JSON object at ``path``, or at ``older`` if the route does not exist.
+
+        Raises:
+            Unavailable: the server does not respond within ``CALL_S``, or not with a JSON object.
+        """
         answer = await self._send("GET", path, None, what)
         if older and answer.status_code == httpx.codes.NOT_FOUND:
             answer = await self._send("GET", older, None, what)
@@ -117,11 +122,15 @@ class SglangServer:
     async def post(
         self, path: str, body: Mapping[str, Any], what: str, kind: type[PenstockError] = Unavailable
     ) -> dict[str, Any]:
-        """The answer of the server; {} where that is no JSON object.
+        """Post a JSON body; returns the response, {} if it is not a JSON object.
+
+        Args:
+            what: action for error messages: "SGLang could not <what>".
+            kind: class of the error if the server rejects the request.
 
         Raises:
-            Unavailable: it does not answer, or not within CALL_S.
-            PenstockError: of the given kind, if it refuses; says why.
+            Unavailable: the server does not respond within ``CALL_S``.
+            PenstockError: an error of class ``kind``; the server rejects the request.
         """
         answer = await self._send("POST", path, body, what)
         _check(answer, what, kind)
@@ -137,10 +146,12 @@ class SglangServer:
             raise Unavailable(f"SGLang could not {what}: it is gone ({error!r})") from None
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """The events of a stream, as they come; it may be silent for as long as the server stands still.
+        """Yield the events of a stream; no read timeout, because a paused server sends nothing.
+
+        An HTTP error is yielded as one event with the key ``error``.
 
         Raises:
-            Unavailable: the server is gone, or the stream ends before it says so.
+            Unavailable: the server is gone, or the stream ends without its end marker.
         """
         silent = httpx.Timeout(CALL_S, read=None)
         try:
@@ -159,7 +170,7 @@ class SglangServer:
         raise Unavailable("SGLang closed the stream of a completion before its end")
 
     async def close(self) -> None:
-        """End a server that was started here, with all its processes. Safe to repeat."""
+        """Stop a server that this client started, with all its processes. Safe to repeat."""
         await self._http.aclose()
         process = self._process
         if process is None:
@@ -168,7 +179,7 @@ class SglangServer:
             _signal(process.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), STOP_S)
-        _signal(process.pid, signal.SIGKILL)  # also what it left in its session
+        _signal(process.pid, signal.SIGKILL)  # also remaining processes of its group
         await process.wait()
 
 
@@ -191,7 +202,7 @@ def _check(answer: httpx.Response, what: str, kind: type[PenstockError]) -> None
 
 
 def _reason(answer: httpx.Response) -> str:
-    """Why it refused, in one line: there are several forms of errors."""
+    """Return the reason of an error response in one line; SGLang has several formats of errors."""
     found = _json(answer.content)
     if isinstance(found, dict):
         error = found.get("error")

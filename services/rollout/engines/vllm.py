@@ -1,6 +1,6 @@
-"""vLLM as a rollout engine: its ``AsyncLLM`` in this process, its model in processes of its own.
+"""Adapter of vLLM: ``AsyncLLM`` runs in this process, the model in vLLM's worker processes.
 
-Weights go by reference: ``vllm_plugin`` opens them in vLLM's processes.
+Weights are passed by reference: ``vllm_plugin`` opens them in the worker processes.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ logger = logging.getLogger(__name__)
 KNOWN_VERSIONS = ("0.32.0",)
 """Versions of vLLM with which the contract tests of this adapter passed."""
 STAGE_S = 300.0
+"""Timeout in seconds for opening a version in vLLM's worker processes."""
 _POLL_S = 0.01
 
 T = TypeVar("T")
 
 
 class VllmEngine(EngineAdapter[Stream, VllmConfig]):
-    """See ``EngineAdapter``."""
+    """Implements ``EngineAdapter`` for vLLM."""
 
     title = "vLLM"
     _llm: Any = None
-    """``AsyncLLM``, whose module is imported when it starts."""
+    """``AsyncLLM``; its module is imported only when the engine starts."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -56,7 +57,7 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
         await self._call(self._llm.update_weight_version(self._label), "label its weights")
 
     def _start_processes(self) -> Any:
-        """Blocks, about 15 s on an idle CPU."""
+        """Start vLLM and return its ``AsyncLLM``. Blocks for about 15 s on an idle CPU."""
         os.environ |= _variables(self._threads)
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -120,12 +121,12 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
                 if finish is not None:
                     return finish
         finally:
-            if not is_over:  # it wrote a stop string, or nobody waits for it any more
+            if not is_over:  # a stop string ended it, or the task was cancelled
                 await llm.abort(collector.request_id, internal=True)
             collector.close()
 
     async def _end(self, streams: Sequence[Stream]) -> None:
-        """One that vLLM does not have yet ends as soon as it has."""
+        """Abort streams and wait for their end; ``_decode`` aborts those that vLLM has not received yet."""
         names = [stream.internal_id for stream in streams if stream.internal_id]
         if names:
             await self._call(self._llm.abort(names, internal=True), "end requests")
@@ -153,7 +154,7 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def _fetch(self, manifest: WeightManifest, routes: WeightRoutes | None) -> Way:
-        """Have vLLM's processes open a version."""
+        """Open a version in vLLM's worker processes; returns the transport and the sum of fetched bytes."""
         request = {"manifest": manifest, "routes": routes, "settings": settings_of(self._settings)}
         await self._workers("penstock_stage", msgspec.msgpack.encode(request))
         end = time.monotonic() + STAGE_S
@@ -197,16 +198,19 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
     # -- vLLM --------------------------------------------------------------------------------------------------------
 
     async def _workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of ``SlotWorker`` in each worker process."""
+        """Call a method of ``SlotWorker`` in each worker process; returns one result per process."""
         answer: list[Any] = await self._call(self._llm.collective_rpc(method, args=args), method, WeightsError)
         return answer
 
     async def _call(self, work: Coroutine[Any, Any, T], what: str, kind: type[PenstockError] = Unavailable) -> T:
-        """The answer of vLLM.
+        """Await a call to vLLM and return its result.
+
+        Args:
+            what: action for error messages: "vLLM could not <what>".
 
         Raises:
-            Unavailable: its processes are gone, or it took longer than CALL_S.
-            PenstockError: of the given kind; it cannot do it.
+            Unavailable: vLLM's processes are gone, or the call took longer than ``CALL_S``.
+            PenstockError: an error of class ``kind``; the call failed.
         """
         task = asyncio.ensure_future(work)
         try:
@@ -225,7 +229,7 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
 
 
 def _check_heads(head_dim: int) -> None:
-    """Raise ConfigError where vLLM has no attention for such heads here: it would say so at the first token."""
+    """Raise ConfigError if vLLM does not support this head size here; vLLM itself fails only at the first token."""
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
@@ -238,7 +242,7 @@ def _check_heads(head_dim: int) -> None:
 
 
 def _variables(threads: int) -> dict[str, str]:
-    """For vLLM and its processes: no network, no compiler, no binding to cores that others use, too."""
+    """Return environment variables for vLLM: no usage statistics, no compiler, no pinning to cores others use."""
     from penstock.services.rollout.engines.vllm_plugin import OWNER
 
     return {

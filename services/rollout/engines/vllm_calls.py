@@ -1,4 +1,4 @@
-"""Requests to vLLM and its answers, in Penstock's words. Runs in the rollout worker, beside ``AsyncLLM``."""
+"""Conversion between Penstock's requests and results and those of vLLM; runs in the rollout worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RECEIVING = (
 
 
 def sampling_params(completion: Completion) -> Any:
-    """vLLM's parameters of one completion. Stop strings are looked for here, for vLLM has no tokenizer."""
+    """Return vLLM's parameters for one completion, without stop strings: this vLLM has no tokenizer to check them."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -37,32 +37,35 @@ def sampling_params(completion: Completion) -> Any:
 
 
 def score_params(top_logprobs: int) -> Any:
-    """vLLM's parameters for the log-probs of a prompt; it cannot but sample a token after it."""
+    """Return vLLM's parameters for the log-probs of a prompt; vLLM always samples at least one token after it."""
     from vllm import SamplingParams
 
     return SamplingParams(max_tokens=1, prompt_logprobs=top_logprobs, detokenize=False)
 
 
 def likely(row: Mapping[int, Any], num: int) -> Likely:
-    """The ``num`` likeliest tokens of vLLM's table of one position, which has the sampled one, too."""
+    """Return the ``num`` most likely tokens of one position; vLLM's ``row`` also has the sampled token."""
     best = sorted(row.items(), key=lambda item: item[1].rank)
     return [(token, float(entry.logprob)) for token, entry in best if entry.rank <= num]
 
 
 @dataclass(slots=True, eq=False)
 class Stream(Written):
-    """A completion that vLLM decodes, and what came of it so far."""
+    """A completion that vLLM decodes, with its tokens so far."""
 
     internal_id: str = ""
-    """Its name in vLLM, once that has it."""
+    """Request id inside vLLM; empty until vLLM has received the request."""
     starts: Sequence[tuple[str, int]] = ()
-    """vLLM's book of it: label, and number of tokens before the first one of that label."""
+    """vLLM's record of the completion: (weight label, index of the first token with it)."""
 
     def take(self, part: Any) -> tuple[list[Token], Finish | None]:
-        """Book the new tokens of a part of vLLM's answer.
+        """Record the new tokens of one output of vLLM.
 
         Returns:
-            Those that do not end the completion, and how it ended, if it did.
+            New tokens except the one that ends the completion, and how it ended; None while it continues.
+
+        Raises:
+            WeightsError: vLLM does not report which weights produced a token.
         """
         finish = _FINISH.get(part.finish_reason, "abort") if part.finish_reason is not None else None
         spans = part.weight_versions
@@ -86,6 +89,6 @@ class Stream(Written):
 
 
 def settings_of(settings: ServiceSettings) -> dict[str, str]:
-    """Variables by which another process receives weights as this one would."""
+    """Return the environment variables with which another process receives weights like this one."""
     given = ((name, getattr(settings, name)) for name in _RECEIVING)
     return {f"PENSTOCK_{name.upper()}": str(value) for name, value in given if value}

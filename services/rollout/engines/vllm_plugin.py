@@ -1,7 +1,7 @@
-"""Penstock's part inside vLLM's worker processes: opens weight slots there, holds them, and loads the model from them.
+"""Plugin for vLLM's worker processes: opens weight slots, holds them, and loads the model from them.
 
-vLLM imports this module in each worker process, for ``worker_extension_cls`` names ``SlotWorker``; that is before it
-makes the engine of weight transfers, which is registered here under ``BACKEND``.
+vLLM imports this module in each worker process because ``worker_extension_cls`` names ``SlotWorker``. The import
+registers the weight transfer engine under ``BACKEND`` before vLLM creates it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = ["BACKEND", "OWNER", "SlotWeights", "SlotWorker", "StageReply", "Stage
 BACKEND = "penstock"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 OWNER = "PENSTOCK_ENGINE_OWNER"
-"""Variable with the process that the engine belongs to: workers end with it."""
+"""Environment variable with the process id of the rollout worker; vLLM's worker processes exit when it ends."""
 
 
 class StageRequest(msgspec.Struct, frozen=True):
-    """Open a version. ``settings`` are those of the rollout worker, where they differ from the environment."""
+    """Request to open a version. ``settings``: environment variables of the rollout worker for receiving weights."""
 
     manifest: WeightManifest
     routes: WeightRoutes | None
@@ -47,14 +47,14 @@ class StageRequest(msgspec.Struct, frozen=True):
 
 
 class StageReply(msgspec.Struct, frozen=True):
-    """How it went: ``way``, or why it did not."""
+    """Result of a ``StageRequest``: ``way`` of the version, or a non-empty ``error``."""
 
     way: Way | None = None
     error: str = ""
 
 
 class _Slots:
-    """The version that this process has open; a thread opens it while the model computes on."""
+    """Holds the version that this process has open; a thread opens it while the model keeps computing."""
 
     def __init__(self) -> None:
         self.staged: Staged | None = None
@@ -63,7 +63,7 @@ class _Slots:
         self._opening: Future[Staged] | None = None
 
     def open(self, request: StageRequest) -> None:
-        """Let go of what is open, and begin to open another version."""
+        """Release the open version and start opening another one; waits for an opening that is still in progress."""
         if self._opening is not None:
             wait([self._opening])
         self.reply()
@@ -71,7 +71,7 @@ class _Slots:
         self._opening = self._thread.submit(self._open, request)
 
     def reply(self) -> StageReply | None:
-        """How it went; None while it goes on."""
+        """Return the result of the last opening; None if it is in progress or none was started."""
         opening = self._opening
         if opening is None or not opening.done():
             return None
@@ -90,7 +90,7 @@ class _Slots:
         return self._receiver.stage(request.manifest)
 
     def release(self) -> None:
-        """Drop the lock."""
+        """Release the open version and its lock, if any."""
         self._opening = None
         if self.staged is not None:
             self.staged.release()
@@ -101,33 +101,33 @@ _slots = _Slots()
 
 
 class SlotWorker:
-    """Methods that vLLM's workers get beside their own, for ``collective_rpc``."""
+    """Methods added to vLLM's workers, called through ``collective_rpc``."""
 
     def penstock_stage(self, request: bytes) -> None:
-        """Begin to open a version (msgpack of a ``StageRequest``)."""
+        """Start opening a version; ``request`` is a ``StageRequest`` in msgpack."""
         _slots.open(msgspec.msgpack.decode(request, type=StageRequest))
 
     def penstock_staged(self) -> bytes:
-        """msgpack of a ``StageReply``, or b'' while it is being opened."""
+        """Return a ``StageReply`` in msgpack, or b'' while the version is being opened."""
         reply = _slots.reply()
         return b"" if reply is None else msgspec.msgpack.encode(reply)
 
     def penstock_intact(self) -> bool:
-        """True if a version is open here and was not overwritten."""
+        """Return True if this process has a version open and its memory was not overwritten."""
         return _slots.staged is not None and _slots.staged.intact()
 
     def penstock_release(self) -> None:
-        """Let go of the version."""
+        """Release the open version."""
         _slots.release()
 
 
 @dataclass
 class _Nothing(WeightTransferInitInfo, WeightTransferUpdateInfo):  # type: ignore[misc]
-    """There is nothing to say: the slot is open."""
+    """Empty transfer information: ``SlotWorker`` has already opened the version."""
 
 
 class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[misc]
-    """Loads the version that ``SlotWorker`` opened. vLLM copies it into the form that its kernels want."""
+    """Loads the version that ``SlotWorker`` opened. vLLM copies the weights into the layout of its kernels."""
 
     init_info_cls = _Nothing
     update_info_cls = _Nothing
@@ -138,17 +138,17 @@ class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[mis
         _end_with_owner()
 
     def init_transfer_engine(self, init_info: _Nothing) -> None:
-        """Nothing to do."""
+        """Do nothing; the interface requires this method."""
 
     def start_weight_update(self) -> None:
-        """Make every layer wait for its weights. What an update that failed left behind is put in order first."""
+        """Prepare every layer to receive weights; first finishes an earlier update that failed."""
         if self._began:
             self.finish_weight_update()
         self._began = True
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load; the base class synchronizes a device, which a CPU has not."""
+        """Load the weights. The base class would also synchronize an accelerator on a machine that has none."""
         self.receive_weights(self.parse_update_info(update_info))
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -157,7 +157,7 @@ class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[mis
         """Load every tensor of the open version.
 
         Raises:
-            WeightsError: there is none, or parameters of the model are not in it.
+            WeightsError: no version is open, or it lacks parameters of the model.
         """
         staged = _slots.staged
         if staged is None:
@@ -166,8 +166,8 @@ class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[mis
         wanted = {name for name, _ in self.model.named_parameters()}
         loaded = set(self.model.load_weights(checkpoint_tensors(tensors.items())))
         if HEAD in wanted.difference(loaded) and self.model_config.hf_config.tie_word_embeddings:
-            # Models leave a tied head out, but a CPU keeps its weights packed apart from the embedding's: without this
-            # the logits would silently be those of the version before.
+            # ``load_weights`` skips a tied head, but on a CPU vLLM keeps a packed copy of it: without this, the logits
+            # would silently come from the previous version.
             head = self.model.get_parameter(HEAD)
             head.weight_loader(head, tensors[EMBEDDING])
             loaded.add(HEAD)
@@ -175,17 +175,17 @@ class SlotWeights(WeightTransferEngine[_Nothing, _Nothing]):  # type: ignore[mis
             raise WeightsError(f"{len(missing)} parameters got no weights, among them '{min(missing)}'")
 
     def finish_weight_update(self) -> None:
-        """Bring what was loaded into the form of the kernels."""
+        """Convert the loaded weights to the layout of the kernels."""
         self._began = False
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        """Let go of the slot."""
+        """Release the open version."""
         _slots.release()
 
 
 def _end_with_owner() -> None:
-    """End this process once the one that it works for is gone: nobody else would."""
+    """Start a thread that ends this process when the process in ``OWNER`` ends; nothing else would end it."""
     owner = int(os.environ.get(OWNER, "0"))
     if not owner:
         return
