@@ -43,7 +43,7 @@ class VllmConfig(StrictModel):
     """vLLM, started by the rollout worker, which then runs in an interpreter of its own (`penstock up --engine vllm`).
 
     Log-probs are vLLM's `processed_logprobs`: with `top_p`, `top_k`, penalties or `min_new_tokens` they are those of
-    the modified distribution. Evaluations may use these parameters; training jobs may not.
+    the modified distribution. `evaluation.sampling` may set such parameters; the sampling for training may not.
     """
 
     engine: Literal["vllm"] = "vllm"

@@ -67,8 +67,8 @@ class Updatable(Protocol):
         """Stage some of the parameters.
 
         Raises:
-            WeightsError: a name is unknown, or a shape or dtype differs. This ends the update: after a swap the old
-                version is still served, after an update in place the engine is dirty.
+            WeightsError: a name is unknown, or a shape or dtype differs. This ends the update: in mode 'swap' the old
+                version is still served, in mode 'in_place' the engine is dirty.
             Conflict: no update is open.
         """
         ...

@@ -41,7 +41,7 @@ def free_port() -> int:
 
 
 class SglangServer:
-    """Client of one server. Every call has a timeout; a server that is gone raises ``Unavailable``."""
+    """Client of one server. Calls have a timeout, except reading ``events``; a lost server raises ``Unavailable``."""
 
     def __init__(self, url: str, process: asyncio.subprocess.Process | None = None) -> None:
         self.url, self._process = url.rstrip("/"), process
