@@ -1,11 +1,12 @@
-"""Demonstrations: episodes that somebody played in a simulator, in one file, for a warm start.
+"""File format of demonstrations: recorded episodes of a simulator, for warm starts and world models.
 
-The file is a frame (``protocol.frame``) of flat columns over all steps plus ``cu_seqlens``. Actions are those that the
-simulator took, so that policies of any kind can learn from them.
+The file is a frame (``protocol.frame``) of flat columns over all steps plus ``cu_seqlens``. Actions have the
+simulator's format, so that policies of any kind can learn from them.
 
-Shapes: N = steps of all episodes, E = episodes, ... the shape of one observation or action.
+Shapes: N = steps of all episodes, E = episodes, ... = the shape of one observation or action.
 
-Facts of ``about`` that code reads: ``ActionSpace`` under ``action``, for who learns the dynamics from the file.
+World models also read ``about``: the ``ActionSpace`` under ``action``, and ``task``, ``backend``, ``versions``,
+``horizon`` and ``noise``.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ __all__ = [
 KIND = "Demonstrations"
 _DTYPES = {"rewards": "float32", "cu_seqlens": "int64", "succeeded": "bool"}
 _ENDS = ("final_observations", "terminated")
-"""Columns that a file may lack: a policy learns without them."""
+"""Columns that a file may lack, because warm starts do not use them."""
 
 
 class ActionSpace(msgspec.Struct, frozen=True, kw_only=True):
-    """The actions of a simulator: ``num_actions`` discrete ones, or numbers between ``low`` and ``high``, flat."""
+    """Action space of a simulator: ``num_actions`` discrete actions, or None and flat bounds ``low`` and ``high``."""
 
     num_actions: int | None
     low: list[float]
@@ -52,16 +53,16 @@ class Demonstrations:
 
     Attributes:
         observations: [N, ...] by name, before each step.
-        actions: [N, ...] as the simulator takes them.
+        actions: [N, ...] in the format of the simulator.
         rewards: float32 [N].
-        cu_seqlens: int64 [E+1], cuts the steps into episodes, none empty.
-        succeeded: bool [E], the task was solved at some step.
-        final_observations: [E, ...] by name, after the last step of each episode; {} in files that have none.
-        terminated: bool [E], the task was over there, and no limit cut the episode off; None where that is not known.
-        about: facts for people: simulator, task, who acted, the reset ids.
+        cu_seqlens: int64 [E+1], offsets of the episodes; none is empty.
+        succeeded: bool [E], True if the task was solved at some step.
+        final_observations: [E, ...] by name, after the last step of each episode; {} if the file has none.
+        terminated: bool [E], True if the task ended the episode, False if a limit truncated it; None: unknown.
+        about: metadata: simulator, task, source of the actions, reset ids.
 
     Raises:
-        DataError: from ``check``, where the columns do not fit together.
+        DataError: from ``check``, if the columns are inconsistent.
     """
 
     observations: dict[str, NDArray[Any]]
@@ -78,11 +79,11 @@ class Demonstrations:
 
     @property
     def num_episodes(self) -> int:
-        """E."""
+        """Number of episodes, E."""
         return len(self.cu_seqlens) - 1
 
     def check(self) -> None:
-        """Raise DataError unless the columns fit together and every number is finite."""
+        """Raise DataError unless the columns are consistent and every number is finite."""
         cuts, count = self.cu_seqlens, len(self.actions)
         if len(cuts) < 2 or cuts[0] != 0 or cuts[-1] != count or (np.diff(cuts) < 1).any():
             raise DataError(f"cu_seqlens do not cut {count} steps into episodes")
@@ -107,10 +108,10 @@ class Demonstrations:
 
 
 def write_demonstrations(path: Path, demonstrations: Demonstrations) -> None:
-    """Write the file; it is there whole or not at all.
+    """Write the file atomically.
 
     Raises:
-        DataError: it cannot be written, or the columns do not fit together.
+        DataError: the file cannot be written, or the columns are inconsistent.
     """
     demonstrations.check()
     names = ["observations", "actions", "about", *_DTYPES]
@@ -128,10 +129,10 @@ def write_demonstrations(path: Path, demonstrations: Demonstrations) -> None:
 
 
 def read_demonstrations(path: Path) -> Demonstrations:
-    """Read the file.
+    """Read and check a file of demonstrations.
 
     Raises:
-        DataError: it cannot be read, or holds no demonstrations; says what `penstock record` would write.
+        DataError: the file cannot be read, or holds no valid demonstrations.
     """
     try:
         tree = decode_frame(path.read_bytes())
@@ -150,13 +151,13 @@ def read_demonstrations(path: Path) -> Demonstrations:
 
 
 def check_demonstrations(demonstrations: Demonstrations, observations: tuple[str, ...], spec: EnvSpec) -> None:
-    """Look whether they were played in a space like that of a simulator.
+    """Check that the observations and actions fit a simulator.
 
     Args:
-        observations: names of those that the policy reads.
+        observations: names of the observations that the policy reads.
 
     Raises:
-        ConfigError: an observation or the actions are missing or of another shape.
+        ConfigError: an observation is missing, a shape differs, or a discrete action is out of range.
     """
     pairs = {
         f"observation '{name}'": (demonstrations.observations.get(name), spec.observations[name].shape)

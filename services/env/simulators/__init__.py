@@ -1,8 +1,9 @@
-"""Simulators. Each backend is one adapter file in ``backends``, run by ``child.py`` in a process of its own.
+"""Simulator backends. Each backend is one adapter file in ``backends``, which ``child.py`` runs in a separate process.
 
-The env service calls this package; it may import the wire's messages and errors, and no simulator: those live in the
-interpreter of the child. Adding a backend: one file, one line in ``BACKENDS``; it inherits the contract test. A user's
-own adapter lies in ``PENSTOCK_SIMS_DIR``, where ``penstock sims install NAME --adapter FILE`` puts it.
+The env service calls this package. It may import messages of the protocol and errors, but no simulator: simulators are
+installed in the interpreter of the child process. To add a backend, add one file and one line in ``BACKENDS``; the
+contract test then covers it. ``penstock sims install NAME --adapter FILE`` stores a user's adapter in
+``PENSTOCK_SIMS_DIR``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ PACKAGES = {
     "maniskill": frozenset({"mani_skill", "sapien", "gymnasium", "torch", "numpy"}),
     "metaworld": frozenset({"metaworld", "gymnasium", "mujoco", "numpy"}),
 }
-"""Modules that ``penstock sims install`` brings for a backend."""
+"""Modules that ``penstock sims install`` installs for a backend."""
 NOT_HERE = {
     "behavior": "BEHAVIOR-1K: Isaac Sim, OmniGibson, NVIDIA GPUs with ray tracing, and data that has its own licence",
     "calvin": "CALVIN: calvin_env with PyBullet, EGL, and its data set",
@@ -58,28 +59,28 @@ NOT_HERE = {
     "isaac": "Isaac Lab: isaaclab with Isaac Sim, and NVIDIA GPUs with ray tracing",
     "robotwin": "RoboTwin: its repository, SAPIEN with a GPU that renders, and its asset pack",
 }
-"""Simulators that people ask for and Penstock has no adapter of, and what one would have to install."""
+"""Known simulators without an adapter in Penstock, and the packages that an adapter would need."""
 NAME = re.compile(r"[a-z][a-z0-9_-]*")
-"""Of a simulator; also that of its folder."""
+"""Valid name of a simulator, which is also the name of its folder."""
 ADAPTER = "adapter.py"
-"""A user's own adapter, in the folder of its interpreter."""
+"""File name of a user's adapter, in the folder of its interpreter."""
 INSTALLED = "installed.json"
-"""``penstock sims install`` writes this file into an interpreter's folder when everything is there."""
+"""File that ``penstock sims install`` writes into an interpreter's folder once the installation is complete."""
 MAX_ENVS = 4096
-"""Environments of one session."""
+"""Maximum number of environments of one session."""
 
 
 def interpreter_of(backend: str, sims_dir: Path) -> str:
-    """The interpreter that runs a backend: that of ``penstock sims install``, else the env service's own."""
+    """Return the Python of a backend: the one that ``penstock sims install`` made, else the env service's own."""
     own = sims_dir / backend
     return str(own / "bin" / "python") if (own / INSTALLED).exists() else sys.executable
 
 
 def adapter_of(backend: str, sims_dir: Path) -> Path:
-    """The file of a simulator's adapter.
+    """Return the path of a simulator's adapter.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no backend or installed adapter has this name.
     """
     own = sims_dir / backend / ADAPTER
     if backend in BACKENDS:
@@ -95,10 +96,10 @@ def adapter_of(backend: str, sims_dir: Path) -> Path:
 
 
 def open_simulator(request: OpenEnv, sims_dir: Path) -> Simulator:
-    """Make the environments of a session. Blocking.
+    """Create the environments of a session. Blocking.
 
     Raises:
-        ConfigError: no such backend or environment, or it cannot be made here.
+        ConfigError: the backend or environment does not exist, or cannot be created on this host.
     """
     if not 1 <= request.num_envs <= MAX_ENVS:
         raise ConfigError(f"num_envs {request.num_envs}: a session holds 1 to {MAX_ENVS} environments")
@@ -112,7 +113,7 @@ def open_simulator(request: OpenEnv, sims_dir: Path) -> Simulator:
 
 
 def _hint(error: str, backend: str, python: str) -> str:
-    """Remedy of a module that is missing: the backend's own, or one that the user's task or its code needs."""
+    """Return how to install a missing module of the backend or of the user's task; '' for other errors."""
     missing = re.search(r"ModuleNotFoundError: (?:No module named '|import of )([\w.]+)", error)
     if missing is None:
         return ""
@@ -122,12 +123,12 @@ def _hint(error: str, backend: str, python: str) -> str:
 
 
 def describe_simulator(request: OpenEnv, sims_dir: Path) -> EnvSpec:
-    """Make the environments, begin an episode in one of them, and close them. Blocking.
+    """Create the environments, begin an episode in one of them, and close them. Blocking.
 
-    With ``camera`` a further process films the beginning; ``no_video`` of the answer says why it could not.
+    With ``camera``, a second session then films the start; if that fails, ``no_video`` of the result is the reason.
 
     Raises:
-        ConfigError: they cannot be made, or the episode does not begin.
+        ConfigError: the environments cannot be created, or the episode does not begin.
     """
     spec, reason = _try_out(msgspec.structs.replace(request, camera=False), sims_dir)
     if reason:
@@ -142,7 +143,7 @@ def describe_simulator(request: OpenEnv, sims_dir: Path) -> EnvSpec:
 
 
 def _try_out(request: OpenEnv, sims_dir: Path) -> tuple[EnvSpec, str]:
-    """Begin an episode, film it where there is a camera; returns why that does not go, or ''."""
+    """Begin an episode, and film it with ``camera``; return the spec, and the reason of a failure or ''."""
     simulator = open_simulator(request, sims_dir)
     try:
         begun = simulator.reset(np.zeros(1, np.int32), np.zeros(1, np.int64))

@@ -1,4 +1,4 @@
-"""The environments of a session as the env service sees them: B side by side, stepped by chunks of actions."""
+"""Interface between the env service and the B environments of a session, which it steps by chunks of actions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from penstock.shared.protocol.embodied.environment import EnvSpec
 __all__ = ["Chunk", "Named", "Simulator", "Started"]
 
 Named = dict[str, NDArray[Any]]
-"""Observations by name, each [n, ...]. They are valid until the next call."""
+"""Observations by name, each [n, ...]. Valid until the next call of the simulator."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Started:
-    """The beginnings of n episodes.
+    """Results of starting n episodes.
 
     Attributes:
-        observations: the first ones, [n, ...].
-        state_hashes: uint64 [n], of the simulator's states.
-        tasks: n texts, '' where a task has no words.
-        lost: why an episode did not begin, by its place in the request.
+        observations: [n, ...], the first observations.
+        state_hashes: uint64 [n], hashes of the simulator's states.
+        tasks: n task descriptions; '' if a task has none.
+        lost: reasons why episodes did not begin, by row of the request.
     """
 
     observations: Named
@@ -38,13 +38,13 @@ class Chunk:
     """Results of C actions in n environments.
 
     Attributes:
-        observations: [n, ...], after the chunk, or the first ones of the next episode where one began.
-        final_observations: [n, ...], of the episodes that ended; other rows mean nothing.
+        observations: [n, ...], after the chunk; the first ones of the next episode in rows where one began.
+        final_observations: [n, ...], last ones of the episodes that ended; other rows are undefined.
         rewards: float32 [n, C]; terminated, truncated, success: bool [n, C].
-        valid: int32 [n], actions that were executed; an environment stops at the end of its episode.
-        state_hashes, tasks: of the episodes that began.
-        lost: why an episode broke off, by its place in the request: the simulator raised, hung or died.
-        not_started: why the next episode of an ended one did not begin.
+        valid: int32 [n], number of executed actions; an environment stops at the end of its episode.
+        state_hashes, tasks: as in ``Started``, for the episodes that began.
+        lost: reasons why episodes were aborted (the simulator raised, hung or died), by row of the request.
+        not_started: reasons why the next episode did not begin after one that ended, by row of the request.
     """
 
     observations: Named
@@ -61,11 +61,11 @@ class Chunk:
 
 
 class Simulator(Protocol):
-    """Blocking and single-threaded: one thread makes, uses and closes it."""
+    """Environments of one session. Blocking and not thread-safe: one thread creates, uses and closes them."""
 
     @property
     def spec(self) -> EnvSpec:
-        """Shapes, types and bounds."""
+        """Shapes, dtypes and bounds of observations and actions."""
 
     def reset(self, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64]) -> Started:
         """Start an episode in each of ``env_ids`` [n].
@@ -77,14 +77,14 @@ class Simulator(Protocol):
     def step(
         self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
     ) -> Chunk:
-        """Execute ``actions`` [n, C, ...] in ``env_ids`` [n], each up to the end of its episode; others do not move.
+        """Execute ``actions`` [n, C, ...] in ``env_ids`` [n], each until its episode ends; other environments stay.
 
-        The caller has checked that none of them has ended, and that the actions fit ``spec``. Where an episode ends,
-        the one of ``next_state_ids`` [n] begins; None: it stays over.
+        The caller has checked that no episode of ``env_ids`` has ended, and that the actions match ``spec``. After an
+        episode ends, the environment starts the episode of its ``next_state_ids`` [n]; None: it starts none.
         """
 
     def film(self, env_id: int) -> tuple[bytes, str]:
-        """The newest episode of an environment as an MP4 file, and why there is none, or ''."""
+        """Return the film of an environment's newest episode as an MP4 file, and the reason if there is none, or ''."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close the environments and free their resources."""

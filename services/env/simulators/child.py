@@ -1,19 +1,19 @@
-"""Hosts the environments of one session in a process of its own. ``process.py`` starts it and talks to it.
+"""Hosts environments of one session in a child process, which ``process.py`` starts and controls.
 
-The interpreter that runs this file has the simulator; it need not have Penstock. So this file and the adapters in
-``backends`` import the standard library, NumPy and the simulator alone.
+The interpreter that runs this file has the simulator, but not necessarily Penstock. So this file and the adapters in
+``backends`` import only the standard library, NumPy and the simulator.
 
 Messages over the socket: ``u32 header bytes | u32 array bytes | JSON header | arrays``, little endian, each padded to
-eight bytes; the header lists dtype and shape of each array. Observations do not travel over the socket: the child
-writes them into memory that it shares with the service, ``[B, ...]`` for the current ones and ``[B, ...]`` for the last
-ones of ended episodes, by name.
+eight bytes; the header lists dtype and shape of each array. Observations are not sent over the socket: the child
+writes them into memory that it shares with the service, by name: ``[B, ...]`` for the current observations and
+``[B, ...]`` for the last observations of ended episodes.
 
-An environment that raises loses its episode and nothing else: the child makes it anew at its next reset.
+An environment that raises an error loses only its own episode: the child creates it again at its next reset.
 
-With a camera every episode is filmed, by imageio-ffmpeg. With ``picture`` the environments observe what their camera
-sees, as ``image``; a film then shows what they observe. Adapters whose simulator has a camera offer
-``make_with_camera`` beside ``make``; what it returns has ``render()`` and ``frames_per_s``, too, and may have
-``draw_at(height, width)``, which says how large its pictures are from then on.
+With ``camera``, imageio-ffmpeg films every episode. With ``picture``, the environments also observe the camera image,
+as ``image``, and films show this observation. Adapters whose simulator has a camera offer ``make_with_camera`` in
+addition to ``make``. The environment that it returns also has ``render()`` and ``frames_per_s``, and may have
+``draw_at(height, width)``, which sets the size of later images.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ WORD = 8
 ALIGN = 64
 PR_SET_PDEATHSIG = 1
 MAX_REASON = 2000
-"""Characters of an error that reach the client; the log has all of it."""
+"""Maximum characters of an error message to the client; the log has all of it."""
 
 FRAMES_PER_S = 20
-"""Of a film. Of a simulator that steps faster not every step is shown."""
+"""Frame rate of films. They skip steps of long episodes, and of simulators with three times this rate or more."""
 CAMERA_NICENESS = 10
-"""A film waits for what trains."""
+"""Niceness of processes that film, so that processes of training run first."""
 MOST_FRAMES = 600
 LAST_FRAMES = 20
-"""So long the last picture stays."""
+"""Number of frames that repeat the last image at the end of a film."""
 MOST_FILM_BYTES = 4 << 20
 DRAWN = 128
-"""Pixels of the longer side of what is drawn for an observation that is smaller: their mean smooths edges."""
+"""Approximate pixels of the longer side of a render for a smaller ``image``: averaging pixels smooths edges."""
 SHOWN = 256
-"""Pixels of the longer side of a film of what an environment observes."""
+"""Approximate pixels of the longer side of a film that shows the observation ``image``."""
 BRIGHTNESS = np.array([299, 587, 114], np.uint32)
-"""Thousandths of red, green and blue (ITU-R BT.601)."""
+"""Weights of red, green and blue in grey, in thousandths (ITU-R BT.601)."""
 IMAGE = "image"
 
 Message = dict[str, Any]
@@ -73,39 +73,39 @@ Outcome = tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]
 
 
 class Environment(Protocol):
-    """One environment. Adapters in ``backends`` implement it; their ``make(env_id, options)`` returns one."""
+    """One environment, implemented by the adapters in ``backends``, whose ``make(env_id, options)`` returns it."""
 
     spec: Message
     """``observations``: name -> (shape, dtype); ``action``: (shape, dtype); ``num_actions`` or None; ``low``, ``high``;
     ``max_episode_steps`` or None; ``has_success``; ``versions``."""
     task: str
-    """The task in words, or ''."""
+    """Description of the task, or ''."""
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
-        """Start the episode that ``state_id`` names; everything random in it follows from that number."""
+        """Start episode ``state_id``, which determines all randomness in it; return the first observations."""
 
     def step(self, action: Any) -> Outcome:
         """Execute one action."""
 
     def state(self) -> bytes:
-        """The simulator's state: equal states continue equally under equal actions."""
+        """Return the full state of the simulator: from equal states, equal actions lead to equal episodes."""
 
     def close(self) -> None:
-        """Free what the environment holds."""
+        """Free the resources of the environment."""
 
 
 class Filmable(Environment, Protocol):
     """An environment with a camera."""
 
     frames_per_s: float
-    """Steps in a second of the simulator's time."""
+    """Steps per second of simulated time."""
 
     def render(self) -> NDArray[np.uint8]:
-        """A picture of the state, [H, W, 3] with even H and W."""
+        """Render the current state as [H, W, 3] with even H and W."""
 
 
 class Channel:
-    """One end of the socket. Blocking; not shared between threads."""
+    """One end of the socket. Blocking and not thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -118,7 +118,7 @@ class Channel:
         self.socket.sendall(LENGTHS.pack(len(head), len(body)) + head + body)
 
     def receive(self) -> tuple[Message, list[NDArray[Any]]] | None:
-        """The next message; None once the other end is closed."""
+        """Read the next message; return None once the other end is closed."""
         sizes = self._exactly(LENGTHS.size)
         if sizes is None:
             return None
@@ -148,20 +148,20 @@ class Channel:
 
 
 def _padded(data: bytes) -> bytes:
-    """With spaces up to the next eight bytes: JSON may end with them, and arrays after them are aligned."""
+    """Pad with spaces to a multiple of eight bytes, which JSON allows at its end and which aligns the arrays."""
     return data + b" " * (-len(data) % WORD)
 
 
 class SharedObservations:
-    """Current and final observations of B environments in memory that child and service map."""
+    """Current and final observations of B environments, in memory shared by child and service."""
 
     def __init__(self, descriptor: int, spaces: Mapping[str, Sequence[Any]], num_envs: int) -> None:
         size, places = self.layout(spaces, num_envs)
         self._memory = mmap.mmap(descriptor, size)
         self.current: dict[str, NDArray[Any]] = {}
-        """By name: [B, ...]."""
+        """Newest observations [B, ...] by name."""
         self.final: dict[str, NDArray[Any]] = {}
-        """By name: [B, ...], the last observation of an episode that ended in the last request."""
+        """Last observations [B, ...] by name, of episodes that ended in the last request; other rows are undefined."""
         for name, (shape, dtype) in spaces.items():
             for which, start in zip((self.current, self.final), places[name], strict=True):
                 count = num_envs * int(np.prod(shape, dtype=np.int64))
@@ -170,7 +170,7 @@ class SharedObservations:
 
     @staticmethod
     def layout(spaces: Mapping[str, Sequence[Any]], num_envs: int) -> tuple[int, dict[str, tuple[int, int]]]:
-        """Bytes in all, and where the current and the final observations of each name begin."""
+        """Return the size in bytes, and the byte offsets of current and final observations by name."""
         size, places = 0, {}
         for name, (shape, dtype) in spaces.items():
             nbytes = num_envs * int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
@@ -181,7 +181,7 @@ class SharedObservations:
 
 
 class Host:
-    """The environments of this process, and what each request does to them."""
+    """Holds the environments of this process and executes requests on them."""
 
     def __init__(self, make: Callable[[], Environment], num_envs: int) -> None:
         self._make = make
@@ -194,7 +194,7 @@ class Host:
         self._shared = SharedObservations(self.descriptor, self.spec["observations"], num_envs)
 
     def handle(self, header: Message, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
-        """Answer one request: reset or step."""
+        """Execute one request (``reset``, ``step`` or ``film``) and return the reply."""
         handlers = {"reset": self._reset, "step": self._step, "film": self._film}
         return handlers[header["kind"]](arrays)
 
@@ -215,7 +215,7 @@ class Host:
         return {"lost": lost, "tasks": tasks}, [hashes]
 
     def _start(self, i: int, env: int, state: int, lost: dict[int, str]) -> tuple[int, str]:
-        """Begin an episode; returns the hash of its first state and its task."""
+        """Begin an episode; return the hash of its first state and its task. A failure goes to ``lost``."""
         with self._losing(i, env, lost):
             environment = self._environments[env]
             if environment is None:
@@ -225,7 +225,7 @@ class Host:
         return 0, ""
 
     def _step(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
-        """Execute a chunk in each environment, up to the end of its episode; then begin the next one where asked."""
+        """Execute a chunk in each environment until its episode ends; then begin the next one if requested."""
         env_ids, actions, next_state_ids = arrays
         n, C = actions.shape[:2]
         rewards, valid = np.zeros((n, C), np.float32), np.zeros(n, np.int32)
@@ -256,7 +256,7 @@ class Host:
         return found, [rewards, terminated, truncated, success, valid, hashes]
 
     def _film(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
-        """The film of the newest episode of one environment."""
+        """Return the film of the newest episode of one environment."""
         environment = self._environments[int(arrays[0][0])]
         if not isinstance(environment, Filmed):
             return {"reason": "there is no camera, or the episode was lost"}, [np.zeros(0, np.uint8)]
@@ -264,22 +264,22 @@ class Host:
         return {"reason": reason}, [np.frombuffer(data, np.uint8)]
 
     def _write(self, where: dict[str, NDArray[Any]], env: int, observations: Mapping[str, NDArray[Any]]) -> None:
-        """Copy observations into the shared memory. Raises ValueError where one is not finite."""
+        """Copy observations into the shared memory. Raises ValueError if one is not finite."""
         for name, array in where.items():
             row = array[env : env + 1]
             row[...] = observations[name]
-            # The sum of the squares is quick, and finite unless a number is not, or very large.
+            # The sum of squares is a fast first test; it is not finite if a number is not finite or is very large.
             if array.dtype.kind == "f" and not math.isfinite(np.vdot(row, row)) and not np.isfinite(row).all():
                 row[...] = 0
                 raise ValueError(f"observation '{name}' is not finite")
 
     def _losing(self, i: int, env: int, lost: dict[int, str]) -> _Losing:
-        """An environment that raises in it is closed and noted in ``lost``; the others go on."""
+        """Return a context that closes environment ``env`` if it raises, and records the reason at ``lost[i]``."""
         return _Losing(self._environments, i, env, lost)
 
 
 class _Losing:
-    """The context of ``Host._losing``; a generator's takes as long as a simple simulator's step."""
+    """Context of ``Host._losing``; one made by ``contextmanager`` takes as long as a step of a simple simulator."""
 
     __slots__ = ("_env", "_environments", "_lost", "_place")
 
@@ -302,10 +302,10 @@ class _Losing:
 
 
 class Pictured:
-    """An environment that observes pictures, too: ``image``, uint8 [height, width, channels], the newest frame last.
+    """Adds the observation ``image`` to an environment: uint8 [height, width, channels], the newest frame last.
 
     Raises:
-        ValueError: it has an observation of this name already.
+        ValueError: the environment already has an observation of this name.
     """
 
     def __init__(self, inner: Filmable, *, height: int, width: int, grey: bool, frames: int) -> None:
@@ -324,7 +324,7 @@ class Pictured:
             draw_at(*(times * side + times * side % 2 for side in (height, width)))
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
-        """Begin an episode; its first picture stands for those before."""
+        """Begin an episode. Copies of its first frame replace the missing earlier ones."""
         observations = self._inner.reset(state_id)
         self.task = self._inner.task
         self._frames.extend([self._picture()] * (self._frames.maxlen or 1))
@@ -341,7 +341,7 @@ class Pictured:
         return self._inner.state()
 
     def render(self) -> NDArray[np.uint8]:
-        """The newest frame, enlarged, [H, W, 3] with even sides."""
+        """Return the newest frame, enlarged, as [H, W, 3] with even sides."""
         frame = self._frames[-1]
         times = max(1, SHOWN // max(self._size) // 2) * 2
         colours: NDArray[np.uint8] = np.repeat(frame, 3, axis=2) if self._grey else frame
@@ -363,10 +363,10 @@ class Pictured:
 
 
 def shrunk(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """A picture [H, W, 3] as [height, width, 3]: each pixel the rounded mean of those that it covers.
+    """Downscale an image [H, W, 3] to [height, width, 3]; each pixel is the rounded mean of the pixels it covers.
 
     Raises:
-        ValueError: it is smaller than that.
+        ValueError: the image is smaller than the result.
     """
     H, W = picture.shape[:2]
     if (height, width) == (H, W):
@@ -381,7 +381,7 @@ def shrunk(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.ui
 
 
 class Filmed:
-    """An environment whose episodes are filmed. A camera that fails spoils the film and nothing else."""
+    """Films the episodes of an environment. A failing camera only affects the film."""
 
     def __init__(self, inner: Filmable) -> None:
         self._inner, self.spec, self.task = inner, inner.spec, inner.task
@@ -415,19 +415,19 @@ class Filmed:
         return self._inner.state()
 
     def film(self) -> tuple[bytes, str]:
-        """The film so far as an MP4 file, which ends it, and why there is none, or ''."""
+        """End the film; return it as an MP4 file, and the reason if there is none, or ''."""
         data = b""
         if not self._problem:
             for _ in range(LAST_FRAMES):
                 self._add(self._last)
         if not self._problem and self._writer is not None:
             try:
-                self._writer.close()  # the file is whole now
+                self._writer.close()
                 self._writer = None
                 data = Path(self._file.name).read_bytes()
                 if len(data) > MOST_FILM_BYTES:
                     self._problem = f"the film takes {len(data)} bytes, more than {MOST_FILM_BYTES}"
-            except (Exception, SystemExit) as error:  # of the encoder
+            except (Exception, SystemExit) as error:  # the encoder may raise anything
                 self._problem = reason_of(error)
         problem = self._problem
         self._end()
@@ -440,7 +440,7 @@ class Filmed:
         self._inner.close()
 
     def _shoot(self) -> None:
-        """Add a picture of this moment."""
+        """Render the current state and add it to the film; skipped after a failure or beyond MOST_FRAMES."""
         if self._problem or self._frames >= MOST_FRAMES:
             return
         try:
@@ -460,17 +460,17 @@ class Filmed:
                 self._open(frame)
             assert self._writer is not None
             self._writer.send(frame)
-        except (Exception, SystemExit) as error:  # of the encoder
+        except (Exception, SystemExit) as error:  # the encoder may raise anything
             traceback.print_exc()
             self._problem = reason_of(error)
 
     def _open(self, frame: NDArray[np.uint8]) -> None:
-        """Start the encoder. H.264 with its index in front, which every browser plays while it loads."""
+        """Start the encoder: H.264 with the index at the front, which browsers can play while it downloads."""
         try:
             import imageio_ffmpeg  # type: ignore[import-untyped]
         except ImportError:
             raise ValueError("films need imageio-ffmpeg in the simulator's interpreter") from None
-        self._file = tempfile.NamedTemporaryFile(suffix=".mp4")  # noqa: SIM115  open until the film is read
+        self._file = tempfile.NamedTemporaryFile(suffix=".mp4")  # noqa: SIM115  the file stays open until it is read
         self._writer = imageio_ffmpeg.write_frames(
             self._file.name, (frame.shape[1], frame.shape[0]), fps=FRAMES_PER_S, codec="libx264", macro_block_size=2,
             quality=None, ffmpeg_log_level="error",
@@ -490,7 +490,7 @@ class Filmed:
 
 
 def choose_renderer() -> None:
-    """Tell MuJoCo which library draws, where the environment does not: the GPU's, or one that draws on the CPU."""
+    """Set MUJOCO_GL to a renderer of the GPU, or else of the CPU, unless it is set already."""
     if "MUJOCO_GL" in os.environ:
         return
     if Path("/dev/nvidia0").exists() and ctypes.util.find_library("EGL"):
@@ -502,26 +502,26 @@ def choose_renderer() -> None:
 
 
 def state_hash(environment: Environment) -> int:
-    """64 bits of a hash of the simulator's state."""
+    """Return a 64-bit hash of the simulator's state."""
     return int.from_bytes(hashlib.blake2b(environment.state(), digest_size=8).digest(), "little")
 
 
 def reason_of(error: BaseException) -> str:
-    """An error in one line."""
+    """Return the type and message of an error, at most MAX_REASON characters."""
     return f"{type(error).__name__}: {error}"[:MAX_REASON]
 
 
 def load_backend(
     path: str, *, camera: bool = False, picture: Message | None = None
 ) -> Callable[[str, Message], Environment]:
-    """The function ``make`` of an adapter, or ``make_with_camera``, from its file.
+    """Load an adapter file; return its ``make``, or ``make_with_camera`` wrapped for films and images.
 
     Args:
         camera: film every episode.
-        picture: arguments of ``Pictured``, if the environments are to observe pictures.
+        picture: arguments of ``Pictured``; None: the environments do not observe images.
 
     Raises:
-        ValueError: the file cannot be loaded, or has no such function.
+        ValueError: the file is not a Python file, or lacks the function.
     """
     found = importlib.util.spec_from_file_location(f"penstock_backend_{Path(path).stem}", path)
     if found is None or found.loader is None:
@@ -539,7 +539,7 @@ def load_backend(
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends, even where a simulator hangs."""
+    """Have the kernel kill this process when the thread that started it ends, even if the simulator hangs."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -568,7 +568,7 @@ def main(arguments: Sequence[str]) -> None:
     while (message := channel.receive()) is not None:
         try:
             header, arrays = host.handle(*message)
-        except (Exception, SystemExit) as error:  # the service is told, and decides
+        except (Exception, SystemExit) as error:  # the service gets the error and decides
             traceback.print_exc()
             header, arrays = {"error": reason_of(error)}, []
         channel.send(header, *arrays)

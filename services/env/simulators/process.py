@@ -1,7 +1,7 @@
-"""Environments in child processes: they may run in another interpreter, hang, crash, and be killed.
+"""Environments in child processes, which may use another interpreter, hang, crash or be killed.
 
-The B environments of a session are spread over its processes, which step side by side. One that dies or takes too long
-is killed; the episodes that it held are lost, and its next reset starts another one.
+The B environments of a session are divided over its processes, which step in parallel. A process that exceeds the time
+limit is killed. The episodes of a killed or dead process are lost; the next reset of its environments starts a new one.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ __all__ = ["ProcessSimulator"]
 
 CHILD = Path(__file__).with_name("child.py")
 OPEN_LIMIT_S = 180.0
-"""A simulator's libraries alone may take many seconds to import."""
+"""Timeout to create environments; importing a simulator's libraries alone may take many seconds."""
 CLOSE_LIMIT_S = 2.0
-"""A child that was asked to end is killed after this."""
+"""Time that children get to exit before they are killed."""
 
 
 class ProcessSimulator:
     """The environments of one session, in one or several child processes.
 
     Args:
-        request: what the client asked for.
-        python: interpreter that has the simulator.
-        backend: file of the adapter.
-        limit_s: time for one request; a child that takes longer has hung.
+        request: the client's request to open the session.
+        python: interpreter in which the simulator is installed.
+        backend: path of the adapter.
+        limit_s: timeout of one request; a child that takes longer counts as hung.
 
     Raises:
-        ConfigError: the interpreter does not start, or the environments cannot be made; says why.
+        ConfigError: the interpreter does not start, or the environments cannot be created, with the reason.
     """
 
     def __init__(self, request: OpenEnv, *, python: str, backend: Path, limit_s: float) -> None:
@@ -58,9 +58,9 @@ class ProcessSimulator:
         self._sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
         self._children: list[_Child | None] = [None] * num_processes
         self._why: list[str] = [""] * num_processes
-        """Why a process is gone."""
+        """Reason why each process ended; '' while it runs."""
         try:
-            for number in range(num_processes):  # all of them start before the first is waited for
+            for number in range(num_processes):  # start all before waiting for the first
                 self._children[number] = self._launch(number)
             specs = [child.opened(OPEN_LIMIT_S) for child in self._children if child is not None]
         except BaseException:
@@ -70,7 +70,7 @@ class ProcessSimulator:
         self._blank = {name: (one.shape, np.dtype(one.dtype)) for name, one in self.spec.observations.items()}
 
     def reset(self, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64]) -> Started:
-        """See the protocol. A process that is gone is started again."""
+        """See ``Simulator.reset``. Processes that ended are started again."""
         lost: dict[int, str] = {}
         hashes, tasks = np.zeros(len(env_ids), np.uint64), [""] * len(env_ids)
         for number in self._numbers(env_ids):
@@ -86,7 +86,7 @@ class ProcessSimulator:
     def step(
         self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
     ) -> Chunk:
-        """See the protocol."""
+        """See ``Simulator.step``."""
         n, C = actions.shape[:2]
         rewards, valid = np.zeros((n, C), np.float32), np.zeros(n, np.int32)
         terminated, truncated, success = (np.zeros((n, C), np.bool_) for _ in range(3))
@@ -109,14 +109,14 @@ class ProcessSimulator:
         )  # fmt: skip
 
     def film(self, env_id: int) -> tuple[bytes, str]:
-        """See the protocol."""
+        """See ``Simulator.film``."""
         lost: dict[int, str] = {}
         for _, header, arrays in self._ask({"kind": "film"}, np.array([env_id], np.int32), [], lost):
             return arrays[0].tobytes(), header["reason"]
         return b"", lost[0]
 
     def close(self) -> None:
-        """End all processes; one that does not end by itself is killed."""
+        """Ask all processes to exit, and kill those that do not."""
         children = [child for child in self._children if child is not None]
         self._children = [None] * len(self._children)
         for child in children:
@@ -131,7 +131,7 @@ class ProcessSimulator:
         return _Child(self._python, self._backend, self._request, self._sizes[number])
 
     def _revive(self, number: int) -> None:
-        """Start a process that is gone. Raises Unavailable where it does not come up again."""
+        """Start a process again if it ended. Raises Unavailable if it does not start."""
         if self._children[number] is not None:
             return
         child = self._launch(number)
@@ -146,7 +146,7 @@ class ProcessSimulator:
     def _ask(
         self, header: Message, env_ids: NDArray[np.int32], arrays: Sequence[NDArray[Any]], lost: dict[int, str]
     ) -> list[tuple[NDArray[np.int64], Message, list[NDArray[Any]]]]:
-        """Send each process its rows of a request, then collect the answers; what is gone goes to ``lost``."""
+        """Send each process its rows of a request and collect the replies; rows of dead processes go to ``lost``."""
         asked = []
         for number in self._numbers(env_ids):
             places = self._places(env_ids, number)
@@ -168,7 +168,7 @@ class ProcessSimulator:
     def _answer(
         self, number: int, places: NDArray[np.int64], until: float, lost: dict[int, str]
     ) -> tuple[Message, list[NDArray[Any]]] | None:
-        """The answer of a process; None where it died or hung, which ends it."""
+        """Return the reply of a process, or None if it died or hung: then kill it and add its rows to ``lost``."""
         child = self._children[number]
         assert child is not None
         try:
@@ -187,17 +187,17 @@ class ProcessSimulator:
         return header, arrays
 
     def _numbers(self, env_ids: NDArray[np.int32]) -> list[int]:
-        """The processes that hold these environments."""
+        """Return the numbers of the processes that hold these environments."""
         numbers: list[int] = np.unique(np.searchsorted(self._first, env_ids, side="right") - 1).tolist()
         return numbers
 
     def _places(self, env_ids: NDArray[np.int32], number: int) -> NDArray[np.int64]:
-        """Which rows of a request belong to a process."""
+        """Return the rows of a request that belong to a process."""
         first = self._first[number]
         return np.flatnonzero((env_ids >= first) & (env_ids < first + self._sizes[number]))
 
     def _gather(self, env_ids: NDArray[np.int32], *, final: bool) -> Named:
-        """Observations of these environments from the shared memory; zeros where a process is gone."""
+        """Return observations of these environments from the shared memory; zeros for processes that ended."""
         only = self._children[0]
         if len(self._children) == 1 and only is not None and np.array_equal(env_ids, np.arange(self._sizes[0])):
             return dict(only.shared.final if final else only.shared.current)
@@ -212,10 +212,10 @@ class ProcessSimulator:
 
 
 class _Child:
-    """One running ``child.py``."""
+    """One process that runs ``child.py``."""
 
     def __init__(self, python: str, backend: Path, request: OpenEnv, num_envs: int) -> None:
-        """Start it. Raises ConfigError where no process starts."""
+        """Start the process. Raises ConfigError if the interpreter does not start."""
         ours, theirs = socket.socketpair()
         options = {
             "env_id": request.env_id, "num_envs": num_envs, "options": request.options, "camera": request.camera,
@@ -233,10 +233,10 @@ class _Child:
                         str(backend),
                         json.dumps(options),
                     ],
-                    stdin=subprocess.DEVNULL,  # a library that asks a question gets an end of file
-                    stdout=2,  # what it prints belongs to the log
+                    stdin=subprocess.DEVNULL,  # a library that prompts the user reads an end of file
+                    stdout=2,  # standard output goes to the log
                     pass_fds=(theirs.fileno(),),
-                    start_new_session=True,  # killing it also kills what it started
+                    start_new_session=True,  # its own process group, so that ``end`` also kills its descendants
                 )
             except OSError as error:
                 ours.close()
@@ -246,10 +246,10 @@ class _Child:
         self.shared: SharedObservations
 
     def opened(self, limit_s: float) -> Message:
-        """Wait until the environments are made; returns their spec.
+        """Wait until the environments are created; return their spec.
 
         Raises:
-            ConfigError: they cannot be made; says why.
+            ConfigError: the environments cannot be created within ``limit_s``, with the reason.
         """
         try:
             header, _ = self.receive(time.monotonic() + limit_s)
@@ -271,7 +271,7 @@ class _Child:
         return spec
 
     def send(self, header: Message, *arrays: NDArray[Any]) -> None:
-        """Send a request; a process that is gone is noticed where its answer is read."""
+        """Send a request. Errors are ignored, because reading the reply reports a dead process."""
         self._channel.socket.settimeout(OPEN_LIMIT_S)
         try:
             self._channel.send(header, *arrays)
@@ -282,24 +282,24 @@ class _Child:
         """Read one message.
 
         Raises:
-            TimeoutError: none came until then (monotonic seconds).
-            ConnectionError: the process is gone.
+            TimeoutError: no message by the deadline ``until`` (monotonic seconds).
+            ConnectionError: the process ended.
         """
         self._channel.socket.settimeout(max(0.001, until - time.monotonic()))
         try:
             message = self._channel.receive()
-        except ConnectionError:  # it was killed before it had read what it was asked
+        except ConnectionError:  # it was killed before it read the request
             message = None
         if message is None:
             raise ConnectionError(f"the simulator's process died{self._status()}")
         return message
 
     def hang_up(self) -> None:
-        """Ask it to end."""
+        """Ask the process to exit, by closing the socket."""
         self._channel.socket.close()
 
     def end(self, patience_s: float) -> None:
-        """Wait so long for its end, then kill it and everything it started."""
+        """Wait up to ``patience_s`` for the process to exit, then kill it and its descendants."""
         self.hang_up()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_s)
@@ -334,5 +334,5 @@ def _spec_of(request: OpenEnv, spec: Message) -> EnvSpec:
 
 
 def _at(places: NDArray[np.int64], reasons: dict[str, str]) -> dict[int, str]:
-    """Reasons by place in the whole request; JSON made strings of a process's own places."""
+    """Map reasons from rows of one process (strings, as in JSON) to rows of the whole request."""
     return {int(places[int(place)]): reason for place, reason in reasons.items()}

@@ -1,10 +1,10 @@
-"""Demonstrations for a warm start or a world model: episodes that somebody plays in a simulator of this host.
+"""Records demonstrations for a warm start or a world model, by playing episodes in a simulator on this host.
 
-That is a scripted expert, which a simulator offers as the observation ``expert_action``, the policy in a checkpoint of
-an embodied job, or chance.
+Actions come from a scripted expert (which a simulator offers as the observation ``expert_action``), from the policy in
+a checkpoint of an embodied job, or from a uniform distribution.
 
-Shapes: B = environments side by side, n = those that still run, C = actions of a decision, ... the shape of one
-observation or action.
+Shapes: B = parallel environments, n = environments with a running episode, C = actions of a decision, ... = the shape
+of one observation or action.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ __all__ = ["EXPERT_OPTIONS", "Expert", "policy_of_checkpoint", "record", "script
 
 EXPERT_ACTION = "expert_action"
 EXPERT_OPTIONS: dict[str, dict[str, Any]] = {"metaworld": {"expert": True}}
-"""With these options a backend offers its expert."""
+"""Options that make a backend offer its expert."""
 MOST_ENVS = 16
-"""Environments that are played side by side."""
+"""Maximum number of parallel environments."""
 
 Expert = Callable[[Named], NDArray[Any]]
-"""``observations [n, ...] by name -> actions [n, C, ...]`` as the simulator takes them; nothing may be random in it."""
+"""``observations [n, ...] by name -> actions [n, C, ...]`` as the simulator takes them. Must be deterministic."""
 
 
 def scripted_expert(spec: EnvSpec) -> Expert:
-    """The expert that a simulator has built in.
+    """Return the expert built into a simulator.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the simulator has none.
     """
     if EXPERT_ACTION not in spec.observations:
         raise ConfigError(
@@ -51,12 +51,12 @@ def scripted_expert(spec: EnvSpec) -> Expert:
 
 
 def policy_of_checkpoint(path: Path, spec: EnvSpec) -> Expert:
-    """The policy in a checkpoint of an embodied job, without noise.
+    """Load the policy in a checkpoint of an embodied job; it acts without noise.
 
     Raises:
-        CheckpointError: there is none, or it was trained in another space than ``spec``.
+        CheckpointError: the folder holds no such checkpoint, or its policy does not fit ``spec``.
     """
-    import torch  # a client has none
+    import torch  # not installed with the client
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -80,7 +80,7 @@ def policy_of_checkpoint(path: Path, spec: EnvSpec) -> Expert:
 
 @dataclass(slots=True)
 class _Recorded:
-    """One episode that goes on."""
+    """One episode while it is recorded."""
 
     observations: list[dict[str, NDArray[Any]]]
     actions: list[NDArray[Any]]
@@ -102,20 +102,21 @@ def record(
     source: str = "",
     on_episode: Callable[[int], None] = lambda count: None,
 ) -> Demonstrations:
-    """Play one episode from each reset id; a pure function of the arguments. Blocking.
+    """Play one episode from each reset id. Equal arguments give equal results. Blocking.
 
     Args:
-        request: the simulator; how many environments it has is decided here.
-        expert_of: makes who acts; None: every action is drawn evenly from all, by the reset id.
-        horizon: steps after which an episode is cut off.
-        noise: deviation of what is added to continuous actions, as part of their range. The file holds the expert's
-            own action in the state that the noise led to, so that a policy learns to come back (arXiv 1703.09327).
-        only_solved: leave out episodes that did not solve the task, where the simulator says so.
-        source: who acts, for people.
+        request: the simulator; ``num_envs`` is ignored.
+        expert_of: creates the expert; None: actions are sampled uniformly, with the reset id as seed.
+        horizon: number of steps after which an episode is truncated.
+        noise: standard deviation of the noise added to continuous actions, as fraction of their range. The recorded
+            action is the expert's, without noise, so that a policy learns to recover (arXiv 1703.09327).
+        only_solved: drop episodes that did not solve the task, if the simulator reports success.
+        source: description of the expert, for users.
         on_episode: called with the number of episodes so far.
 
     Raises:
-        ConfigError: the simulator cannot be made, or the expert does not fit it.
+        CheckpointError: ``expert_of`` cannot load its checkpoint.
+        ConfigError: the simulator cannot be created, or the expert or the noise does not fit it.
         DataError: no episode is left, or the simulator lost one.
     """
     simulator = open_simulator(
@@ -159,7 +160,7 @@ class _Player:
         self._bounds = _bounds(simulator.spec) if noise or drawn else None
 
     def play(self, reset_ids: Sequence[int]) -> list[_Recorded]:
-        """One episode from each of at most B reset ids."""
+        """Play one episode from each of at most B reset ids."""
         env_ids = np.arange(len(reset_ids), dtype=np.int32)
         begun = self._simulator.reset(env_ids, np.asarray(reset_ids, np.int64))
         _check_lost(begun.lost, reset_ids)
@@ -168,7 +169,7 @@ class _Player:
         seen = _copied(begun.observations)
         while len(env_ids):
             chance = [noise[i] for i in env_ids.tolist()]
-            for actions in self._chunk(seen, chance):  # one step at a time: every observation of a chunk is kept
+            for actions in self._chunk(seen, chance):  # single steps, because every observation is recorded
                 taken = np.stack([self._disturbed(a, noise[i]) for a, i in zip(actions, env_ids, strict=True)])
                 chunk = self._simulator.step(env_ids, taken[:, None], None)
                 _check_lost(chunk.lost, [reset_ids[i] for i in env_ids.tolist()])
@@ -185,7 +186,7 @@ class _Player:
                     one = episodes[env_ids[place]]
                     one.final = {name: column[place] for name, column in seen.items()}
                     one.terminated = bool(chunk.terminated[place, 0])
-                if over.any():  # those that go on decide anew
+                if over.any():  # the running episodes decide again, without the rest of their chunk
                     env_ids, seen = env_ids[~over], {name: column[~over] for name, column in seen.items()}
                     break
         return episodes
@@ -215,7 +216,7 @@ class _Player:
 
 
 def _bounds(spec: EnvSpec) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Of the actions, [...] each. Raises ConfigError where there are none."""
+    """Return the lower and upper bounds of actions, [...] each. Raises ConfigError if they are not finite."""
     low, high = np.array([spec.action_low, spec.action_high])
     if spec.num_actions is not None or not np.isfinite(high - low).all():
         raise ConfigError(f"noise: actions of '{spec.env_id}' ({spec.backend}) have no finite bounds")
@@ -228,5 +229,5 @@ def _check_lost(lost: dict[int, str], reset_ids: Sequence[int]) -> None:
 
 
 def _copied(observations: Named) -> Named:
-    """They are valid only until the next call."""
+    """Copy observations, which are valid only until the next call of the simulator."""
     return {name: column.copy() for name, column in observations.items()}

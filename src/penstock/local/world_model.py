@@ -1,10 +1,10 @@
-"""World models: an ensemble of small networks that learns a simulator from recorded episodes.
+"""Trains world models: ensembles of small networks that learn a simulator from recorded episodes.
 
-The env service plays the result as the simulator ``world_model``, whose adapter says how and from whom the method is.
+The env service runs the result as the simulator ``world_model``; its adapter describes the method and its sources.
 
-Shapes: K members, N transitions, E episodes, D numbers of all observations, A of an action (one for each of several
-discrete ones), B = N of a minibatch, F = D + A features of the input, O = D + 2 predictions: the change of the
-observation, the reward, and the logit of the end.
+Shapes: K = members, N = transitions, E = episodes, D = size of all observations together, A = size of an action
+(one-hot if discrete), B = minibatch size, F = D + A input features, O = D + 2 outputs: the change of the observation,
+the reward, and the logit of termination.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from penstock.shared.errors import ConfigError, DataError
 __all__ = ["Fitted", "Fitting", "fit", "write_world_model"]
 
 WIDENED = 0.1
-"""Of the recorded range of each number: so much further the model may go."""
+"""Margin on each side of the recorded range of observations and rewards, as fraction of the range."""
 MOST_STARTS = 50_000
-"""Recorded states that a model keeps for episodes that begin anywhere."""
+"""Maximum number of recorded states that a model stores for ``starts: anywhere``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """How a model is fitted.
+    """Hyperparameters of a fit.
 
     Attributes:
-        members: K; each sees a sample of the transitions with replacement (arXiv 1805.12114).
+        members: K; each is trained on a bootstrap sample of the transitions (arXiv 1805.12114).
         hidden_sizes: widths of the hidden layers, with SiLU.
-        epochs: passes over the transitions, at a learning rate that falls to 0 along a cosine.
-        held_out: part of the episodes that only measures the error.
+        epochs: passes over the transitions; a cosine schedule decays the learning rate to 0.
+        held_out: fraction of the episodes that only measures the error; at least one episode.
     """
 
     members: int = 5
@@ -58,11 +58,11 @@ class Fitting:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Fitted:
-    """A model: float32 tensors by name, facts for the env service and for people.
+    """A fitted model: float32 tensors by name, and facts for the env service and for users.
 
-    ``facts["error"]`` is measured on held-out episodes: of ``state`` and ``reward`` the root mean square error of one
-    step by the mean of the members, as part of the deviation of what was to be predicted; of ``ends`` the part of
-    steps whose end or going on was predicted wrongly.
+    ``facts["error"]`` is the one-step error of the mean of the members on held-out episodes. ``state`` and ``reward``:
+    root mean square error divided by the standard deviation of the target. ``ends``: fraction of steps whose
+    termination was predicted wrongly.
     """
 
     tensors: dict[str, NDArray[np.float32]]
@@ -72,9 +72,9 @@ class Fitted:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Transitions:
     inputs_NF: NDArray[np.float32]
-    """Observation and action."""
+    """Observation and action of each step."""
     targets_NO: NDArray[np.float32]
-    """Change of the observation, reward, 1 where the episode terminated."""
+    """Change of the observation, reward, and 1 if the episode terminated at this step."""
 
     def __len__(self) -> int:
         return len(self.inputs_NF)
@@ -83,13 +83,14 @@ class _Transitions:
 def fit(
     shown: Demonstrations, fitting: Fitting, *, on_epoch: Callable[[int, float], None] = lambda epoch, loss: None
 ) -> Fitted:
-    """Fit an ensemble to recorded episodes. Needs torch; blocking.
+    """Fit an ensemble to recorded episodes. Blocking.
 
     Args:
-        on_epoch: called with the number of epochs so far and the mean loss of the last one.
+        on_epoch: called with the number of finished epochs and the mean loss of the last one.
 
     Raises:
-        DataError: dynamics cannot be learnt from this file; says why and how to record one that they can.
+        ConfigError: torch is not installed.
+        DataError: the episodes are not suited to learn dynamics; the message tells how to record suitable ones.
     """
     action = _check(shown)
     states_ND, cuts = _flat(shown.observations), shown.cu_seqlens
@@ -118,12 +119,12 @@ def fit(
 
 
 def write_world_model(folder: Path, fitted: Fitted) -> None:
-    """Write the model; its description comes last, so that what has one is whole.
+    """Write the model. Its description is written last, so that a folder with a description is complete.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: the folder cannot be written.
     """
-    from safetensors.numpy import save  # a client has none
+    from safetensors.numpy import save  # not installed with the client
 
     data = save(fitted.tensors)
     facts = fitted.facts | {"digest": hashlib.sha256(data).hexdigest()[:16]}
@@ -140,11 +141,11 @@ def write_world_model(folder: Path, fitted: Fitted) -> None:
         raise DataError(f"{folder} cannot be written: {error.strerror or error}") from None
 
 
-# -- what is learnt from ---------------------------------------------------------------------------------------------
+# -- training data ---------------------------------------------------------------------------------------------------
 
 
 def _check(shown: Demonstrations) -> ActionSpace:
-    """The actions, where dynamics can be learnt from these episodes. Raises DataError."""
+    """Return the action space. Raises DataError if dynamics cannot be learned from these episodes."""
     images = [name for name, one in shown.observations.items() if one.ndim > 2]
     if images:
         raise DataError(f"observation '{images[0]}' is no vector: world models are of vectors; record without images")
@@ -164,7 +165,7 @@ def _check(shown: Demonstrations) -> ActionSpace:
 
 
 def _flat(observations: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
-    """All observations, one after another: [N, D]."""
+    """Concatenate all observations to [N, D]."""
     return np.concatenate([one.reshape(len(one), -1) for one in observations.values()], axis=1).astype(np.float32)
 
 
@@ -183,12 +184,12 @@ def _transitions(shown: Demonstrations, states_ND: NDArray[np.float32], action: 
 
 
 def _rows(episodes: NDArray[np.int64], cuts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Places of the steps of these episodes."""
+    """Return the indices of all steps of these episodes."""
     return np.concatenate([np.arange(cuts[one], cuts[one + 1]) for one in episodes.tolist()])
 
 
 def _scales(transitions: _Transitions, rows: NDArray[np.int64]) -> dict[str, NDArray[np.float32]]:
-    """Mean and deviation of each number; 1 where it does not change."""
+    """Return mean and standard deviation of each column; the deviation of a constant column is 1."""
     found = {}
     for name, columns in (("input", transitions.inputs_NF[rows]), ("output", transitions.targets_NO[rows, :-1])):
         deviation = columns.std(axis=0)
@@ -203,7 +204,7 @@ def _scaled(transitions: _Transitions, rows: NDArray[np.int64], scale: dict[str,
 
 
 def _bounds(states_ND: NDArray[np.float32], shown: Demonstrations) -> dict[str, NDArray[np.float32]]:
-    """Smallest and largest value that the model may predict."""
+    """Return the smallest and largest observations and rewards that the model may predict."""
     found = {}
     everything = np.concatenate([states_ND, _flat(shown.final_observations)])
     for name, column in (("state", everything), ("reward", shown.rewards)):
@@ -217,13 +218,13 @@ def _bounds(states_ND: NDArray[np.float32], shown: Demonstrations) -> dict[str, 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Have torch compute in one thread: products of networks so small take longer when they are shared out.
+    """Limit torch to one thread during the block, because more threads slow down networks this small.
 
     Raises:
-        ConfigError: there is no torch.
+        ConfigError: torch is not installed.
     """
     try:
-        import torch  # a client has none
+        import torch  # not installed with the client
     except ImportError:
         raise ConfigError("world models are trained with torch: pip install 'penstock[torch]'") from None
     before = torch.get_num_threads()
@@ -237,7 +238,7 @@ def _one_thread() -> Iterator[None]:
 def _train(
     data: _Transitions, fitting: Fitting, *, ends: bool, on_epoch: Callable[[int, float], None]
 ) -> dict[str, NDArray[np.float32]]:
-    """Weights of all members, which are trained side by side: ``layers.I.weight`` [K, in, out], ``.bias`` [K, out]."""
+    """Train all members in parallel; return ``layers.I.weight`` [K, in, out] and ``layers.I.bias`` [K, out]."""
     import torch
     from torch.nn import functional
 
@@ -281,7 +282,7 @@ def _train(
 
 
 def _forward(layers: list[Any], x_KBF: Any) -> Any:
-    """Predictions [K, B, O]."""
+    """Return predictions [K, B, O]."""
     from torch.nn import functional
 
     for i in range(0, len(layers), 2):
@@ -292,7 +293,7 @@ def _forward(layers: list[Any], x_KBF: Any) -> Any:
 
 
 def _error(layers: dict[str, NDArray[np.float32]], data: _Transitions) -> dict[str, float]:
-    """On scaled transitions that were held out."""
+    """Return the errors of the members' mean on scaled held-out transitions; see ``Fitted``."""
     import torch
 
     with torch.no_grad():

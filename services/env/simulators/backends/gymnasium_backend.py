@@ -1,7 +1,8 @@
-"""Environments registered with Gymnasium (classic control, MuJoCo, a user's own): Box observations, or a Dict of them.
+"""Adapter of environments registered with Gymnasium (classic control, MuJoCo, or the user's). Observations: Box, or a
+Dict of Box.
 
-``env_id`` is Gymnasium's, with ``module:`` before it where a module must be imported to register it. The state id is
-the seed of the episode.
+``env_id`` is the id in Gymnasium, prefixed with ``module:`` if a module must be imported to register it. The state id
+is the seed of the episode.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from numpy.typing import NDArray
 __all__ = ["GymnasiumEnvironment", "make", "make_with_camera"]
 
 PICTURE = 256
-"""Pixels of a side of MuJoCo's pictures; others have sizes of their own."""
+"""Width and height of images rendered by MuJoCo, in pixels; other environments choose their size."""
 NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the env workers"
 
 
 class GymnasiumEnvironment:
-    """One environment of Gymnasium. ``success`` is what the info of a step says under this name."""
+    """One Gymnasium environment. ``success`` of a step is the entry of this name in the step's info."""
 
     def __init__(self, env_id: str, options: dict[str, Any]) -> None:
-        """Raises ValueError where observations or actions are of a kind that no policy here takes."""
+        """Raises ValueError if the observation or action space is not supported."""
         self._env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, disable_env_checker=True, **options)
         self.task = str(getattr(self._env.unwrapped, "task", ""))
         self._boxes = _boxes(env_id, self._env.observation_space)
@@ -41,7 +42,7 @@ class GymnasiumEnvironment:
         }
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
-        """Begin the episode of this seed."""
+        """Begin the episode with seed ``state_id``."""
         return self._named(self._env.reset(seed=state_id)[0])
 
     def step(self, action: Any) -> tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]:
@@ -51,7 +52,7 @@ class GymnasiumEnvironment:
         return self._named(observation), float(reward), terminated, truncated, bool(info.get("success", False))
 
     def state(self) -> bytes:
-        """MuJoCo's physics, or the attribute ``state`` of classic control, and the random generator."""
+        """Return MuJoCo's time, positions and velocities, or ``state`` of classic control; and the random generator."""
         inner: Any = self._env.unwrapped
         if hasattr(inner, "data") and hasattr(inner.data, "qpos"):
             parts: list[Any] = [inner.data.time, inner.data.qpos.tobytes(), inner.data.qvel.tobytes()]
@@ -61,33 +62,33 @@ class GymnasiumEnvironment:
 
     @property
     def model(self) -> Any:
-        """MuJoCo's model, of an environment that has one."""
+        """MuJoCo's model; only MuJoCo environments have one."""
         inner: Any = self._env.unwrapped
         return inner.model
 
     @property
     def _renderer(self) -> Any:
-        """MuJoCo's, or None."""
+        """MuJoCo's renderer, or None."""
         return getattr(self._env.unwrapped, "mujoco_renderer", None)
 
     @property
     def frames_per_s(self) -> float:
-        """Steps of a second."""
+        """Steps per second, or 20 if the environment does not declare them."""
         return float(self._env.metadata.get("render_fps") or 20)
 
     def draw_at(self, height: int, width: int) -> None:
-        """Draw pictures of this size; only MuJoCo can, others have sizes of their own."""
+        """Set the size of rendered images. Ignored except for MuJoCo, since other environments choose their size."""
         renderer = self._renderer
         if renderer is None:
             return
         renderer.height, renderer.width = height, width
-        self._env.reset(seed=0)  # the camera points at where the parts are when it first draws
+        self._env.reset(seed=0)  # the first render fixes the camera on the bodies, so they must be in place
         self._env.render()
 
     def render(self) -> NDArray[np.uint8]:
-        """A picture [H, W, 3], cut to even sides. Raises ValueError: the environment draws none."""
+        """Render an image [H, W, 3], cropped to even sides. Raises ValueError if the environment renders none."""
         renderer = self._renderer
-        if renderer is not None and renderer.viewer is not None:  # of several environments each has its own
+        if renderer is not None and renderer.viewer is not None:  # each environment has its own context
             renderer.viewer.make_context_current()
         picture: Any = self._env.render()
         if not isinstance(picture, np.ndarray) or picture.ndim != 3:
@@ -96,7 +97,7 @@ class GymnasiumEnvironment:
         return even
 
     def close(self) -> None:
-        """Close it."""
+        """Close the environment."""
         self._env.close()
 
     def _named(self, observation: Any) -> Mapping[str, NDArray[Any]]:
@@ -104,12 +105,12 @@ class GymnasiumEnvironment:
 
 
 def make(env_id: str, options: dict[str, Any]) -> GymnasiumEnvironment:
-    """One environment; ``options`` are its keyword arguments."""
+    """Create an environment; ``options`` are keyword arguments of ``gymnasium.make``."""
     return GymnasiumEnvironment(env_id, options)
 
 
 def make_with_camera(env_id: str, options: dict[str, Any]) -> GymnasiumEnvironment:
-    """The same, ready to render. Raises ValueError: nothing draws here."""
+    """Create an environment that can render. Raises ValueError if MuJoCo has no OpenGL library on this host."""
     drawn: dict[str, Any] = {"render_mode": "rgb_array"}
     module, _, name = env_id.rpartition(":")
     if module:
@@ -120,7 +121,7 @@ def make_with_camera(env_id: str, options: dict[str, Any]) -> GymnasiumEnvironme
             raise ValueError(NO_LIBRARY)
         drawn |= {"width": PICTURE, "height": PICTURE}
     environment = GymnasiumEnvironment(env_id, {**options, **drawn})
-    if physics:  # shadows take most of the time on a CPU
+    if physics:  # shadows take most of the render time on a CPU
         quality = environment.model.vis.quality
         quality.shadowsize = quality.offsamples = 0
     return environment

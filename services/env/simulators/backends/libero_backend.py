@@ -1,16 +1,18 @@
-"""LIBERO: 130 manipulation tasks in words, on robosuite and MuJoCo. ``env_id`` is ``SUITE/TASK``, with the task's
-number or its name: ``libero_object/0``. Suites: libero_spatial, libero_object, libero_goal, libero_10, libero_90.
+"""Adapter of LIBERO: 130 language-conditioned manipulation tasks on robosuite and MuJoCo. ``env_id`` is ``SUITE/TASK``,
+with the number or name of the task: ``libero_object/0``. Suites: libero_spatial, libero_object, libero_goal, libero_10,
+libero_90.
 
-State ids 0 to 49 are the suite's own initial states; each one above draws places of the objects from the regions of
-the task, with the id as seed. After either the objects settle for ``settle_steps`` steps without an action.
+State ids 0 to 49 are initial states of the library. A higher id draws object positions from the regions of the task,
+with the id as seed. Then the objects settle for ``settle_steps`` steps without an action.
 
-The wheel has tasks and initial states, but no meshes. Option ``assets`` says where they are: nothing for those that
-``libero-download-assets`` put into the package, a folder on the env workers, or ``primitive`` for boxes and cylinders
-of this file's own, with which the ten tasks of libero_object run on the real engine.
+The wheel contains tasks and initial states, but no meshes. Option ``assets`` names their location: none for the package
+(where ``libero-download-assets`` puts them), a folder on the env workers, or ``primitive`` for boxes and cylinders
+defined in this file, with which the ten tasks of libero_object run on the real engine.
 
 Further options: ``horizon`` (default: the suite's), ``terminate_on_success`` (default true), ``settle_steps``
-(default 5), and ``reach_reward`` (default 0): the reward of the library is 1 for the step that solves the task, which
-a new policy never finds; this weight adds how near the hand is to the object that the task names first, from 0 to 1.
+(default 5), and ``reach_reward`` (default 0). The library's reward is 1 for the step that solves the task, which an
+untrained policy never reaches; ``reach_reward`` is the weight of a bonus ``1 - tanh(5 d)``, with the distance ``d``
+in metres between the gripper and the first object of the task.
 """
 
 from __future__ import annotations
@@ -42,24 +44,24 @@ from numpy.typing import NDArray
 __all__ = ["LiberoEnvironment", "build_primitives", "make", "make_with_camera"]
 
 HORIZONS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300, "libero_10": 520, "libero_90": 400}
-"""Steps of an episode in each suite, somewhat more than the longest demonstration takes (arXiv 2406.09246, code)."""
+"""Maximum steps of an episode by suite, slightly above the longest demonstration (code of arXiv 2406.09246)."""
 NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the env workers"
 PICTURE = 256
-"""Pixels of a side of a picture."""
+"""Default width and height of rendered images, in pixels."""
 PLACINGS = 100
-"""Attempts to place the objects without a collision."""
+"""Maximum attempts to place the objects without a collision."""
 PRIMITIVE = "primitive"
 PROPRIOCEPTION, OBJECTS = "robot0_proprio-state", "object-state"
 
 
 class LiberoEnvironment:
-    """One task. Observation ``state``: float64 [D], proprioception of the arm, then the poses of all objects."""
+    """One environment. Observation ``state``: float64 [D], proprioception of the arm, then poses of all objects."""
 
     def __init__(
         self, env_id: str, *, camera: bool = False, assets: str | None = None, horizon: int | None = None,
         terminate_on_success: bool = True, settle_steps: int = 5, reach_reward: float = 0.0,
     ) -> None:  # fmt: skip
-        """Raises ValueError: no such suite or task, or its meshes are not here."""
+        """Raises ValueError if the suite, the task or its meshes are missing."""
         library, suite, name = find_task(env_id, camera=camera)
         use_assets(library, assets, env_id)
         self._horizon, self._stops = HORIZONS[suite] if horizon is None else horizon, terminate_on_success
@@ -95,7 +97,7 @@ class LiberoEnvironment:
         }
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
-        """Begin in the initial state that ``state_id`` names."""
+        """Begin in initial state ``state_id``."""
         self._steps = 0
         before = np.random.get_state()  # the library draws from NumPy's global generator
         np.random.seed(state_id % 2**32)
@@ -113,7 +115,7 @@ class LiberoEnvironment:
         return self._state(self._env._get_observations())
 
     def step(self, action: Any) -> tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]:
-        """Execute one action, cut to [-1, 1]."""
+        """Execute one action, clipped to [-1, 1]."""
         observation, reward, success, _ = self._env.step(np.clip(np.asarray(action, np.float64), -1.0, 1.0))
         self._steps += 1
         over = bool(success) and self._stops
@@ -123,7 +125,7 @@ class LiberoEnvironment:
         return self._state(observation), float(reward), over, cut, bool(success)
 
     def state(self) -> bytes:
-        """Physics, where its solver begins, what the controllers of arm and gripper aim at, and the number of steps."""
+        """Return the number of steps, physics, the solver's warm start, and targets of arm and gripper controllers."""
         robot, data = self._env.robots[0], self._env.sim.data
         controller = robot.controller
         parts = (self._env.sim.get_state().flatten(), data.qacc_warmstart, controller.goal_pos, controller.goal_ori)
@@ -133,21 +135,21 @@ class LiberoEnvironment:
     frames_per_s = 20.0
 
     def draw_at(self, height: int, width: int) -> None:
-        """Draw pictures of this size."""
+        """Set the size of rendered images."""
         self._size = height, width
 
     def render(self) -> NDArray[np.uint8]:
-        """A picture [256, 256, 3], or as ``draw_at`` said; only of what ``make_with_camera`` made."""
+        """Render an image [256, 256, 3], or of the size set by ``draw_at``. Needs ``camera``."""
         height, width = self._size
         picture: NDArray[np.uint8] = self._env.sim.render(camera_name="agentview", width=width, height=height)
         return picture[::-1]
 
     def close(self) -> None:
-        """Close it."""
+        """Close the environment."""
         self._env.close()
 
     def _place(self) -> None:
-        """Reset the engine, which also draws places for the objects. Raises ValueError where none is free."""
+        """Reset the engine, which also draws object positions. Raises ValueError if all attempts collide."""
         failure = importlib.import_module("robosuite.utils.errors").RandomizationError
         for _ in range(PLACINGS):
             with contextlib.suppress(failure):
@@ -165,12 +167,12 @@ class LiberoEnvironment:
 
 
 def make(env_id: str, options: dict[str, Any]) -> LiberoEnvironment:
-    """One environment; ``options`` as above."""
+    """Create an environment; see the module for ``options``."""
     return LiberoEnvironment(env_id, **options)
 
 
 def make_with_camera(env_id: str, options: dict[str, Any]) -> LiberoEnvironment:
-    """The same, ready to render. Raises ValueError: nothing draws here."""
+    """Create an environment that can render. Raises ValueError if this host has no OpenGL library."""
     if os.environ.get("MUJOCO_GL", "disable") == "disable":
         raise ValueError(NO_LIBRARY)
     return LiberoEnvironment(env_id, camera=True, **options)
@@ -180,7 +182,7 @@ def make_with_camera(env_id: str, options: dict[str, Any]) -> LiberoEnvironment:
 
 
 def find_task(env_id: str, *, camera: bool) -> tuple[Path, str, str]:
-    """The folder of the library, the suite, and the name of a task. Raises ValueError: there is none."""
+    """Return the library's folder, the suite, and the name of a task. Raises ValueError if there is no such task."""
     library = import_library(camera=camera)
     tasks: dict[str, list[str]] = _task_map(library / "benchmark" / "libero_suite_task_map.py")
     suite, _, wanted = env_id.partition("/")
@@ -199,14 +201,14 @@ def find_task(env_id: str, *, camera: bool) -> tuple[Path, str, str]:
 
 @functools.cache
 def import_library(*, camera: bool) -> Path:
-    """Import LIBERO without its questions, files in the home folder, and graphics where nothing is drawn.
+    """Import LIBERO without prompts, without files in the home folder, and without graphics if there is no camera.
 
-    On import the library writes (in some of its builds: asks for) a configuration, which only its tools read.
+    On import the library writes (or in some builds prompts for) a configuration that only its tools read.
     """
     if not camera:
         os.environ["MUJOCO_GL"] = "disable"
     settings = types.ModuleType("robosuite.macros_private")
-    settings.MUJOCO_GPU_RENDERING = False  # type: ignore[attr-defined]  # it would insist on EGL, also without a camera
+    settings.MUJOCO_GPU_RENDERING = False  # type: ignore[attr-defined]  # else it requires EGL, even without a camera
     sys.modules["robosuite.macros_private"] = settings
     with tempfile.TemporaryDirectory(prefix="penstock-libero-") as folder:
         os.environ["LIBERO_CONFIG_PATH"] = folder
@@ -216,7 +218,7 @@ def import_library(*, camera: bool) -> Path:
 
 
 def _task_map(path: Path) -> Any:
-    """Names of tasks by suite, from their file: the package around it imports PyTorch."""
+    """Load the task names by suite directly from their file, because its package imports PyTorch."""
     found = importlib.util.spec_from_file_location("libero_suite_task_map", path)
     assert found is not None
     assert found.loader is not None
@@ -226,7 +228,7 @@ def _task_map(path: Path) -> Any:
 
 
 def read_starts(path: Path) -> NDArray[np.float64]:
-    """Initial states [50, D] of a task. The file is PyTorch's, and holds one NumPy array."""
+    """Read the initial states [50, D] of a task: one NumPy array in PyTorch's file format."""
     with zipfile.ZipFile(path) as archive:
         name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
         starts: NDArray[np.float64] = pickle.load(io.BytesIO(archive.read(name)))
@@ -234,7 +236,7 @@ def read_starts(path: Path) -> NDArray[np.float64]:
 
 
 def use_assets(library: Path, assets: str | None, env_id: str) -> None:
-    """Have the library read its meshes from a folder. Raises ValueError where they are not there."""
+    """Make the library read its meshes from a folder. Raises ValueError if the folder lacks them."""
     suite = env_id.partition("/")[0]
     if assets == PRIMITIVE:
         if suite != "libero_object":
@@ -254,7 +256,7 @@ def use_assets(library: Path, assets: str | None, env_id: str) -> None:
 
 
 def how_to_get_assets(suite: str) -> str:
-    """Commands and options that bring the meshes."""
+    """Return the command and the options that provide the meshes."""
     program = Path(sys.executable).with_name("libero-download-assets")
     own = f", or options: {{assets: {PRIMITIVE}}} for boxes and cylinders" if suite == "libero_object" else ""
     return f"On the env workers: {program}, or options: {{assets: FOLDER}} for a copy of yours{own}"
@@ -271,25 +273,25 @@ PRIMITIVES: dict[str, tuple[str, tuple[float, ...]]] = {
 }  # fmt: skip
 """Shapes of the objects of libero_object: half sizes of a box, or radius and half height, in metres."""
 BASKET = 0.075, 0.005
-"""Half width and height of the basket, and half the thickness of its walls, in metres."""
+"""Half the width and height of the basket, and half the thickness of its walls, in metres."""
 CONTACT = 'solimp="0.998 0.998 0.001" solref="0.001 1" density="100" friction="0.95 0.3 0.1"'
 VERSION = 1
-"""Of these shapes; another one gets a folder of its own."""
+"""Version of the primitive assets; each version has its own folder."""
 PLAIN = (200, 200, 200)
 """Colour of floors and walls."""
 
 
 def build_primitives(parent: Path) -> Path:
-    """Write the pack, once for each user of a machine, and return its folder ``assets``.
+    """Write the primitive assets, once per user and machine, and return their folder ``assets``.
 
     Raises:
-        ValueError: somebody else's folder stands in its place.
+        ValueError: the folder belongs to another user.
     """
     root = parent / f"penstock-libero-primitives-{VERSION}-{os.getuid()}"
     if not root.exists():
         building = Path(tempfile.mkdtemp(dir=parent))
         _write_primitives(building / "assets")
-        with contextlib.suppress(OSError):  # another process was quicker
+        with contextlib.suppress(OSError):  # another process created it first
             building.rename(root)
         shutil.rmtree(building, ignore_errors=True)
     if root.stat().st_uid != os.getuid():
@@ -336,7 +338,7 @@ def _basket() -> str:
 
 
 def _geom(kind: str, place: str, size: tuple[float, ...], colour: str) -> str:
-    """One shape twice: one touches and is not seen, one is seen and does not touch. The library expects them apart."""
+    """Return a collision geom and a visual geom of one shape; the library expects them to be separate."""
     both = f'<geom type="{kind}" pos="{place}" size="{" ".join(map(str, size))}"'
     return (
         f'{both} {CONTACT} group="0" rgba="{colour} 0"/>'
@@ -345,7 +347,7 @@ def _geom(kind: str, place: str, size: tuple[float, ...], colour: str) -> str:
 
 
 def _model(name: str, body: str, *, height: float, radius: float) -> str:
-    """An object of robosuite, whose sites tell how large it is."""
+    """Return the MJCF of a robosuite object, whose sites define its size."""
     places = {
         "bottom_site": f"0 0 {-height}", "top_site": f"0 0 {height}", "horizontal_radius_site": f"{radius} {radius} 0",
     }  # fmt: skip
@@ -379,7 +381,7 @@ FLOOR = """<mujoco model="primitive_floor">
 
 
 def _png(colour: tuple[int, int, int], side: int = 8) -> bytes:
-    """A picture of one colour."""
+    """Return a PNG image of one colour."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -1,15 +1,14 @@
-"""ManiSkill 3: manipulation and control tasks on SAPIEN's physics. ``env_id`` is the task, such as ``PushCube-v1``.
+"""Adapter of ManiSkill 3: manipulation and control tasks on SAPIEN. ``env_id`` is the task, such as ``PushCube-v1``.
 
-The state id is the seed of the episode. Nothing is drawn, so no Vulkan driver is needed: the library makes materials
-even where there is no renderer, and this adapter gives it ones that do nothing. Physics is the library's own, bit for
-bit. An environment with a camera has real materials and needs Vulkan: a GPU's driver, or lavapipe of Mesa 25 or
-newer.
+The state id is the seed of the episode. Without a camera, nothing is rendered and no Vulkan driver is needed: the
+library creates materials even without a renderer, so this adapter replaces them by dummies. The physics stays equal bit
+for bit. With a camera, materials are real and Vulkan is required: a GPU driver, or lavapipe of Mesa 25 or newer.
 
-Options: ``horizon`` (steps until an episode is cut off; default: the task's), ``on_success`` (below), and the keyword
+Options: ``horizon`` (steps until an episode is truncated; default: the task's), ``on_success`` (below), and the keyword
 arguments of the task, such as ``control_mode``, ``reward_mode``, ``robot_uids`` and ``sim_config``.
 
-``on_success``: ``terminate`` ends the episode, with no value beyond; ``truncate`` ends it like a limit, so that the
-value of its last observation counts, as the library's own PPO does; ``continue`` goes on to the horizon.
+``on_success``: ``terminate`` ends the episode without bootstrapping; ``truncate`` ends it like a time limit, so that
+the value of its last observation is bootstrapped, as in the library's PPO; ``continue`` runs it to the horizon.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ __all__ = ["ManiSkillEnvironment", "make", "make_with_camera"]
 ON_SUCCESS = ("terminate", "truncate", "continue")
 MATERIALS = ("RenderMaterial", "RenderTexture2D")
 MAX_SEED = 2**31
-"""The library's generators take no larger one."""
+"""Upper bound of seeds for the library's generators; larger state ids wrap around."""
 Outcome = tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]
 
 torch.set_num_threads(1)  # the tensors of one environment are small
 
 
 class ManiSkillEnvironment:
-    """One environment of one task on the CPU. Observation ``state``: float32 [D], robot, objects and goal."""
+    """One environment on the CPU. Observation ``state``: float32 [D] of robot, objects and goal."""
 
     def __init__(
         self, env_id: str, *, camera: bool = False, horizon: int | None = None, on_success: str = "terminate",
         **arguments: Any,
     ) -> None:  # fmt: skip
-        """Raises ValueError: no such task, missing assets, or actions of a kind that no policy here takes."""
+        """Raises ValueError if the task or its assets are missing, or an option or a space is not supported."""
         if horizon is not None and horizon < 1:
             raise ValueError(f"horizon {horizon}: an episode has at least one step")
         if on_success not in ON_SUCCESS:
@@ -66,12 +65,12 @@ class ManiSkillEnvironment:
         }
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
-        """Begin the episode of this seed."""
+        """Begin the episode with seed ``state_id``."""
         self._steps = 0
         return _state(self._env.reset(seed=state_id % MAX_SEED)[0])
 
     def step(self, action: Any) -> Outcome:
-        """Execute one action; the library cuts it to its bounds."""
+        """Execute one action, which the library clips to its bounds."""
         observation, reward, _, _, info = self._env.step(action)
         self._steps += 1
         success, failed = (bool(info[name][0]) if name in info else False for name in ("success", "fail"))
@@ -81,31 +80,31 @@ class ManiSkillEnvironment:
         return _state(observation), float(reward[0]), over, cut, success
 
     def state(self) -> bytes:
-        """Poses and velocities of all bodies and joints, what the controllers aim at, and the number of steps."""
+        """Return the number of steps, poses and velocities of all bodies and joints, and controller targets."""
         return struct.pack("<q", self._steps) + b"".join(_leaves(self._env.get_state_dict()))
 
     @property
     def frames_per_s(self) -> float:
-        """Steps in a second of the simulator's time."""
+        """Steps per second of simulated time."""
         return float(self._env.control_freq)
 
     def render(self) -> NDArray[np.uint8]:
-        """A picture [512, 512, 3]; only of what ``make_with_camera`` made."""
+        """Render an image [512, 512, 3]. Only for environments of ``make_with_camera``."""
         picture: NDArray[np.uint8] = self._env.render()[0].cpu().numpy()
         return picture
 
     def close(self) -> None:
-        """Close it."""
+        """Close the environment."""
         self._env.close()
 
 
 def make(env_id: str, options: dict[str, Any]) -> ManiSkillEnvironment:
-    """One environment; ``options`` as above."""
+    """Create an environment; see the module for ``options``."""
     return ManiSkillEnvironment(env_id, **options)
 
 
 def make_with_camera(env_id: str, options: dict[str, Any]) -> ManiSkillEnvironment:
-    """The same, ready to render. Raises ValueError: no Vulkan driver draws here."""
+    """Create an environment that can render. Raises ValueError if no Vulkan driver can on this host."""
     try:
         return ManiSkillEnvironment(env_id, camera=True, **options)
     except RuntimeError as error:
@@ -116,9 +115,9 @@ def make_with_camera(env_id: str, options: dict[str, Any]) -> ManiSkillEnvironme
 
 
 def task_of(env_id: str, *, camera: bool) -> Any:
-    """The library's entry of a task. Raises ValueError: there is none."""
+    """Return the library's registry entry of a task. Raises ValueError if there is none."""
     if not camera:
-        replace_materials()  # also what the library imports in the next line
+        replace_materials()  # before the next import uses them
     importlib.import_module("mani_skill.envs")
     if not camera:
         replace_materials()
@@ -130,13 +129,13 @@ def task_of(env_id: str, *, camera: bool) -> Any:
 
 
 def refuse_download(question: str) -> NoReturn:
-    """Stands where the library asks on the terminal. Raises ValueError with what it asked."""
+    """Raise ValueError instead of the library's prompt to download assets."""
     command = f"{sys.executable} -m mani_skill.utils.download_asset TASK, with the name of the task or the asset"
     raise ValueError(f"assets are missing: {question.strip()} On the env workers: {command}")
 
 
 class NoMaterial:
-    """Stands for a material or a texture where nothing is drawn; takes any setting."""
+    """Dummy material or texture that accepts any setting, used when nothing is rendered."""
 
     def __init__(self, *_: Any, **settings: Any) -> None:
         self.__dict__.update(settings)
@@ -148,7 +147,7 @@ class NoMaterial:
 
 
 def replace_materials() -> None:
-    """Put ``NoMaterial`` in the place of SAPIEN's materials, also where modules have imported them by name."""
+    """Replace SAPIEN's materials by ``NoMaterial``, also in modules that imported them by name."""
     importlib.import_module("sapien.render")
     importlib.import_module("sapien.wrapper.urdf_loader")
     modules = [one for name, one in sys.modules.items() if name.split(".")[0] in ("sapien", "mani_skill")]
@@ -159,7 +158,7 @@ def replace_materials() -> None:
 
 
 def spaces_of(env_id: str, env: Any) -> dict[str, Any]:
-    """Observations and actions of one environment. Raises ValueError where its actions are no vector."""
+    """Return the spaces of an environment for its spec. Raises ValueError unless both are one Box."""
     actions, observations = env.single_action_space, env.single_observation_space
     if not hasattr(actions, "low") or not hasattr(observations, "low"):
         raise ValueError(f"'{env_id}': actions are {actions}; tasks of several robots are not supported")
@@ -173,7 +172,7 @@ def spaces_of(env_id: str, env: Any) -> dict[str, Any]:
 
 
 def words_of(env_id: str) -> str:
-    """``PushCube-v1`` in words: push cube."""
+    """Return the words of a task id: ``PushCube-v1`` -> ``push cube``."""
     return " ".join(re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", env_id.rpartition("-v")[0])).lower()
 
 

@@ -1,10 +1,10 @@
-"""Meta-World: fifty manipulation tasks of a Sawyer arm. ``env_id`` is the task, such as ``reach-v3``.
+"""Adapter of Meta-World: fifty manipulation tasks of a Sawyer arm. ``env_id`` is the task, such as ``reach-v3``.
 
-State ids 0 to 49 are the goals of the benchmark of seed 0 (``MT1(name, seed=0).train_tasks``); each one above is a goal
-of its own, drawn with the id as seed. ``reset(seed=...)`` of the library does not reproduce an episode.
+State ids 0 to 49 are the goals of the benchmark with seed 0 (``MT1(name, seed=0).train_tasks``). A higher id draws its
+goal with the id as seed, because ``reset(seed=...)`` of the library does not reproduce an episode.
 
-Options: ``horizon`` (steps until an episode is cut off, at most 500), ``terminate_on_success`` (default true),
-``expert`` (default false): observation ``expert_action`` is what the library's scripted policy of the task would do.
+Options: ``horizon`` (steps until an episode is truncated, at most 500), ``terminate_on_success`` (default true),
+``expert`` (default false; true adds the observation ``expert_action``, the action of the library's scripted policy).
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from numpy.typing import NDArray
 __all__ = ["MetaWorldEnvironment", "make", "make_with_camera"]
 
 GOALS = 50
-"""Goals of a benchmark."""
+"""Number of goals in a benchmark."""
 PICTURE = 256
-"""Pixels of a side of a picture."""
+"""Default width and height of rendered images, in pixels."""
 CAMERA = {"distance": 1.7, "azimuth": 215.0, "elevation": -28.0, "lookat": np.array([0.0, 0.6, 0.15])}
 NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the env workers"
 
 
 class MetaWorldEnvironment:
-    """One task. Observation ``state``: float64 [39] (hand, gripper, objects, the same a step before, goal)."""
+    """One environment. Observation ``state``: float64 [39] (hand, gripper, objects; the same one step ago; goal)."""
 
     def __init__(
         self, env_id: str, *, horizon: int = 500, terminate_on_success: bool = True, expert: bool = False
     ) -> None:
-        """Raises ValueError: no such task, or a horizon out of 1..500."""
+        """Raises ValueError if there is no such task, or the horizon is not in 1..500."""
         names = metaworld.MT1.ENV_NAMES
         if env_id not in names:
             raise ValueError(f"Meta-World has no task '{env_id}'; it has: {', '.join(sorted(names))}")
@@ -49,7 +49,7 @@ class MetaWorldEnvironment:
         self._tasks: list[Any] = benchmark.train_tasks
         self._env: Any = benchmark.train_classes[env_id]()
         self._steps = 0
-        warnings.filterwarnings("ignore", "Constant.s. may be too high")  # the expert's actions are cut to the bounds
+        warnings.filterwarnings("ignore", "Constant.s. may be too high")  # the expert's actions are clipped below
         self._expert: Any = metaworld.policies.ENV_POLICY_MAP[env_id]() if expert else None
         self.task = env_id.removesuffix("-v3").replace("-", " ")
         space = self._env.action_space
@@ -65,14 +65,14 @@ class MetaWorldEnvironment:
         }
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
-        """Begin with the goal that ``state_id`` names."""
+        """Begin the episode with goal ``state_id``."""
         self._env.set_task(self._tasks[state_id % GOALS])
         self._steps = 0
         if state_id < GOALS:
             return self._named(self._env.reset()[0])
         before = np.random.get_state()
         np.random.seed(state_id % 2**32)
-        self._env._freeze_rand_vec = False  # the library draws its goals so, from NumPy's global generator
+        self._env._freeze_rand_vec = False  # makes the library draw the goal, from NumPy's global generator
         try:
             return self._named(self._env.reset()[0])
         finally:
@@ -80,7 +80,7 @@ class MetaWorldEnvironment:
             np.random.set_state(before)
 
     def step(self, action: Any) -> tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]:
-        """Execute one action, cut to [-1, 1]."""
+        """Execute one action, clipped to [-1, 1]."""
         observation, reward, _, _, info = self._env.step(np.clip(action, -1.0, 1.0))
         self._steps += 1
         success = bool(info["success"])
@@ -94,31 +94,31 @@ class MetaWorldEnvironment:
         return {"state": state, "expert_action": action}
 
     def state(self) -> bytes:
-        """Physics, the gripper's target, the goal, and the observation of the step before."""
+        """Return time, number of steps, physics, the gripper's target, the goal, and the previous observation."""
         data = self._env.data
         parts = (data.qpos, data.qvel, data.mocap_pos, data.mocap_quat, self._env._target_pos, self._env._prev_obs)
         return struct.pack("<dq", data.time, self._steps) + b"".join(np.asarray(p, np.float64).tobytes() for p in parts)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the environment."""
         self._env.close()
 
     frames_per_s = 80.0
 
     def draw_at(self, height: int, width: int) -> None:
-        """Draw pictures of this size."""
+        """Set the size of rendered images."""
         self._env.mujoco_renderer.height, self._env.mujoco_renderer.width = height, width
 
     def render(self) -> NDArray[np.uint8]:
-        """A picture [256, 256, 3], or as ``draw_at`` said; only of what ``make_with_camera`` made."""
+        """Render an image [256, 256, 3], or of the size set by ``draw_at``. Only after ``add_camera``."""
         renderer = self._env.mujoco_renderer
-        if renderer.viewer is not None:  # of several environments each has its own
+        if renderer.viewer is not None:  # each environment has its own context
             renderer.viewer.make_context_current()
         picture: NDArray[np.uint8] = self._env.render()
         return picture
 
     def add_camera(self) -> None:
-        """Get ready to render; without shadows, which take most of the time on a CPU."""
+        """Add a renderer, without shadows, which take most of the render time on a CPU."""
         from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
 
         env = self._env
@@ -129,18 +129,18 @@ class MetaWorldEnvironment:
 
 @functools.cache
 def benchmark_of(name: str) -> Any:
-    """Meta-World's benchmark of one task; half a second of work."""
+    """Return Meta-World's benchmark of one task. Cached, because it takes half a second to create."""
     benchmark: Any = metaworld.MT1
     return benchmark(name, seed=0)
 
 
 def make(env_id: str, options: dict[str, Any]) -> MetaWorldEnvironment:
-    """One environment; ``options`` are keyword arguments of ``MetaWorldEnvironment``."""
+    """Create an environment; ``options`` are keyword arguments of ``MetaWorldEnvironment``."""
     return MetaWorldEnvironment(env_id, **options)
 
 
 def make_with_camera(env_id: str, options: dict[str, Any]) -> MetaWorldEnvironment:
-    """The same, ready to render. Raises ValueError: nothing draws here."""
+    """Create an environment that can render. Raises ValueError if this host has no OpenGL library."""
     if "MUJOCO_GL" not in os.environ:
         raise ValueError(NO_LIBRARY)
     environment = make(env_id, options)

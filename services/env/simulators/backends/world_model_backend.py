@@ -1,16 +1,16 @@
-"""A learnt model of a simulator in the place of the simulator: `penstock sims world-model train` fits it to episodes.
+"""Adapter of world models, learned models that replace a simulator; `penstock sims world-model train` fits them.
 
-An ensemble of small networks predicts from observation and action the change of the observation, the reward, and
-whether the episode ends (Ha & Schmidhuber 2018, arXiv 1803.10122). Each step asks one member that is drawn at random,
-so that a policy does not learn to live on the errors of a single one (trajectory sampling TS1 of Chua et al. 2018,
-arXiv 1805.12114). Members predict means: what is random in the simulator itself they do not imitate.
+An ensemble of small networks predicts the change of the observation, the reward, and whether the episode terminates,
+from observation and action (Ha & Schmidhuber 2018, arXiv 1803.10122). Each step uses one member drawn at random, so
+that a policy does not exploit the errors of a single member (trajectory sampling TS1 of Chua et al. 2018, arXiv
+1805.12114). Members predict means, so they do not reproduce randomness of the simulator itself.
 
-The state id seeds the draws of members. Episode ``n`` begins where the recorded episode ``n mod S`` began; with
-``starts: anywhere`` in a recorded state that is drawn, as in the short branched rollouts of Janner et al. 2019 (arXiv
-1906.08253), for which a job sets a short ``environment.horizon``.
+The state id seeds the draws of members. Episode ``n`` begins where the recorded episode ``n mod S`` began. With
+``starts: anywhere`` it begins in a recorded state drawn at random, as in the short branched rollouts of Janner et al.
+2019 (arXiv 1906.08253), for which a job sets a short ``environment.horizon``.
 
-Shapes: K members, D numbers of all observations, A of an action (one for each of several discrete ones), S recorded
-episodes, M recorded states.
+Shapes: K = members, D = size of all observations together, A = size of an action (one-hot if discrete), S = recorded
+episodes, M = recorded states.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ FACTS, TENSORS = "world_model.json", "world_model.safetensors"
 FORMAT = 1
 STARTS = ("recorded", "anywhere")
 DTYPES = {"F32": "<f4"}
-"""Of safetensors, as far as a model has them."""
+"""NumPy dtypes by safetensors dtype; models contain no others."""
 
 
 class WorldModel:
-    """One environment that a model plays. Observations stay within what was recorded, widened by a tenth.
+    """One environment simulated by a model, whose observations and rewards are clipped to the recorded range, widened.
 
     Args:
-        task: the simulator's task; it must be the one that the model was trained on.
-        folder: what `penstock sims world-model train` wrote.
+        task: the simulator's task, which must be the one that the model was trained on.
+        folder: folder that `penstock sims world-model train` wrote.
         starts: one of ``STARTS``.
 
     Raises:
-        ValueError: no model lies there, or one of another task.
+        ValueError: the folder holds no model, or the model of another task.
     """
 
     task = ""
@@ -73,14 +73,14 @@ class WorldModel:
         }  # fmt: skip
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
-        """Begin the episode of this id."""
+        """Begin episode ``state_id``."""
         self._random, self._steps = np.random.default_rng(state_id), 0
         place = int(self._random.integers(len(self._starts))) if self._anywhere else state_id % len(self._starts)
         self._state = self._starts[place]
         return self._named()
 
     def step(self, action: Any) -> tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]:
-        """Ask one member. The end of the task counts as its success where it did in all recorded episodes."""
+        """Predict with a random member. Termination counts as success if it did in all recorded episodes."""
         t = self._tensors
         member = int(self._random.integers(len(self._layers[0][0])))
         x = np.concatenate([self._state, self._encoded(action)])
@@ -97,11 +97,11 @@ class WorldModel:
         return self._named(), reward, over, not over and self._steps >= self._horizon, over and self._success
 
     def state(self) -> bytes:
-        """Observation, number of steps and random generator: the rest of the episode follows from them."""
+        """Return observation, number of steps and random generator, which determine the rest of the episode."""
         return pickle.dumps([self._state.tobytes(), self._steps, self._random.bit_generator.state], protocol=4)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing, because the environment holds no resources."""
 
     def _encoded(self, action: Any) -> NDArray[np.float32]:
         count = self.spec["num_actions"]
@@ -112,7 +112,7 @@ class WorldModel:
         return one_hot
 
     def _named(self) -> Mapping[str, NDArray[Any]]:
-        """The observations by name, which stand in the state one after another, in the order of the description."""
+        """Split the flat state into observations by name, in the order of ``spec``."""
         found, start = {}, 0
         for name, (shape, dtype) in self.spec["observations"].items():
             size = math.prod(shape)
@@ -122,7 +122,7 @@ class WorldModel:
 
 
 def make(env_id: str, options: dict[str, Any]) -> WorldModel:
-    """One environment. Options: ``model``, the folder; ``starts``, one of ``STARTS``. Raises ValueError: others."""
+    """Create an environment. Options: ``model``, a folder, and ``starts``. Raises ValueError if they are invalid."""
     unknown = sorted(options.keys() - {"model", "starts"})
     if unknown:
         raise ValueError(f"no option '{unknown[0]}'; there is: model, starts")
@@ -132,10 +132,10 @@ def make(env_id: str, options: dict[str, Any]) -> WorldModel:
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[np.float32]]:
-    """The tensors of a safetensors file of float32; the package itself is not in every interpreter.
+    """Read a safetensors file of float32 without the package, which not every interpreter has.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the file cannot be read, or is not such a file.
     """
     try:
         data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""``penstock record``: demonstrations, for the warm start of an embodied job or for a world model."""
+"""``penstock record``: records demonstrations for the warm start of an embodied job or for a world model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def record_demonstrations(
     every: Annotated[bool, typer.Option("--all", help="Also keep episodes that do not solve the task.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Play episodes from the reset ids of a job, and keep them as demonstrations."""
+    """Play episodes from the reset ids of a job, and save them as demonstrations."""
     config = parse_job(load_yaml(file))
     if not isinstance(config, EmbodiedJob):
         raise ConfigError(f"{file}: only jobs of kind 'embodied' have a simulator")
@@ -53,7 +53,7 @@ def record_demonstrations(
     if at_random and (noise or checkpoint is not None):
         raise ConfigError("--random acts by itself: leave --noise and --checkpoint out")
     sim = config.environment
-    played = config.held_out_simulator if sim.backend == WORLD_MODEL else sim  # the one that a model learns from
+    played = config.held_out_simulator if sim.backend == WORLD_MODEL else sim  # the real simulator
     scripted = checkpoint is None and not at_random
     options = played.options | (EXPERT_OPTIONS.get(played.backend, {}) if scripted else {})
     found = record(

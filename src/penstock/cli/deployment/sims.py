@@ -1,4 +1,4 @@
-"""``penstock sims``: an interpreter for each simulator, because their libraries do not fit into one; world models."""
+"""``penstock sims``: installs each simulator in its own environment, because their libraries conflict; world models."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Pins:
     """Requirements of a simulator.
 
     Attributes:
-        packages: pinned, for pip.
-        imports: modules whose import proves that it works.
-        note: what pip cannot bring.
+        packages: pinned requirements for pip.
+        imports: Python code that, after ``import``, succeeds only if the simulator works.
+        note: hint about requirements that pip cannot install.
     """
 
     packages: tuple[str, ...]
@@ -57,7 +57,7 @@ class Pins:
 
 
 ENCODER = "imageio-ffmpeg==0.8.1"
-"""BSD-2-Clause; brings a program, ffmpeg, under the GPL, which runs as a process of its own."""
+"""Package that encodes films (BSD-2-Clause). It contains the program ffmpeg (GPL), which runs as its own process."""
 PICTURES = "pictures and videos need OSMesa: apt-get install -y libosmesa6"
 PINS = {
     "gymnasium": Pins(("gymnasium[classic-control,mujoco]==1.4.0", "mujoco==3.3.0", ENCODER), "gymnasium", PICTURES),
@@ -68,7 +68,7 @@ PINS = {
     ),
     "maniskill": Pins(
         ("torch==2.13.0", "mani_skill==3.0.1", "sapien==3.0.3", "gymnasium==1.4.0", "numpy==1.26.4", ENCODER),
-        "sapien, importlib.metadata; importlib.metadata.version('mani_skill')",  # all of it takes seconds
+        "sapien, importlib.metadata; importlib.metadata.version('mani_skill')",  # importing mani_skill takes seconds
         "videos need Vulkan: a GPU's driver, or apt-get install -y libvulkan1 mesa-vulkan-drivers (Mesa 25 or newer)",
     ),
     "metaworld": Pins(
@@ -77,12 +77,12 @@ PINS = {
         PICTURES,
     ),
 }
-"""By backend; one that is not named here comes with the env service."""
+"""Requirements by backend. Backends that are not listed run in the env service's interpreter."""
 
 IMPORT_LIMIT_S = 120.0
 FITTING = Fitting()
 SAID_EVERY = 20
-"""Epochs of a world model between two lines."""
+"""Epochs between two progress lines of a world model's training."""
 
 
 @app.command()
@@ -100,7 +100,7 @@ def install(
     index: Annotated[str | None, typer.Option(help="A further package index, for pip --extra-index-url.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Make an interpreter with pinned packages of a simulator, in PENSTOCK_SIMS_DIR."""
+    """Install a simulator, with pinned packages, in its own environment in PENSTOCK_SIMS_DIR."""
     pins = PINS.get(name) if adapter is None else _pins_of_own(name, adapter, package or [])
     if pins is None:
         raise ConfigError(f"no simulator '{name}'; there is: {', '.join(sorted(PINS))}")
@@ -114,7 +114,7 @@ def install(
 
 
 def _pins_of_own(name: str, adapter: Path, packages: list[str]) -> Pins:
-    """Requirements of a user's own adapter. Raises ConfigError: a name or a file that cannot be."""
+    """Return the requirements of a user's adapter. Raises ConfigError if its name or file is invalid."""
     if name in BACKENDS or not NAME.fullmatch(name):
         raise ConfigError(
             f"'{name}' cannot name a simulator of your own: use small letters, digits, _ and -, and no taken name"
@@ -125,10 +125,10 @@ def _pins_of_own(name: str, adapter: Path, packages: list[str]) -> Pins:
 
 
 def ensure_simulator(name: str) -> None:
-    """Install a simulator where no interpreter of this machine has it.
+    """Install a simulator, unless it works on this machine already.
 
     Raises:
-        typer.Exit: it cannot be installed; the output says why.
+        typer.Exit: the installation failed; the output has the reason.
     """
     settings = load_settings()
     problem = next((problem for found, _, problem in find_simulators(settings) if found == name), "")
@@ -156,7 +156,7 @@ def _install(
 
 
 def _trial(name: str, python: str, folder: Path) -> list[str]:
-    """A command that fails where the simulator does not work."""
+    """Return a command that fails if the simulator does not work."""
     if name not in BACKENDS:
         return [python, "-P", str(folder / ADAPTER)]
     return [python, "-c", f"import {PINS[name].imports if name in PINS else 'numpy'}"]
@@ -164,7 +164,7 @@ def _trial(name: str, python: str, folder: Path) -> list[str]:
 
 @app.command(name="ls")
 def list_simulators(*, as_json: Json = False) -> None:
-    """List the simulators, and the interpreter that runs each."""
+    """List the simulators, and the Python interpreter of each."""
     rows = list(find_simulators(load_settings()))
     if as_json:
         show_json([{"name": name, "python": python, "problem": problem} for name, python, problem in rows])
@@ -184,7 +184,7 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, samples and held-out episodes.")] = FITTING.seed,
     as_json: Json = False,
 ) -> None:
-    """Fit a model of a simulator to recorded episodes, for jobs with the backend world_model."""
+    """Train a model of a simulator on recorded episodes, for jobs with the backend world_model."""
     fitting = Fitting(members=members, hidden_sizes=tuple(hidden or FITTING.hidden_sizes), epochs=epochs, seed=seed)
 
     def told(epoch: int, loss: float) -> None:
@@ -206,7 +206,7 @@ def train(
 
 
 def find_simulators(settings: ServiceSettings) -> Iterator[tuple[str, str, str]]:
-    """Each simulator, its interpreter, and why it does not work, or ''."""
+    """Yield each simulator, its interpreter, and the reason if it does not work, or ''."""
     folder = settings.sims_dir.expanduser()
     own = {file.parent.name for file in folder.glob(f"*/{ADAPTER}")}
     for name in sorted(BACKENDS | dict.fromkeys(own)):
@@ -223,13 +223,13 @@ def find_simulators(settings: ServiceSettings) -> Iterator[tuple[str, str, str]]
 
 
 def how_to_install(name: str, *, again: bool = False) -> str:
-    """The command that brings a simulator."""
+    """Return the command that installs a simulator."""
     own = "" if name in BACKENDS else " --adapter FILE"
     return f"penstock sims install {name}{own}{' --again' if again else ''}"
 
 
 def _run(command: list[str], what: str) -> None:
-    """Run one step and show its output line by line. Raises typer.Exit where it fails."""
+    """Run one installation step and print the relevant lines of its output. Raises typer.Exit if it fails."""
     note(f"{what} ...")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""``penstock sweep``: one job file with several values and seeds, as a group of jobs, compared."""
+"""``penstock sweep``: submits one job file with several values and seeds, and compares the jobs."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 __all__ = ["Point", "points_of", "svg_plot", "sweep"]
 
 LAST = 10
-"""Updates at the end whose mean is compared."""
+"""Number of last metric values of a job whose mean is compared."""
 LOOK_S = 1.0
 MAX_JOBS = 200
 MOST_COMPARED = 8
-"""Jobs in the address of a comparison."""
+"""Maximum number of jobs in the URL of a comparison."""
 COLOURS = ("#3366cc", "#dc3912", "#ff9900", "#109618", "#990099", "#0099c6", "#dd4477", "#66aa00")
 WIDTH, HEIGHT, LEFT, ROW = 640, 320, 56, 18
 
 
 @dataclass
 class Point:
-    """One combination of values; its jobs differ in the seed. ``curves``: the metric of each job, by update."""
+    """One combination of values, whose jobs differ in the seed. ``curves``: ``(update, metric)`` pairs of each job."""
 
     settings: tuple[str, ...]
     jobs: list[JobRecord] = field(default_factory=list)
@@ -45,29 +45,29 @@ class Point:
 
     @property
     def name(self) -> str:
-        """Values as people read them."""
+        """The settings as one text for users."""
         return " ".join(self.settings) or "as the file says"
 
     @property
     def ends(self) -> list[float]:
-        """Mean of the last updates of each job that has any."""
+        """Mean of the last values of each job that has any."""
         return [fmean(value for _, value in curve[-LAST:]) for curve in self.curves if curve]
 
     @property
     def mean(self) -> float:
-        """Of the ends; below every number where no job has any."""
+        """Mean of ``ends``; -inf if no job has values."""
         return fmean(self.ends) if self.ends else float("-inf")
 
     @property
     def best(self) -> JobRecord | None:
-        """The job with the highest end."""
+        """Job with the highest mean of its last values; None if no job has values."""
         measured = [(job, curve) for job, curve in zip(self.jobs, self.curves, strict=True) if curve]
         ends = dict(zip((job.id for job, _ in measured), self.ends, strict=True))
         return max((job for job, _ in measured), key=lambda job: ends[job.id], default=None)
 
 
 def points_of(grid: Sequence[str]) -> list[tuple[str, ...]]:
-    """``["a.b=1,2", "c=x,y"]`` -> every combination, ``("a.b=1", "c=x")`` first. Raises ConfigError."""
+    """Return all combinations of ``["a.b=1,2", "c=x,y"]``, first ``("a.b=1", "c=x")``. Raises ConfigError."""
     axes = []
     for text in grid:
         key, sep, values = text.partition("=")
@@ -91,7 +91,7 @@ def sweep(
     plot: Annotated[Path | None, typer.Option("--plot", help="Write the curves to this SVG file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a job file with several values and seeds, wait for all of them, and compare. Ctrl-C lets jobs go on."""
+    """Submit a job for each combination of values and seeds, wait for all, and compare them. Ctrl-C stops no job."""
     points = [Point(settings) for settings in points_of(grid or [])]
     if len(points) * seeds > MAX_JOBS:
         raise ConfigError(f"that makes {len(points) * seeds} jobs, more than {MAX_JOBS}")
@@ -122,7 +122,7 @@ def sweep(
 
 
 def _file_of(text: JobText, point: Point, seed: int, label: str) -> JobText:
-    """The job file of one job, validated. Raises ConfigError."""
+    """Return the validated job file of one job. Raises ConfigError."""
     changed = with_overrides(text.data, [*point.settings, f"seed={seed}"])
     labels = {"sweep": label, "settings": point.name, "seed": str(seed)}
     data = {**changed, "metadata": {**changed.get("metadata", {}), **labels}}
@@ -131,7 +131,7 @@ def _file_of(text: JobText, point: Point, seed: int, label: str) -> JobText:
 
 
 def _run(client: Client, files: Sequence[tuple[Point, JobText]], parallel: int) -> None:
-    """Submit them in turn, ``parallel`` at a time, and wait for all."""
+    """Submit the jobs in order, so that at most ``parallel`` run at once, and wait for all."""
     active: list[JobRecord] = []
     for point, text in files:
         while len(active) >= parallel:
@@ -163,7 +163,7 @@ def _curve(client: Client, job: str, metric: str) -> list[tuple[int, float]]:
 
 
 def _metrics(client: Client, points: Sequence[Point]) -> list[str]:
-    """Names of all that the jobs measured."""
+    """Return the names of all metrics of the jobs."""
     return sorted({row.name for point in points for job in point.jobs for row in client.metric_names(job.id)})
 
 
@@ -178,11 +178,11 @@ def _row(point: Point) -> tuple[str, ...]:
 
 
 def _tell_next(points: Sequence[Point], url: str) -> None:
-    """Where to see the curves, and how to get the weights of the best: all jobs of a sweep have one name."""
+    """Print the URL of the curves and the command to export the best job, by id because all jobs share one name."""
     jobs = [job.id for point in points for job in point.jobs][:MOST_COMPARED]
     note(f"curves: {url}/#/compare?jobs={','.join(jobs)}")
     if (best := points[0].best) is not None:
-        which = "@best" if best.status.best_checkpoint is not None else ""  # else the final one
+        which = "@best" if best.status.best_checkpoint is not None else ""  # default: the final checkpoint
         note(f"the best one: penstock export {best.id}{which} --to DIRECTORY")
 
 
@@ -193,7 +193,7 @@ def _plain(point: Point) -> dict[str, Any]:
 
 
 def svg_plot(points: Sequence[Point], metric: str) -> str:
-    """Curves as an SVG: one colour for each point, one line for each job, with the range of both axes and a legend."""
+    """Draw the curves as SVG: one colour per point, one line per job, the range of both axes, and a legend."""
     known = [pair for point in points for curve in point.curves for pair in curve]
     steps, values = [step for step, _ in known] or [0], [value for _, value in known] or [0.0]
     first, last, low, high = min(steps), max(steps), min(values), max(values)
