@@ -204,7 +204,7 @@ def _is_cut(interaction: Interaction) -> bool:
 
 
 def invalid_reward(job: OnlineJob) -> float:
-    """Return the reward of an unusable answer: the lowest one, or breaking an answer would pay more than a bad one."""
+    """Return the reward of an unusable answer: the lowest one, so that it never pays more than a bad answer."""
     if job.online.invalid_reward is not None:
         return job.online.invalid_reward
     return min(metric.clip[0] for metric in job.online.metrics.values())

@@ -49,11 +49,11 @@ REASONS = frozenset(
         "completion_too_long", "constrained", "lengths_differ", "not_finite", "rolled_back", "over_share",
     }
 )  # fmt: skip
-"""Values of the label `reason`; others count as `other`, because each value is a time series for good."""
+"""Values of the label `reason`; others count as `other`, because each value is a permanent time series."""
 
 
 class Funnel:
-    """Counts since the last row."""
+    """Counts of interactions, feedback and statuses since the last row."""
 
     def __init__(self, job: OnlineJob) -> None:
         self._job = job
@@ -108,7 +108,7 @@ class Funnel:
         self._waits_s += [admission.time - end for admission, end in zip(admissions, ended, strict=True)]
 
     def on_promotion_decision(self, figures: Mapping[str, float]) -> None:
-        """Take over the figures of both arms of a canary trial."""
+        """Record the figures of both arms of a canary trial."""
         self._trial_figures |= {name: value for name, value in figures.items() if name.startswith("canary/")}
 
     def row(self) -> dict[str, float]:
@@ -128,7 +128,7 @@ logger = logging.getLogger(__name__)
 ENTRY_HEADER = "Penstock-Entry"
 """Header of a message: the entry of LEDGER up to which the feed is complete, this message's own included."""
 MAX_STATUSES = 1000
-"""Statuses in one message."""
+"""Maximum number of statuses in one message."""
 
 
 class DecisionFeed:
@@ -197,7 +197,7 @@ class DecisionFeed:
             logger.error("%s: %d passing statuses are lost: %s", self._job, len(statuses) + len(interactions), error)
 
     async def catch_up(self) -> None:
-        """Publish from the ledger what the feed lacks; the next call tries again where that is not possible now."""
+        """Publish the decisions of the ledger that the feed lacks. After a failure, the next call tries again."""
         if not self._is_behind:
             return
         try:
@@ -221,7 +221,7 @@ class DecisionFeed:
             self._is_behind = False
 
     async def _folded(self) -> AsyncIterator[tuple[LedgerState, LedgerEntry]]:
-        """Yield the entries to fold, and the state to fold them into: from a snapshot on that the feed has passed."""
+        """Yield entries and the state to fold them into, starting at a snapshot that the feed has passed."""
         subject = subjects.ledger(self._job)
         for snapshot, state, _ in await read_snapshots(self._bus, self._job):
             if snapshot.seq > self._position:
@@ -238,10 +238,10 @@ class DecisionFeed:
     async def _store(
         self, seq: int, statuses: Sequence[FeedbackStatus], interactions: Sequence[InteractionStatus]
     ) -> None:
-        """Append statuses, with which the feed is complete up to entry ``seq``; waits while the bus is away.
+        """Append statuses that complete the feed up to entry ``seq``; waits while the bus is unavailable.
 
         Raises:
-            StreamFull: not all of them are there.
+            StreamFull: the stream is full; only some statuses may be stored.
         """
         subject, count = subjects.decisions(self._job), max(len(statuses), len(interactions))
         for start in range(0, count, MAX_STATUSES):
@@ -258,7 +258,7 @@ class DecisionFeed:
         self._position = seq
 
     async def _append(self, message: Outgoing) -> StreamFull | None:
-        """Append one message; return why the stream has no room for it, because nothing may wait for that."""
+        """Append one message; return StreamFull instead of raising it, so that the caller does not retry."""
         try:
             await self._bus.publish_whole([message], deadline_s=5)
         except StreamFull as error:

@@ -28,11 +28,11 @@ __all__ = [
 
 TEXTS = "texts"
 MAX_PER_KEY = 10_000
-"""Undecided examples of one API key; above this its oldest ones are rejected."""
+"""Maximum undecided examples of one API key; above this its oldest ones are rejected."""
 MAX_BYTES = 1 << 30
-"""Size of FEEDBACK until the leader has asked for it."""
+"""Assumed size of FEEDBACK in bytes, until the leader has read the actual one."""
 SHARE_OF_KEY, SHARE_OF_ALL = 1 / 8, 1 / 2
-"""Shares of the stream's size that the undecided examples of one key, and of all keys, may take."""
+"""Maximum shares of the stream's size for the undecided examples of one key, and of all keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class OffPolicyExample:
     reason: str
     reward: float
     users: tuple[str, ...]
-    """Pseudonyms of all users whose conversations it uses, that of the preferred answer first."""
+    """Pseudonyms of all users whose conversations the example uses, the one of the preferred answer first."""
     context: Mapping[str, int] = field(default_factory=dict)
     askers: tuple[str, ...] = ()
     version: int | None = None
@@ -81,7 +81,7 @@ class OffPolicyExample:
     group: str = ""
     """Name shared by the examples that answer the same task."""
     episode: str = ""
-    """Key of the posted episode whose turns these are: ``item`` is the first turn, ``later`` has those that follow.
+    """Key of the posted episode that the turns ``item`` and ``later`` belong to, or ''.
 
     The leader admits all examples of an episode together; ``untrained`` has turns that only count by credit.
     """
@@ -182,7 +182,7 @@ class KeyQuota:
             del self._keys[key_id], self._nbytes[key_id]
 
     def move(self, name: str) -> None:
-        """Move an example behind all others of its key."""
+        """Make an example the newest one of its key."""
         items = self._keys[self._keys_of[name]]
         items[name] = items.pop(name)
 

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 WITHOUT_SOURCE = ("default", "invalid")
-"""Reasons of rewards without a source. A return with the feedback of others in it is not `invalid`."""
+"""Reasons of rewards without a source. A return that includes feedback of other keys is never `invalid`."""
 
 
 def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, float, float]]:
@@ -162,7 +162,7 @@ class OwnerShares:
         return True
 
     def block(self, trajectories: Sequence[Owners]) -> None:
-        """Accept nothing more from the owners that would exceed their share by these."""
+        """Accept no more trajectories of the owners whose share these would exceed."""
         for place, (most, taken) in enumerate(self._bounds):
             new = Counter(name for owners in trajectories for name in owners[place])
             taken.update({name: math.ceil(most) for name, count in new.items() if taken[name] + count > most})
@@ -173,7 +173,7 @@ class OwnerShares:
             return True
         for place, (most, taken) in enumerate(self._bounds):
             first = trajectories[0][place]
-            if any(taken[name] + 1 > most for name in first):  # this refuses most of a flood
+            if any(taken[name] + 1 > most for name in first):  # a fast check that refuses most trajectories of a flood
                 return False
             if len(trajectories) > 1:
                 new = Counter(name for owners in trajectories for name in owners[place])
@@ -239,8 +239,8 @@ class InFlightBounds:
     def try_add(self, found: Sequence[tuple[Owners, Objective]]) -> bool:
         """Count all of these and return True, or count none and return False.
 
-        Where several trajectories belong together, nothing that comes later from the owners at their limit may overtake
-        them: otherwise they would wait for ever.
+        If several trajectories that belong together do not fit, later ones of the owners at their limit are refused,
+        too: otherwise these could take every free slot, and the trajectories that belong together would never fit.
         """
         every, auxiliary = (
             [owners for owners, _ in found],

@@ -31,11 +31,11 @@ DEADLINE_S = 30.0
 
 
 class Unusable(Exception):  # noqa: N818
-    """Raised for an example that cannot be trained on; its text is the reason for which the draw is dropped."""
+    """Raised for an example that cannot be trained on; the text is the reason for dropping the draw."""
 
 
 class GroupMaker:
-    """Makes groups one after another, apart from the leader's decisions, because workers may be away.
+    """Makes groups one after another, outside of the leader's decisions, because workers may be unavailable.
 
     Args:
         publish: stores a group durably.
@@ -45,7 +45,7 @@ class GroupMaker:
         self, bus: Bus, job: str, config: OnlineJob, *, epoch: int, publish: Callable[[Group], Awaitable[None]]
     ) -> None:
         self._bus, self._job, self._config, self._epoch, self._publish = bus, job, config, epoch, publish
-        self._requests: asyncio.Queue[tuple[Draw, Admission, float]] = asyncio.Queue()  # the draws in flight bound it
+        self._requests: asyncio.Queue[tuple[Draw, Admission, float]] = asyncio.Queue()  # bounded by the draws in flight
         self._pending: set[Draw] = set()
 
     def request(self, draw: Draw, admission: Admission, temperature: float) -> None:
@@ -56,7 +56,7 @@ class GroupMaker:
 
     @property
     def num_pending(self) -> int:
-        """Number of groups requested and not made yet."""
+        """Number of groups that are requested but not made yet."""
         return len(self._pending)
 
     async def run(self) -> None:

@@ -19,7 +19,7 @@ from penstock.shared.protocol.trajectory import FINISH_REASONS, Group
 __all__ = ["empty_group", "example_group", "group_of", "turn_of"]
 
 WORKER = "online"
-"""Name that takes the place of a worker's name."""
+"""Worker name of groups that the leader makes."""
 
 
 def group_of(
@@ -107,7 +107,7 @@ def example_group(
 
     Args:
         logprobs: those of a single answer; None stores 0, for a loss without log-probs or with ``assumed`` ones.
-        version: version that sampled the answers; 0 takes the place of an unknown one (below 0).
+        version: version that sampled the answers; 0 replaces an unknown one (below 0).
         temperature: sampling temperature, or, where that does not matter, the training temperature.
     """
     lengths = [len(answer) for answer in answers]

@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 __all__ = ["SLACK", "LazyHeap"]
 
 SLACK = 1024
-"""Outdated entries that may stay in a small heap. A heap is cleaned at twice its names plus this."""
+"""Number of outdated entries that may stay in a small heap, which is cleaned at twice its names plus this."""
 CLEANED = 8
-"""Entries that a push looks at while the heap is cleaned: a million at once would hold up the event loop."""
+"""Entries that one push checks during cleaning; checking a million at once would block the event loop."""
 
 N = TypeVar("N", bound=Hashable)
 

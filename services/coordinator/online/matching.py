@@ -1,8 +1,8 @@
 """Matches interactions with feedback, in whatever order they arrive, and settles their episodes.
 
-Pure: facts go in, statuses and trajectories come out. ``Matching`` holds what is undecided. The ledger holds every
-decision: admissions, refusals and expiries. So a new leader that folds it, and reads both streams from its low-water
-marks, reaches the state of the leader before it.
+Pure: the input are facts, the output statuses and trajectories. ``Matching`` holds undecided data; the ledger holds all
+decisions (admissions, refusals, expiries). So a new leader that folds the ledger, and reads both streams from its
+low-water marks, reaches the state of the previous leader.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ TOO_MANY_WAITING, JOB_ENDED, ERASED, TOO_MANY_UNMATCHED = (
     "too_many_unmatched",
 )
 MAX_WAITING = 50_000
-"""Undecided episodes; above this the leader rejects some."""
+"""Maximum number of undecided episodes; above this the leader rejects some."""
 RELIEF = 0.75
-"""Share of a limit that stays after relief, so that relief is rare."""
+"""Share of a limit that remains after episodes are dropped, so that drops are rare."""
 
 
 class Matching:
@@ -92,12 +92,12 @@ class Matching:
         """Undecided interaction, or another name of its episode -> key of the episode."""
         self._undecided = UndecidedFeedback()
         self._holders: dict[str, Holder] = {}
-        """Where those items are that have found their target."""
+        """Holders of the items that are matched with a target, by item."""
         self._metrics = {
             name: metric for name in {REWARD, *job.online.metrics} - {COMMENT, DEMONSTRATION}
             if (metric := job.online.metric(name)) is not None
         }  # fmt: skip
-        """Metrics whose values are rewards, and nothing else."""
+        """Metrics whose values are only used as rewards."""
         self.final = FinalStatuses()
         self._changed_names: dict[str, None] = {}
         self._swept_version = -1
@@ -108,7 +108,7 @@ class Matching:
         self.num_waiting = 0
         """Undecided interactions."""
         self._num_started = 0
-        """Episodes so far; it orders them by their start."""
+        """Number of episodes so far; orders episodes by their start."""
         self._by_version: dict[int, dict[str, None]] = {}
         """Version -> episodes whose outcome changes when it is reached: a token becomes too old, or known to the
         ledger."""
@@ -126,7 +126,7 @@ class Matching:
     # -- queries -------------------------------------------------------------------------------------------------------
 
     def low_water(self, without: Iterable[str] = ()) -> tuple[int, int]:
-        """Return the sequences below which everything is decided once ``without`` (episodes, items) is decided, too."""
+        """Return the sequences of both streams below which all is decided once ``without`` (episodes, items) is."""
         gone = set(without)
         items = {item for name in gone if name in self.episodes for item in self.episodes[name].feedback_ids}
         interactions, feedback = self._turn_seqs.lowest(gone), self._undecided.lowest_seq(gone | items)
@@ -145,7 +145,7 @@ class Matching:
         return item in self._undecided.items or item in self.final.feedback
 
     def end_times(self, admissions: Iterable[Admission]) -> list[float]:
-        """Return when the last answer of each admission ended; call it before ``on_admitted``."""
+        """Return the end time of each admission's last answer. Call before ``on_admitted``."""
         keys = ((one, self._episode_keys.get(next(reversed(one.interactions), ""), "")) for one in admissions)
         return [self.episodes[key].last_active if key in self.episodes else one.time for one, key in keys]
 
@@ -163,7 +163,7 @@ class Matching:
                 self._mark_changed(self._episode_keys[name])
             return []
         if interaction.finish != DISCONNECTED and self.final.targets.get(name) == DISCONNECTED:
-            self.final.targets.discard(name)  # its worker only seemed gone, and another one has completed the answer
+            self.final.targets.discard(name)  # another worker has completed the answer
         if name in self.final.targets:
             is_known = episode_id in self._episode_keys or episode_id in self.final.targets
             if interaction.index == 0 and not is_known:
@@ -220,7 +220,7 @@ class Matching:
         return self._attach(FeedbackItem(seq, bare), now)
 
     def _refusal(self, item: Feedback) -> str:
-        """Return why an item counts for nothing, or ''."""
+        """Return why an item is rejected at once, or ''."""
         if item.kind == "metric" and (metric := self._metrics.get(item.metric)) is not None:
             is_erased = self.final.targets.get(item.inference) == ERASED
             return "out_of_range" if is_far_off(item.value, metric) else ERASED if is_erased else ""
@@ -266,7 +266,7 @@ class Matching:
     def sweep(
         self, *, version: int, now: float, newest: int | None = None, everything: bool = True, most: int | None = None
     ) -> list[FeedbackStatus]:
-        """Settle what is complete, refuse what can never be trained, expire feedback without a target.
+        """Settle complete episodes, refuse those that can never be trained, expire feedback without a target.
 
         Args:
             version: policy version from which the next update starts.
@@ -295,7 +295,7 @@ class Matching:
         return statuses + (self._expire(now) + self._shed_load(now) if everything else [])
 
     def on_admitted(self, admissions: Iterable[Admission]) -> None:
-        """Mark the episodes of these admissions as decided: the ledger holds them."""
+        """Mark the episodes of these admissions as decided, because the ledger records them."""
         for admission in admissions:
             keys = {self._episode_keys.pop(name) for name in admission.interactions if name in self._episode_keys}
             self.examples.on_admitted(admission)
@@ -307,7 +307,7 @@ class Matching:
             self.final.targets.add_all(admission.refused)
 
     def on_job_end(self, now: float) -> list[FeedbackStatus]:
-        """Reject everything undecided: a finished job admits nothing."""
+        """Reject all undecided data, because a finished job admits nothing."""
         for key, episode in list(self.episodes.items()):
             self.refused_interactions.add(same_reason(episode.turns, JOB_ENDED), now)
             self._discard_episode(key, JOB_ENDED)
@@ -356,7 +356,7 @@ class Matching:
         return [feedback_status(name, "matched", "", now, [item.target])]
 
     def _move(self, seq: int, item: FeedbackItem) -> None:
-        """Note that a user's deletion copied an item further on, and that its earlier message is gone."""
+        """Update the sequence of an item that a user's deletion copied to a later message."""
         name, moved = item.feedback.id, msgspec.structs.replace(item, seq=seq)
         self._undecided.remove(name)
         self._undecided.add(moved)
@@ -370,7 +370,7 @@ class Matching:
             self.unmatched.add(item.target, moved)
 
     def _detach(self, name: str) -> None:
-        """Remove an undecided item from its holder; by now another turn may have the name of its target."""
+        """Remove an undecided item. Its holder is recorded, since another turn may have its target's name by now."""
         item = self._undecided.remove(name)
         if item is None:
             return
@@ -385,7 +385,7 @@ class Matching:
     def _attach_unmatched(
         self, target: str, key: str, holder: dict[str, FeedbackItem], interaction: Interaction
     ) -> list[FeedbackStatus]:
-        """Attach the feedback that waited for a target, unless it had expired before the target came."""
+        """Attach the feedback that waited for a target, unless it expired before the target arrived."""
         statuses: list[FeedbackStatus] = []
         for item in self.unmatched.pop(target).values():
             if interaction.ended > item.feedback.received + self.job.online.match_ttl_s:
@@ -406,7 +406,7 @@ class Matching:
         if name in self.final.feedback:
             return self._close_feedback(item.id, "rejected", self.final.retraction_refusal(name), now)
         statuses = self._close_feedback(item.id, "retracted", f"retracts {name}", now)
-        if name not in self._undecided.items:  # the retraction overtook its item
+        if name not in self._undecided.items:  # the retraction arrived before its item
             given_up = self._pending_retractions.put(name, seq, item)
             return statuses + ([feedback_status(given_up, "expired", TOO_MANY_UNMATCHED, now)] if given_up else [])
         self._detach(name)
@@ -420,7 +420,7 @@ class Matching:
         self._settled_between_sweeps.clear()
         self._swept_version = version
         for at in [at for at in self._by_version if at < version - self.job.train.max_lag - 1]:
-            del self._by_version[at]  # refused batches take versions back, but no further than this
+            del self._by_version[at]  # refused batches revert versions, but no further than this
         found.update(self._due_times.pop_until(now))
         return found | {key for key in self.ready if any(map(self._opted_out, self.episodes[key].users))}
 
@@ -431,7 +431,7 @@ class Matching:
             self._by_version.setdefault(version, {})[key] = None
 
     def _versions(self, interaction: Interaction) -> set[int]:
-        """Return the version at which an answer is too old, and the one at which the ledger knows its newest token."""
+        """Return the first version for which an answer is too old, and the version of its newest token."""
         versions = [span.version for span in interaction.spans] or [0]
         return {min(versions) + self.job.train.max_lag + 1, max(versions)}
 
@@ -468,7 +468,7 @@ class Matching:
     def _refuse(
         self, key: str, reason: str, now: float, reasons: Mapping[str, str] | None = None
     ) -> list[FeedbackStatus]:
-        """Refuse an episode for good; ``reasons`` are those of its turns, where they differ from ``reason``."""
+        """Refuse an episode permanently; ``reasons`` are the reasons of turns that differ from ``reason``."""
         episode = self.episodes[key]
         reason_of_turn = same_reason(episode.turns, reason) | dict(reasons or {})
         self.refused_interactions.add(reason_of_turn, now)
@@ -568,7 +568,7 @@ def _compact(interaction: Interaction) -> Interaction:
 
 
 def max_ready(max_draws: int) -> int:
-    """Return how many episodes may be ready: of more, some become too old before they are trained."""
+    """Return the maximum number of ready episodes; with more, some become too old before they are trained."""
     return max(256, 4 * max_draws)
 
 

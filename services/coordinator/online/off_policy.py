@@ -1,7 +1,7 @@
 """Holds undecided off-policy examples: corrections, demonstrations, preferences and posted interactions. Pure.
 
-An example waits for the records of the interactions that it refers to, a posted turn for the rest of its episode.
-Then it is ready, until the leader admits it or something changes.
+An example waits for the records of the interactions that it refers to; a posted turn waits for the rest of its episode.
+Then it is ready until the leader admits it or a fact about it changes.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from penstock.shared.protocol.live.interaction import Feedback, Interaction
 __all__ = ["COMMENT", "DEMONSTRATION", "ClosedEpisodes", "OffPolicyExamples"]
 
 MAX_CLOSED = 100_000
-"""Closed posted episodes that a leader remembers."""
+"""Maximum number of closed posted episodes that a leader remembers."""
 COMMENT, DEMONSTRATION = "comment", "demonstration"
 EXAMPLES = frozenset({"interaction", "preference", "correction"})
-"""Kinds of feedback that are examples; so is a demonstration."""
+"""Kinds of feedback that are examples; metrics named `demonstration` are examples, too."""
 EMPTY_BODY: dict[str, Any] = {}
-"""Body shared by items without one; never written to."""
+"""Shared body of items without one; never modified."""
 MAX_RECHECKS = 4_000
 """Posted interactions and episodes that one sweep settles again after the policy changed, oldest first."""
 ROUNDING_S = 1.0
-"""Sweeps begin to check an episode this long before its time is up, because sums of times are not exact."""
+"""Sweeps check an episode from this long before its timeout, because sums of times are not exact."""
 
 
 class ClosedEpisodes:
-    """Decided posted episodes, so that a late turn is not taken for the first turn of a new episode."""
+    """Decided posted episodes, so that a late turn does not begin a new episode."""
 
     def __init__(self) -> None:
         self._digests: OrderedDict[bytes, None] = OrderedDict()
@@ -70,7 +70,7 @@ class ClosedEpisodes:
         return episode_digest(episode) in self._digests
 
     def add(self, episode: str) -> None:
-        """Close an episode that comes to nothing; the ledger must record it."""
+        """Close an episode of which nothing is trained; the ledger must record it."""
         digest = episode_digest(episode)
         self._unrecorded.append(digest)
         self.restore([digest])
@@ -83,7 +83,7 @@ class ClosedEpisodes:
                 self._digests.popitem(last=False)
 
     def drain(self) -> list[bytes]:
-        """Return the digests that no entry of the ledger has yet."""
+        """Return the digests that the ledger does not record yet, and clear them."""
         found, self._unrecorded = self._unrecorded, []
         return found
 
@@ -110,7 +110,7 @@ class OffPolicyExamples:
         self.records: dict[str, InteractionRecord] = {}
         self.distrusted: Collection[str] = frozenset()
         self.temperature = job.sampling.temperature
-        """Temperature at which the job samples now."""
+        """Current sampling temperature of the job."""
         self._missing: set[str] = set()
         """Interactions without a record that examples refer to, or did at the newest sweep."""
         self._by_target: dict[str, dict[str, None]] = {}
@@ -127,13 +127,13 @@ class OffPolicyExamples:
         """Times at which posted episodes close without a further turn."""
         self._order: dict[str, int] = {}
         self._num_added = 0
-        """Number of examples so far; it orders them by arrival."""
+        """Number of examples so far; orders examples by arrival."""
         self._queue: list[tuple[int, int, str]] = []
         self._queued: dict[str, tuple[int, int]] = {}
         """Heap of ready examples by sequence; entries that are no longer ready are skipped."""
         self._consenting: dict[str, tuple[str, ...]] = {}
         self._users: Counter[str] = Counter()
-        """Users on whose consent ready examples and closed episodes depend."""
+        """Number of ready examples and complete episodes that depend on each user's consent."""
         self.quota = KeyQuota()
         self._facts: dict[str, PostedFacts] = {}
         self._episodes: dict[str, PostedEpisode] = {}
@@ -177,7 +177,7 @@ class OffPolicyExamples:
         return held
 
     def move(self, item: FeedbackItem) -> None:
-        """Note that an example was found at another sequence."""
+        """Update the sequence of an example that was copied to another message."""
         name = item.feedback.id
         self.items[name] = item
         self.quota.move(name)
@@ -188,7 +188,7 @@ class OffPolicyExamples:
             self._clear_ready(key)
 
     def missing_records(self, item: Feedback) -> list[str]:
-        """Return the interactions that an example refers to and that have no record yet."""
+        """Return the interactions that an example refers to and whose record is missing."""
         return [name for name in targets_of(item) if name not in self.records]
 
     def on_interaction(self, name: str, seq: int, interaction: Interaction) -> list[str]:
@@ -233,7 +233,7 @@ class OffPolicyExamples:
             self.closed.restore(block.closed)
 
     def on_admitted(self, admission: Admission) -> None:
-        """Close the posted episode of an admission: a turn that arrives now is too late."""
+        """Close the posted episode of an admission; turns that arrive from now on are too late."""
         if admission.origin and not admission.interactions:
             self.closed.restore([episode_digest(admission.origin[0])])
 
@@ -271,7 +271,7 @@ class OffPolicyExamples:
     ) -> list[tuple[str, str]]:
         """Make examples and posted episodes ready; return the rejected items, each with the reason.
 
-        Others wait for a record, for a version, or for more turns.
+        The remaining ones wait for a record, for a version, or for more turns.
 
         Args:
             names: items that changed; unknown names are skipped.
@@ -295,8 +295,8 @@ class OffPolicyExamples:
         return refused
 
     def _changed_without_facts(self, policy: PolicyState, now: float, opted_out: Callable[[str], bool]) -> set[str]:
-        """Return the examples to settle without new facts: those marked as changed, and at most ``MAX_RECHECKS``
-        others."""
+        """Return the examples to settle without new facts: those marked as changed, at most ``MAX_RECHECKS``
+        after a change of the policy, overdue episodes, and those of users who object now."""
         found = {name for name in self._changed_items if name in self.items}
         self._changed_items.clear()
         if policy != self._settled_for:
@@ -334,7 +334,7 @@ class OffPolicyExamples:
             heapify(self._queue)
 
     def _watch_consent(self, unit: str, users: Iterable[str]) -> None:
-        """Watch the consent of the users whom a ready example, or a closed episode, depends on."""
+        """Watch the consent of the users of a ready example or a complete episode."""
         self._unwatch_consent(unit)
         self._consenting[unit] = tuple(users)
         self._users.update(self._consenting[unit])
@@ -348,7 +348,7 @@ class OffPolicyExamples:
     def _settle_episode(
         self, key: str, policy: PolicyState, now: float, opted_out: Callable[[str], bool]
     ) -> dict[str, str]:
-        """Refuse the late turns of an episode, and make the others ready together once the episode is over."""
+        """Refuse the late turns of an episode; make the other turns ready together once the episode is over."""
         episode = self._episodes[key]
         self._clear_ready(key)
         if key in self.closed:
@@ -361,7 +361,7 @@ class OffPolicyExamples:
     def _offer_episode(
         self, key: str, episode: PostedEpisode, policy: PolicyState, now: float, opted_out: Callable[[str], bool]
     ) -> dict[str, str]:
-        """Make the trajectories of a finished episode ready; return the reasons by item if none of it is used."""
+        """Make the trajectories of a finished episode ready; return the reasons by item if nothing of it is used."""
         if not episode.is_over(self._job, now):
             self._due.put(episode.due or 0.0, key)
             return {}
@@ -401,7 +401,7 @@ class OffPolicyExamples:
                 yield [self.ready[one] for one in names]
 
     def _settle(self, name: str, version: int, newest: int, opted_out: Callable[[str], bool]) -> str:
-        """Make one example ready that stands alone, or return why it is rejected."""
+        """Make one example without an episode ready, or return why it is rejected."""
         item = self.items[name]
         self.ready.pop(name, None)
         self._unwatch_consent(name)
@@ -461,7 +461,7 @@ class OffPolicyExamples:
         )  # fmt: skip
 
     def _refusal_by_records(self, feedback: Feedback, records: list[InteractionRecord]) -> str:
-        """Return why records exclude an example: consent, split and lengths apply to imitation, too."""
+        """Return why records exclude an example, or ''. Consent, split and lengths apply to imitation, too."""
         same_key = self._job.online.raters == "same_key"
         checks = {
             "other_key": same_key and any(record.key_id != feedback.key_id for record in records),

@@ -64,7 +64,7 @@ NOT_TRAINED_YET = "not_trained"
 """Reason to wait for a version of a sealed batch: engines may have it a moment before the ledger does."""
 EPISODE_OVER, TOO_MANY_TURNS = "episode_over", "too_many_turns"
 UNNUMBERED = 1 << 62
-"""Sorts turns without a number behind all others."""
+"""Sort key that puts turns without a number last."""
 AS_SAMPLED = frozenset({"posted", "rescored"})
 """Rules under which each turn has its own log-probs, so that several turns can form one trajectory."""
 
@@ -210,7 +210,7 @@ def _flaw(tokens: Collection[int], logprobs: Collection[float]) -> str:
 
 
 def refusal_of_tokens(facts: PostedFacts, job: OnlineJob) -> str:
-    """Return why nothing can be trained on a post, whatever its reward is, or ''."""
+    """Return why a post cannot be trained on, whatever its reward is, or ''."""
     if facts.flaw:
         return facts.flaw
     if facts.num_tokens and not facts.num_prompt:
@@ -325,7 +325,7 @@ class PostedEpisode:
 
     turns: dict[str, PostedTurn] = field(default_factory=dict)
     due: float | None = None
-    """While a turn may still arrive: when the episode's time is up."""
+    """Time at which the episode times out, while a turn may still arrive."""
     _credit: tuple[tuple[tuple[int, float, int], ...], _EpisodeCredit | None] = ((), None)
 
     @property

@@ -183,13 +183,13 @@ class Outliers:
 
 
 PassOn = Callable[[int, Feedback, float], list[FeedbackStatus]]
-"""Takes the items that are not held: sequence, item, time of reading."""
+"""Callback for items that are not held: (sequence, item, time of reading)."""
 DECIDING = frozenset({"release", "drop"})
 """Kinds of feedback that decide on a held item."""
 MAX_HELD = 10_000
-"""Held items; above this the oldest one is rejected."""
+"""Maximum held items; above this the oldest one is rejected."""
 MAX_JUDGED = 100_000
-"""Items whose judgement is remembered, so that each is judged once."""
+"""Maximum items whose judgement is remembered, so that each is judged once."""
 
 
 class Quarantine:
@@ -299,12 +299,12 @@ class Quarantine:
         return [self._reject(name, "quarantine_expired", now) for name in late]
 
     def reject_older_half(self, now: float) -> list[FeedbackStatus]:
-        """Reject the older half of the held items: they keep everything after them in the stream."""
+        """Reject the older half of the held items, because they keep all later ones in the stream."""
         names = sorted(self._held, key=lambda name: self._held[name].seq)
         return [self._reject(name, "quarantine_full", now) for name in names[: (len(names) + 1) // 2]]
 
     def on_job_end(self, now: float) -> list[FeedbackStatus]:
-        """Reject everything held."""
+        """Reject all held items."""
         return [self._reject(name, "job_ended", now) for name in list(self._held)]
 
     # -- internals -----------------------------------------------------------------------------------------------------

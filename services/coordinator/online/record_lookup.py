@@ -1,9 +1,9 @@
 """Finds records in the streams: interactions by sequence or name, and items that are stored a second time.
 
-A user's deletion reads a message, removes that user's items, and stores the rest anew while the leader goes on
-deciding. A leader passes over a message that it cannot read, and its low-water mark moves on; once the message is
-readable, it is stored anew. In both cases a leader reads items again that may be decided below the mark. This module
-finds these in the ledger and among deletions, so that an item is admitted once, whichever copy a leader reads.
+A user's deletion reads a message, removes that user's items, and stores the rest again, while the leader continues to
+decide. A leader also skips a message that it cannot read; once the message is readable, it is stored again. In both
+cases a leader reads items a second time that may be decided already, below its low-water mark. This module finds their
+decisions in the ledger and among deletions, so that an item is admitted once, whichever copy a leader reads.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class InteractionReader:
         return {name: record for name, record in found.items() if record is not None}
 
     def on_interaction(self, name: str) -> None:
-        """Note that the leader has read an interaction with this canonical name."""
+        """Record that the leader has read an interaction with this canonical name."""
         self._missing.discard(name)
 
     async def _find_all(self, names: Iterable[str], found: dict[str, InteractionRecord | None]) -> None:
@@ -246,7 +246,7 @@ async def requeue_dead_letter(
         matching, quarantine: hold what is undecided; the ledger names the rest.
 
     Raises:
-        ProtocolError: this version cannot decode it either.
+        ProtocolError: this version cannot decode the message either.
         Unavailable: the bus went away; the message may be stored or not. Safe to repeat.
     """
     data = dead_letter.data

@@ -93,7 +93,7 @@ class ServedEpisode:
     turns: list[Turn] = field(default_factory=list)
     items: dict[str, FeedbackItem] = field(default_factory=dict)
     place: int = 0
-    """Position among the episodes of the job, by start."""
+    """Position of the episode among those of the job, by start."""
     due: float = field(default=0.0, init=False)
     """While something is missing: the next time that may change the outcome; infinity if no time can."""
     _tree: tuple[tuple[int, ...], TurnTree] = field(default=((), TurnTree((), ())), init=False, repr=False)
@@ -147,8 +147,8 @@ class ServedEpisode:
     def settle(self, job: OnlineJob, *, version: int, now: float) -> EpisodeOutcome | None:
         """Return the outcome, or None while something is missing.
 
-        If the episode ran out of time and came to nothing, later facts do not change that: a leader that reads all
-        facts at once finds what the leader found that saw the episode end.
+        If the episode timed out without a trajectory, later facts do not change that. So a leader that reads all facts
+        at once gets the same outcome as the leader at that time.
         """
         if not self.turns:
             return None
@@ -164,7 +164,7 @@ class ServedEpisode:
         return min((end for end in ends if end > now - ROUNDING_S), default=math.inf)
 
     def _outcome_before_late_facts(self, job: OnlineJob, now: float) -> EpisodeOutcome | None:
-        """Return the outcome of an episode that came to nothing before a late fact arrived."""
+        """Return the outcome of an episode that ended without a trajectory before a late fact arrived, or None."""
         if now - self.started < min(job.online.idle_ttl_s, job.online.max_age_s):
             return None
         late = first_late_time(self.turns, self.items, job)
@@ -174,7 +174,7 @@ class ServedEpisode:
         if not early.turns:
             return None
         newest = max((span.version for turn in early.turns for span in turn.interaction.spans), default=0)
-        outcome = early._settle(job, version=newest, now=late)  # not the versions that came later
+        outcome = early._settle(job, version=newest, now=late)  # ignores versions that came later
         if outcome is None or outcome.trajectories:
             return None
         behind = [(turn, EPISODE_OVER) for turn in self.turns if turn.interaction.ended >= late]
@@ -295,7 +295,7 @@ class ServedEpisode:
     ) -> list[float]:
         """Return the reward of each turn; the end of every branch also gets the reward of the whole episode."""
         rewards, whole = [decision.reward for decision in decisions], reward_of_whole(feedback_by_turn[-1], job)
-        last = len(rewards) - 1  # it has the episode's reward already
+        last = len(rewards) - 1  # the last turn has the episode's reward already
         for place in set(range(last)) - set(self.tree.parents):
             if not is_invalid(self.turns[place].interaction, job):
                 rewards[place] += whole
@@ -330,8 +330,8 @@ def _judging_keys(items: Iterable[FeedbackItem], job: OnlineJob) -> tuple[str, .
 def _reason(decisions: Sequence[Decision], values: Sequence[float], judges: Collection[str]) -> str:
     """Return the reason of a trajectory whose turns have these returns.
 
-    `invalid` stands only without any feedback, or if it is all of every return: otherwise a broken turn would hide the
-    part of a new source.
+    `invalid` is only returned without feedback, or if every return is the reward of an invalid turn alone. Otherwise an
+    invalid turn would hide that a new source contributed to the return.
     """
     reasons = [decision.reason for decision in decisions]
     alone = all(

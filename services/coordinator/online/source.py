@@ -125,7 +125,7 @@ def flaws_of_baselines(job: OnlineJob, state: LedgerState, batch: BatchSealed) -
 
 
 DRAW_DEADLINE_S = 7 * 86400.0
-"""Deadline of an admitted draw. The leader makes its group at once, so this only says that it is not lost."""
+"""Deadline of an admitted draw in seconds; it must exceed the time that the leader needs to make its group."""
 ASSUMED = "assumed"
 """Reason of an admission whose unknown sampler counts as the newest policy."""
 MIN_BATCH = 2
@@ -142,17 +142,17 @@ class FreeSlots:
 
     @property
     def is_full(self) -> bool:
-        """True if nothing fits any more."""
+        """True if no further draw fits."""
         return self.groups <= 0 or (self.policy <= 0 and self.auxiliary <= 0)
 
     def fits(self, job: OnlineJob, policy: int, auxiliary: int) -> bool:
-        """Return True if so many fit. More than the limit itself fit if nothing else is in flight."""
+        """Return True if this many draws fit. More than the limit itself only fit if nothing else is in flight."""
         policy, auxiliary = min(policy, job.max_draws), min(auxiliary, max_auxiliary_in_flight(job))
         fits = policy <= max(0, self.policy) and auxiliary <= max(0, self.auxiliary)
         return fits and policy + auxiliary <= self.groups
 
     def take(self, policy: int, auxiliary: int) -> None:
-        """Use so many slots."""
+        """Occupy this many slots."""
         self.policy -= policy
         self.auxiliary -= auxiliary
         self.groups -= policy + auxiliary
@@ -307,7 +307,7 @@ class LiveSource:
         return baselines_of(self._job, draft.state, chosen)
 
     def idle(self, state: LedgerState) -> Progress:
-        """Report the wait for feedback: no fault, but no progress either."""
+        """Report why nothing is trained: a canary trial, no learning signal, or missing feedback."""
         if state.canary is not None:
             return "False", "Canary", f"version {state.canary.version} is on trial: nothing is trained meanwhile"
         if self.no_signal:
@@ -315,7 +315,7 @@ class LiveSource:
         return "False", "WaitingForFeedback", self.waiting(state)
 
     def waiting(self, state: LedgerState) -> str:
-        """Describe what is there and what is missing."""
+        """Describe the admitted trajectories and the waiting interactions and feedback, for users."""
         unsealed = sum(1 for info in state.open.values() if not info.batch)
         matching = self._matching
         text = (

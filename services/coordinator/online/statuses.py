@@ -55,11 +55,11 @@ __all__ = [
 ]
 
 MAX_IDS = 5_000
-"""Items in one entry: fewer than 100 bytes each, and an entry holds 1 MiB."""
+"""Maximum items in one entry: an item takes less than 100 bytes, an entry holds 1 MiB."""
 FINAL = frozenset({"rejected", "expired", "retracted"})
 """Statuses that the ledger records."""
 MAX_DECIDED = 100_000
-"""Decided interactions and episodes, beyond those that the ledger names, that a leader remembers."""
+"""Maximum decided interactions and episodes that a leader remembers, besides those named in the ledger."""
 CONSUMED = "late_after_training"
 
 
@@ -157,7 +157,7 @@ def _ordinals(draws: Iterable[Draw]) -> list[int]:
 
 
 def _admission_rule(admission: Admission) -> str:
-    """Return the rule of an admission, and its loss if that is not the policy loss."""
+    """Return the rule of an admission, prefixed with its loss unless that is the policy loss."""
     return admission.reason if admission.objective == "policy" else f"{admission.objective}: {admission.reason}"
 
 
@@ -196,21 +196,21 @@ def _status_name(status: str) -> StatusName:
 
 
 def quarantine_rejections(state: LedgerState) -> dict[str, float]:
-    """Return the items that the quarantine rejected, and when; senders may have revised them since."""
+    """Return the rejection time of each item that the quarantine rejected; it may have been revised since."""
     found = [one for block in state.decided for one in block.feedback if is_quarantine_rejection(one)]
     return {name: one.time for one in sorted(found, key=lambda one: one.time) for name in one.ids.unpack()}
 
 
 class UnrecordedDecisions:
-    """Final statuses that facts brought and that no entry of the ledger has yet."""
+    """Collects final statuses and closed episodes that the ledger does not record yet."""
 
     def __init__(self) -> None:
         self._feedback: dict[str, FeedbackStatus] = {}
-        """The newest one of each item."""
+        """Newest status of each item."""
         self._late: list[FeedbackStatus] = []
         """Statuses of late revisions."""
         self._interactions: dict[str, InteractionStatus] = {}
-        """The first one of each interaction."""
+        """First status of each interaction."""
         self._episodes: list[bytes] = []
 
     def __bool__(self) -> bool:
@@ -221,7 +221,7 @@ class UnrecordedDecisions:
         return item in self._feedback
 
     def add(self, statuses: Iterable[FeedbackStatus]) -> dict[str, FeedbackStatus | None]:
-        """Add the final ones; return the newest others, None for items that have become final."""
+        """Add the final statuses; return the newest non-final status of each item, None for items that became final."""
         others: dict[str, FeedbackStatus | None] = {}
         for status in statuses:
             if status.revision:
@@ -248,7 +248,7 @@ class UnrecordedDecisions:
         return found
 
     def drain(self, *, epoch: int, now: float, read_to: tuple[int, int]) -> list[Decided]:
-        """Return the events that record all of these, each small enough for an entry, and clear them."""
+        """Return events that record everything collected, each small enough for an entry, and clear the collection."""
         episodes = self._episodes
         feedback, interactions = self.drain_statuses()
         size = max(len(feedback), len(interactions), len(episodes))
@@ -291,9 +291,9 @@ def _packed_interactions(statuses: Iterable[InteractionStatus]) -> list[EndedInt
 
 
 class DecidedNames(dict[str, str]):
-    """Reasons of what is decided, by name; the oldest names are dropped, unless they are pinned.
+    """Reasons of decisions by name. The oldest names are dropped, unless they are pinned.
 
-    A dictionary, because a new leader looks up each of a million items that wait several times.
+    A dict subclass for speed: a new leader may look up a million waiting items several times each.
     """
 
     def __init__(self) -> None:
@@ -302,11 +302,11 @@ class DecidedNames(dict[str, str]):
         """Names that are not pinned."""
 
     def pin(self, names: Iterable[str], reason: str) -> None:
-        """Keep these names for good: a leader must never decide again on what the ledger names."""
+        """Keep these names permanently, because a leader must never decide again on names in the ledger."""
         self.pin_all(dict.fromkeys(names, reason))
 
     def pin_all(self, reasons: Mapping[str, str]) -> None:
-        """Keep these names for good, each with its own reason."""
+        """Keep these names permanently, each with its own reason."""
         super().update(reasons)
         for name in self._newest.keys() & reasons.keys():
             del self._newest[name]
@@ -320,7 +320,7 @@ class DecidedNames(dict[str, str]):
             super().__delitem__(self._newest.popitem(last=False)[0])
 
     def add_all(self, reasons: Mapping[str, str]) -> None:
-        """Add all of these."""
+        """Add names that are not pinned, each with its reason."""
         for name, reason in reasons.items():
             self[name] = reason
 
@@ -332,18 +332,18 @@ class DecidedNames(dict[str, str]):
 
 
 class FinalStatuses:
-    """Final statuses: all that the ledger names, and the newest others.
+    """Final statuses: all that the ledger records, and the newest of the rest.
 
     Attributes:
         targets: reasons by interaction or episode.
-        feedback: by item, its final status and the sequence of the newest message that counted.
+        feedback: final status of each item, and the sequence of the newest message that counted, as one text.
     """
 
     def __init__(self) -> None:
         self.targets, self.feedback = DecidedNames(), DecidedNames()
 
     def restore(self, state: LedgerState) -> None:
-        """Add what the ledger names."""
+        """Pin the decisions that the ledger records."""
         refused = [one for block in state.decided for one in block.interactions]
         for one in reversed(refused):  # the first reason of an interaction counts
             if one.reason != DISCONNECTED:  # another worker may complete the answer of a disconnected client
@@ -374,14 +374,14 @@ class FinalStatuses:
         self.feedback[name] = _final_status(how, seq)
 
     def status_of_late_revision(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
-        """Return the status of a revision that came after the item's final status; nothing for a message read again."""
+        """Return the status of a revision that arrived after the item's final status; [] for a message read again."""
         counted = int(self.feedback[item.id].rpartition(" ")[2])
         if not item.revision or (item.seq or seq) <= counted:
             return []
         return [feedback_status(item.id, "rejected", TOO_LATE, now, revision=item.revision)]
 
     def retraction_refusal(self, name: str) -> str:
-        """Return the reason for which a retraction of an item with a final status is refused."""
+        """Return why the retraction of an item with a final status is refused."""
         how = self.feedback[name].partition(" ")[0]
         return CONSUMED if how == ADMITTED else f"already_{how}"
 

@@ -1,4 +1,4 @@
-"""Runs the learning from live data on a job's leader: reads the streams, publishes groups, statuses and waits."""
+"""Learns from live data on a job's leader: reads the streams, and publishes groups, statuses and waits."""
 
 from __future__ import annotations
 
@@ -66,22 +66,22 @@ logger = logging.getLogger(__name__)
 SWEEP_S = 0.5
 """Period of the sweeps that check defaults, ends of episodes and expiries."""
 SETTLED_AT_ONCE = 500
-"""Episodes and examples that a new leader settles before other tasks may run."""
+"""Number of episodes and examples that a new leader settles before it yields to other tasks."""
 MAX_UNPUBLISHED = 10_000
-"""Passing statuses that a new leader collects before it publishes them."""
+"""Number of passing statuses that a new leader collects before it publishes them."""
 MAX_UNTAKEN = 64
-"""Messages of a subject that may wait for the leader; its decisions and other facts wait behind them."""
+"""Maximum queued messages of a subject; decisions and other facts of the leader wait behind them."""
 FULL_SHARE = 0.5
 """Above this share of INTERACTIONS or FEEDBACK the leader purges decided messages."""
 CROWDED_SHARE, MAX_USED = 0.75, 50_000
-"""Above this share of FEEDBACK, or with so many items that the ledger must name, the leader rejects held items."""
+"""Above this share of FEEDBACK, or this number of items that the ledger must name, the leader rejects held items."""
 FLOODED_SHARE = 0.9
 """Above this share of FEEDBACK the leader rejects items of all keys; below it, only examples of the largest one."""
 ROOM_EVERY_S = 5.0
 GROUPS_AT_ONCE = 64
-"""Groups in one durable write."""
+"""Number of groups in one durable write."""
 HISTORY = 20_000
-"""Messages before the undecided ones from which a new leader learns the usual values of each source."""
+"""Number of messages before the undecided ones from which a new leader learns each source's usual values."""
 FEEDBACK_FULL = "feedback_full"
 Post = Callable[[Fact], Awaitable[None]]
 
@@ -105,17 +105,17 @@ class LiveSupply:
         self._copies = RestoredCopies(bus, job, archive)
         self._state = LedgerState()
         self._deleted: dict[str, float] = {}
-        """Users (HMAC) whose data was deleted, and until when: what they say later is not part of it."""
+        """Users (HMAC) whose data was deleted, and the time of the deletion, which does not affect later data."""
         self._unerased: set[int] = set()
-        """Ordinals whose groups are deleted once no trainer can ask for them."""
+        """Ordinals whose groups are deleted once no trainer can request them."""
         self._unrecorded = UnrecordedDecisions()
         self._passing: dict[str, FeedbackStatus] = {}
-        """Statuses that others follow, by item; the ledger does not record them."""
+        """Unpublished non-final statuses by item; the ledger does not record them."""
         self._wants_purge = False
-        """A purge waits until the ledger has all decisions."""
+        """True while a purge waits until the ledger has all decisions."""
         self._unreadable: list[Unreadable] = []
         self._idle_since = bus_time()
-        """When this leader last saw something to train."""
+        """Time of the last trained batch, or of the start of this leader."""
         self._next = {subjects.interactions(job): 1, subjects.feedback(job): 1, subjects.erasures(job): 1}
         """Next sequence to read of each subject; the subjects are read independently."""
 
@@ -126,7 +126,7 @@ class LiveSupply:
     # -- recovery ------------------------------------------------------------------------------------------------------
 
     async def recover(self, state: LedgerState) -> None:
-        """Restore what the ledger names, complete the feed of decisions, and read both streams from the ledger's
+        """Restore the decisions of the ledger, complete the decision feed, and read both streams from the ledger's
         low-water marks."""
         self._state = state
         await asyncio.to_thread(self.matching.restore, state)  # a state may name a million items
@@ -139,7 +139,7 @@ class LiveSupply:
         await self._learn_usual_values(starts[subjects.FEEDBACK])
         for subject in self._next:
             stream = self._stream(subject)
-            # A deletion holds for good: a deleted record may still stand above the mark of its own stream.
+            # Deletions have no low-water mark: a deleted record may still lie above the mark of its own stream.
             start = 1 if subject == subjects.erasures(self.job) else max(1, starts[stream])
             self._next[subject] = start
             await self._take_all(subject)
@@ -150,7 +150,7 @@ class LiveSupply:
             await self._sweep(everything=True)
 
     async def _take_all(self, subject: str) -> None:
-        """Read what a subject holds now, one message at a time, so that only undecided data stays in memory."""
+        """Process the stored messages of a subject one at a time, so that only undecided data stays in memory."""
         stream = self._stream(subject)
         async with contextlib.aclosing(self.bus.scan(stream, subject, start_seq=self._next[subject])) as messages:
             async for message in messages:
@@ -170,7 +170,7 @@ class LiveSupply:
                 if message.seq >= seq:
                     break
                 await asyncio.sleep(0)  # the lease is renewed meanwhile
-                with contextlib.suppress(ProtocolError, NotFound):  # reported when it was read first
+                with contextlib.suppress(ProtocolError, NotFound):  # an earlier leader has reported it
                     for item in (await whole_of(self.bus, subjects.FEEDBACK, message, FeedbackBatch)).items:
                         self.quarantine.learn(item)
 
@@ -180,7 +180,7 @@ class LiveSupply:
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     async def follow(self, post: Post) -> None:
-        """Post new interactions, feedback, deletions, consents and the passing of time as facts."""
+        """Post new interactions, feedback, deletions and periodic sweeps as facts, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._consents.run())
             tasks.create_task(self._group_maker.run())
@@ -208,7 +208,7 @@ class LiveSupply:
                 await post(fact)
 
     async def _take_message(self, subject: str, message: Message) -> None:
-        """Take in one message; pass over an unreadable one, which becomes a dead letter."""
+        """Process one message. Skip an unreadable one, which becomes a dead letter."""
         self._next[subject] = max(self._next[subject], message.seq + 1)
         now, stream = bus_time(), self._stream(subject)
         try:
@@ -235,7 +235,7 @@ class LiveSupply:
             self._unreadable.append(Unreadable(stream, message.seq, f"undecodable: {error}"))
 
     async def _erase(self, erasure: Erasure) -> None:
-        """Drop what was admitted while its user was deleted: its groups, and the draws without one."""
+        """Drop admissions of a deleted user: delete their groups, and drop draws without a group."""
         self._deleted[erasure.user] = max(erasure.time, self._deleted.get(erasure.user, 0.0))
         interactions, feedback = ({bare_id(id) or id for id in ids} for ids in (erasure.interactions, erasure.feedback))
         admissions = self._state.admissions.values()
@@ -254,7 +254,7 @@ class LiveSupply:
         self._unerased |= ordinals
 
     async def _erase_released(self) -> None:
-        """Delete the groups of deleted users that no trainer can ask for any more."""
+        """Delete the groups of deleted users that no trainer can request any more."""
         state = self._state
         newest = -1 if state.checkpoint is None else earliest_start(state, state.checkpoint.number)
         held = {draw.ordinal for draw in state.open}
@@ -292,7 +292,7 @@ class LiveSupply:
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     def _note(self, statuses: Iterable[FeedbackStatus]) -> None:
-        """Take in what facts brought: final statuses for the ledger, others for the feed."""
+        """Collect new statuses: final ones for the ledger, others for the feed."""
         for name, status in self._unrecorded.add(statuses).items():
             self._passing.pop(name, None)  # the newest one comes last
             if status is not None:
@@ -311,7 +311,7 @@ class LiveSupply:
         return self._unrecorded.drain(epoch=self.epoch, now=now, read_to=read_to)
 
     async def flush(self) -> None:
-        """Publish the passing statuses, except of items whose last decision no entry has yet."""
+        """Publish the passing statuses, except of items with a final status that the ledger does not record yet."""
         ready = [status for name, status in self._passing.items() if name not in self._unrecorded]
         if ready:
             for status in ready:
@@ -319,7 +319,7 @@ class LiveSupply:
             await self._feed.notify(ready)
 
     async def committed(self, state: LedgerState, events: Sequence[Event], seq: int) -> None:
-        """Publish what a decision means for feedback, and forget what it decided."""
+        """Publish the statuses that follow from committed events, and discard the data they decided."""
         self._state = state
         if self._unerased and any(isinstance(event, Checkpointed | Dropped | Promoted) for event in events):
             await self._erase_released()
@@ -353,14 +353,14 @@ class LiveSupply:
         await self._feed.catch_up()
 
     async def _reject_undecided(self, now: float) -> None:
-        """Reject what came after the last entry of the ledger: nobody reads it any more."""
+        """Reject data that arrived after the last entry of the ledger, and publish the statuses directly."""
         self._note([*self.matching.on_job_end(now), *self.quarantine.on_job_end(now)])
         self._unrecorded.add_interactions(self.matching.refused_interactions.drain())
         await self.flush()
         await self._feed.notify(*self._unrecorded.drain_statuses())
 
     async def _free_stream_space(self) -> None:
-        """Purge messages that no reader needs, and reject some items that keep others there, once a stream fills."""
+        """Once a stream fills: purge messages that no reader needs, and reject items that hold back the purge."""
         await self._feed.catch_up()
         if self._unrecorded:
             self._wants_purge = True
@@ -373,8 +373,8 @@ class LiveSupply:
     async def _purge_decided(self) -> None:
         """Purge decided messages from streams that are half full.
 
-        From FEEDBACK these are all; from INTERACTIONS those that no batch needs which a trainer may repeat or a fork
-        may open. The ledger must have all decisions, because a later leader cannot derive them.
+        Keeps messages that are needed for batches which a trainer may repeat or a fork may reopen. The ledger must have
+        all decisions, because a later leader cannot derive them from purged messages.
         """
         self._wants_purge = False
         if self.bus.held:
@@ -407,7 +407,7 @@ class LiveSupply:
             logger.info("%s: no room is made among its interactions and feedback: %s", self.job, error)
 
     def _relieve_feedback(self, feedback: StreamState, now: float) -> list[FeedbackStatus]:
-        """Reject items that keep everything after them in FEEDBACK or in the ledger, if space is short."""
+        """Reject items that keep all later ones in FEEDBACK or in the ledger, if space is short."""
         is_crowded, undecided = feedback.bytes > CROWDED_SHARE * feedback.max_bytes, self.matching.low_water()[1]
         if self.quarantine.lowest_seq < undecided:
             return self.quarantine.reject_older_half(now) if is_crowded or len(self._state.used) > MAX_USED else []
@@ -419,7 +419,7 @@ class LiveSupply:
         return self.matching.reject(names, FEEDBACK_FULL, now)
 
     async def order(self, run: JobRun, draws: Sequence[Draw]) -> None:
-        """Make and publish the groups of admitted draws; waits while the bus is away."""
+        """Make and publish the groups of admitted draws; waits while the bus is unavailable."""
         admissions = {d: run.state.admissions[d.ordinal] for d in draws if not self.source.refusal(d)}
         seqs = {seq for admission in admissions.values() for seq in admission.interactions.values()}
         records = await self._reader.by_seq(seqs)
@@ -443,11 +443,11 @@ class LiveSupply:
         await self._publish(groups)
 
     def _temperature(self, settings: float | None) -> float:
-        """Return the temperature in the settings; earlier versions leave it to the job file."""
+        """Return the temperature of the settings, or of the job file, as earlier versions store none in settings."""
         return self.config.sampling.temperature if settings is None else settings
 
     async def _find_records(self, items: Sequence[Feedback]) -> None:
-        """Look up the interactions that examples refer to and that were read long ago."""
+        """Look up the missing records of interactions that new examples refer to."""
         examples = self.matching.examples
         names = [name for item in items if examples.accepts(item) for name in examples.missing_records(item)]
         for name, record in (await self._reader.by_name(names)).items():
@@ -467,7 +467,7 @@ class LiveSupply:
     # -- reports -------------------------------------------------------------------------------------------------------
 
     def measures(self) -> dict[str, float]:
-        """Return the funnel since the last update."""
+        """Return the counts since the last update, and the numbers of waiting items."""
         waiting = {
             "online/waiting": float(self.matching.num_waiting),
             "online/unmatched": float(len(self.matching.unmatched)),

@@ -54,7 +54,7 @@ __all__ = [
 MAX_SEQ = 1 << 62
 """Sorts behind every sequence of a stream."""
 DISCONNECTED = "client_disconnected"
-"""Finish reason of an answer whose client seemed to have gone away."""
+"""Finish reason of an answer whose client appeared to disconnect."""
 
 
 def canonical_id(text: str) -> str:
@@ -63,16 +63,16 @@ def canonical_id(text: str) -> str:
 
 
 def episode_key(interaction: Interaction) -> str:
-    """Return the key of an interaction's episode. A name that an agent chose is scoped to its API key: others may
-    choose it."""
+    """Return the key of an interaction's episode. A name that an agent chose is scoped to its API key, because
+    other keys may use the same name."""
     return bare_id(interaction.episode) or f"{interaction.key_id} {interaction.episode}"
 
 
 class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
     """One item of feedback and the sequence of its message in FEEDBACK.
 
-    Neither this nor ``Feedback`` refers to what refers to it, so the garbage collector need not look: where a million
-    wait, a full collection would stop the leader for seconds.
+    The garbage collector skips items (``gc=False``), which are never part of a reference cycle: with a million items, a
+    full collection would stop the leader for seconds.
     """
 
     seq: int
@@ -80,12 +80,12 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def target(self) -> str:
-        """Interaction or episode that it is about; '' if it names none."""
+        """Interaction or episode that the feedback is about; '' if it names none."""
         return self.feedback.inference or self.feedback.episode
 
     def is_copied_in(self, seq: int, feedback: Feedback) -> bool:
-        """Return True if a later message holds the same item: a user's deletion copied the rest of a message further
-        on."""
+        """Return True if a later message holds the same item: a user's deletion copies the remaining items of a
+        message to a new one."""
         own = self.feedback
         same = (own.revision, own.key_id, own.received) == (feedback.revision, feedback.key_id, feedback.received)
         is_value = own.value in (None, feedback.value)  # the body of an off-policy example stays in the stream
@@ -97,7 +97,7 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class Holder(msgspec.Struct, frozen=True, gc=False):
-    """The dictionary of the turn or episode (``key``) that has an undecided item."""
+    """Dictionary that holds an undecided item: that of a turn, or of the episode ``key`` itself."""
 
     key: str
     items: dict[str, FeedbackItem]

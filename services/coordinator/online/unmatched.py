@@ -1,7 +1,4 @@
-"""Holds undecided feedback, and what arrived before its target: unmatched items and pending retractions, both bounded.
-
-Pure.
-"""
+"""Holds undecided feedback: all of it by id, unmatched items, and retractions that arrived before their item. Pure."""
 
 from __future__ import annotations
 
@@ -23,27 +20,26 @@ __all__ = [
 ]
 
 MAX_PER_KEY = 50_000
-"""Unmatched items that one API key may have; above this its oldest ones are evicted."""
+"""Maximum unmatched items of one API key; above this its oldest ones are evicted."""
 MAX_UNMATCHED = 1_000_000
-"""Unmatched items that all keys may have; above this the oldest ones of the key with the most are evicted."""
+"""Maximum unmatched items of all keys; above this the oldest ones of the key with the most are evicted."""
 EVICTED_AT_ONCE = 1_000
-"""Items evicted at once when all keys together have too many."""
+"""Number of items evicted at once when all keys together have too many."""
 MAX_RETRACTIONS = 100_000
-"""Pending retractions; above this the oldest one is evicted."""
+"""Maximum pending retractions; above this the oldest one is evicted."""
 
 
 class UnmatchedFeedback:
-    """Unmatched items by target, bounded for each API key and in total, so that no client can fill the memory.
+    """Unmatched items by target, bounded for each API key and in total, so that no client can exhaust the memory.
 
-    One item takes about 1 KB, the entries of ``Matching`` included.
+    One item takes about 1 KB, including its entries in ``Matching``.
     """
 
     def __init__(self) -> None:
         self._targets: dict[str, FeedbackItem | dict[str, FeedbackItem]] = {}
         """Most targets have one item; a dictionary holds several."""
         self._keys: dict[str, dict[str, FeedbackItem]] = {}
-        """Items by API key, the oldest first. Plain dictionaries of ``FeedbackItem``: the garbage collector passes over
-        them."""
+        """Items by API key, oldest first. Plain dictionaries of ``FeedbackItem``, which the garbage collector skips."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -53,10 +49,10 @@ class UnmatchedFeedback:
         return (item for items in self._keys.values() for item in items.values())
 
     def add(self, target: str, item: FeedbackItem) -> list[FeedbackItem]:
-        """Hold an item, and return those that the caller must ``remove`` for it: the oldest of its key, or of the
+        """Hold an item; return the items that the caller must ``remove`` in exchange: the oldest of its key or of the
         largest key.
 
-        An item that is already here keeps its place among those of its key.
+        An item that is already held keeps its position in the order of its key.
         """
         name, of_key = item.feedback.id, self._keys.get(item.feedback.key_id)
         if of_key is None:
@@ -104,7 +100,7 @@ class UnmatchedFeedback:
 
 
 class UndecidedFeedback:
-    """Items without a final status, by id, and the messages of FEEDBACK that have them."""
+    """Items without a final status by id, and the sequences of their messages in FEEDBACK."""
 
     def __init__(self) -> None:
         self.items: dict[str, FeedbackItem] = {}
@@ -113,7 +109,7 @@ class UndecidedFeedback:
         self._seqs = LazyHeap[int](lambda _, seq: seq in self._counts, self._counts.__len__)
 
     def add(self, item: FeedbackItem) -> None:
-        """Add an item whose id is not here."""
+        """Add an item whose id is not held yet."""
         self.items[item.feedback.id] = item
         count = self._counts.get(item.seq, 0)
         self._counts[item.seq] = count + 1
@@ -121,7 +117,7 @@ class UndecidedFeedback:
             self._seqs.put(item.seq, item.seq)
 
     def remove(self, name: str) -> FeedbackItem | None:
-        """Remove and return an item, if it is here."""
+        """Remove and return an item, or return None if it is not held."""
         item = self.items.pop(name, None)
         if item is not None:
             self._counts[item.seq] -= 1
@@ -139,7 +135,7 @@ class UndecidedFeedback:
 class PendingRetractions:
     """Retractions that arrived before the item they retract.
 
-    They wait as long as unmatched feedback does, and hold back the low-water mark no longer than that.
+    They wait as long as unmatched feedback, which also limits how long they hold back the low-water mark.
     """
 
     def __init__(self) -> None:
@@ -172,5 +168,5 @@ class PendingRetractions:
         return self.waiting.pop(name)[1].id
 
     def expire(self, limit: float) -> list[str]:
-        """Release the retractions received before ``limit``, and return their ids: their items never arrived."""
+        """Release the retractions received before ``limit``, whose items never arrived; return their ids."""
         return [self.pop(name) for name in self._times.pop_until(limit, inclusive=False)]
