@@ -125,7 +125,7 @@ class ServingSession:
         try:
             self._serving = await asyncio.to_thread(self._load)
             await self._answer(self._serving)
-        except ConfigError as error:  # of the model or of the engine: others come in a group
+        except ConfigError as error:  # from the model or the engine; tasks raise exception groups
             self._asking.done("model")
             report = pack(Report(kind="failed", epoch=0, reason=str(error)), job=self.job)
             await self._asking.ask(subjects.report(self.job), report, "failure", "the coordinator to take a failure")
@@ -185,7 +185,7 @@ HEALTH_S = 1.0
 
 
 class RolloutSession:
-    """Takes tickets of a job while the engine has room."""
+    """Takes tickets of a job while the engine has free capacity."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: TextJob) -> None:
         self._bus, self._settings, self.job, self.config = bus, settings, job, config
@@ -219,14 +219,14 @@ class RolloutSession:
         try:
             await asyncio.to_thread(self._load)
             await self._work()
-        except (ConfigError, DataError) as error:  # of the model or of the engine: others come in a group
+        except (ConfigError, DataError) as error:  # from the model or the engine; tasks raise exception groups
             await self._report_unusable(error)
             if not isinstance(self.config, JobConfig) or isinstance(self.config.rollout, EmbeddedConfig):
                 raise
             await self._stand_by(f"that can open the engine; here: {error}")
 
     async def _stand_by(self, other: str) -> None:
-        """Take no ticket, and say that the job waits for another worker."""
+        """Take no ticket until drained, and report that the job waits for another worker."""
         self._asking.wait("engine", f"a rollout worker {other}", subjects.tickets(self.job))
         await self._drained.wait()
 
@@ -235,7 +235,7 @@ class RolloutSession:
         engines = [self._engine] + ([self._candidate.engine] if self._candidate is not None else [])
         try:
             await self._work_with(self._engine)
-        finally:  # also if no version ever came
+        finally:  # also if no version arrived
             for engine in engines:
                 await engine.close()
             self._held.clear()
@@ -327,7 +327,7 @@ class RolloutSession:
             await self._answer(ticket, key)
 
     def _is_measure(self, ticket: Ticket) -> bool:
-        """Return True if the ticket evaluates a training job's policy: only the scores are needed."""
+        """Return True if the ticket evaluates a training job's policy, so that only the scores are needed."""
         return ticket.purpose == "eval" and isinstance(self.config, JobConfig)
 
     async def _answer(self, ticket: Ticket, key: str) -> None:
@@ -342,7 +342,7 @@ class RolloutSession:
             return
         group = await self._generate(ticket, prompt, key, oldest=ticket.min_version)
         with self._written():
-            if not group.num_trajectories:  # its environment began with a prompt that is too long
+            if not group.num_trajectories:  # the first prompt of its environment is too long
                 await self._publisher.publish(group)
                 return
             if not self.config.reward.slow:

@@ -1,4 +1,4 @@
-"""Registry of live worker processes, from their heartbeats, with reports of lost and returned ones. Pure."""
+"""Registry of worker processes, built from their heartbeats, with reports of lost and returned ones. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from penstock.shared.protocol.messages import Heartbeat
 __all__ = ["Member", "Members", "PresenceChange", "PresenceWatch"]
 
 LOST_AFTER = 4.0
-"""Heartbeat intervals without a heartbeat after which a worker counts as lost."""
+"""Number of intervals without a heartbeat after which a worker counts as lost."""
 FORGET_AFTER_S = 600.0
 """Time for which a lost worker stays listed (seconds)."""
 HISTORY_S = 300.0
 """Time for which states of a worker are kept (seconds)."""
 MOST_SPANS = 200
-"""Most states of a worker for one job; the oldest are dropped first."""
+"""Maximum states of a worker for one job; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Member:
 
 @dataclass(slots=True)
 class Span:
-    """Work of a worker for a job, or a wait, from ``start`` to ``end`` (monotonic seconds), as its heartbeats told."""
+    """Interval of one state of a worker for a job, from its heartbeats. ``start``, ``end``: monotonic seconds."""
 
     kind: Literal["busy", "waiting", "lost"]
     wait: str
@@ -43,19 +43,19 @@ class Span:
     end: float
 
     def row(self, now: float) -> dict[str, Any]:
-        """As JSON, in seconds before ``now``: the clock of whoever reads it does not matter."""
+        """Return the span as JSON, in seconds before ``now``, so that it does not depend on the reader's clock."""
         ages = {"start_age_s": round(now - self.start, 3), "end_age_s": round(now - self.end, 3)}
         return {"kind": self.kind, "wait": self.wait, **ages}
 
 
 class History:
-    """Spans of one worker by job."""
+    """Records the spans of one worker by job."""
 
     def __init__(self) -> None:
         self._spans: dict[str, deque[Span]] = {}
 
     def note(self, beat: Heartbeat, now: float) -> None:
-        """Go on with the newest span of each job, or begin another; jobs that it works for no more are forgotten."""
+        """Extend the newest span of each job of a heartbeat, or begin a new one; drop jobs without recent spans."""
         for job, row in beat.jobs.items():
             spans = self._spans.setdefault(job, deque(maxlen=MOST_SPANS))
             if spans and now - spans[-1].end > _silence(beat):
@@ -69,17 +69,17 @@ class History:
         self._spans = {job: spans for job, spans in self._spans.items() if now - spans[-1].end < HISTORY_S}
 
     def rows(self, job: str, now: float) -> list[dict[str, Any]]:
-        """Spans of the last HISTORY_S, oldest first."""
+        """Return the spans of the last HISTORY_S, oldest first."""
         return [span.row(now) for span in self._spans.get(job, ()) if now - span.end < HISTORY_S]
 
 
 def _silence(beat: Heartbeat) -> float:
-    """Seconds without a heartbeat after which its worker counts as lost."""
+    """Return the seconds without a heartbeat after which the worker of ``beat`` counts as lost, at least 2."""
     return max(LOST_AFTER * beat.interval_s, 2.0)
 
 
 class Members:
-    """All workers by (service, worker); callers pass the time in."""
+    """All known workers by (service, worker). Times are monotonic seconds, passed by the caller."""
 
     def __init__(self) -> None:
         self._members: dict[tuple[str, str], Member] = {}
@@ -104,9 +104,9 @@ class Members:
         return [member for _, member in sorted(self._members.items())]
 
     def rows(self, job: str, now: float, *, history: bool = False) -> list[dict[str, Any]]:
-        """Return one row per worker, with its entry for ``job``; without workers that drained before they ended.
+        """Return one row per worker, with its entry for ``job``; omit workers that drained before they ended.
 
-        ``history``: add ``spans``, its states for the job in the last ``HISTORY_S`` seconds.
+        ``history``: add ``spans``, the states of the worker for the job in the last ``HISTORY_S`` seconds.
         """
         return [
             {
@@ -128,7 +128,7 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class PresenceChange:
-    """Report that a worker was lost, or is back."""
+    """Report that a worker was lost or has returned."""
 
     type: Literal["worker_lost", "worker_back"]
     service: str

@@ -59,7 +59,7 @@ class PolicyEngine:
         self._closed = False
         self.num_decisions = 0
         self.seconds = 0.0
-        """Total time in which the policy decided."""
+        """Total time spent on decisions (seconds)."""
 
     async def decide(self, observations: Mapping[str, NDArray[Any]], noise_NCA: NDArray[np.float32] | None) -> Decided:
         """Decide for N observations with the given noise; None: take the mean.

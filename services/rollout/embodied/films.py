@@ -92,7 +92,7 @@ class FilmMaker:
             logger.warning("job %s: that cannot be told: %s", shot.job, second)
 
     async def _make(self, shot: Shot) -> None:
-        """Make one video. Raises PenstockError if it cannot be made now."""
+        """Make and publish one video. Raises PenstockError if that fails."""
         mail = await asyncio.to_thread(FrameMail, self._settings)
         try:
             request = shot.config.held_out_simulator.opening(1, camera=True)
@@ -121,7 +121,7 @@ def _video(shot: Shot, **facts: Any) -> Video:
 
 
 async def _play(client: EnvClient, shot: Shot) -> Video:
-    """Play the episode with the policy's mean. Raises PenstockError if the simulator loses it."""
+    """Play the episode with the policy's mean. Raises PenstockError if the simulator loses the episode."""
     sim = shot.config.held_out_simulator
     limit_s = sim.step_limit_s + MARGIN_S
     env_ids, total, steps = np.zeros(1, np.int32), 0.0, 0

@@ -1,6 +1,6 @@
 """Lanes of one simulator session: the episode in each environment and its records. Pure.
 
-Shapes: B = lanes, n = lanes of one call, T = most decisions of an episode, C = actions of a decision, A = components of
+Shapes: B = lanes, n = lanes of one call, T = allocated decisions, C = actions of a decision, A = components of
 an action, k = ended episodes, ... = the shape of one observation.
 """
 
@@ -45,11 +45,11 @@ class Lanes:
         self._running_B = np.zeros(B, np.bool_)
         self._succeeded_B = np.zeros(B, np.bool_)
         self._times_B = np.zeros(B, np.int64)
-        """Decisions so far."""
+        """Number of decisions so far."""
         self._label: Label | None = None
         self._num_labels = 0
         self._versions_B = np.full(B, ANY_VERSION, np.int64)
-        """Version that the episode requires."""
+        """Policy version that the episode requires, or ANY_VERSION."""
         self._label_numbers_B = np.zeros(B, np.int64)
         T = min(FIRST_LENGTH, -(-horizon // C))
         self._observations = {
@@ -199,7 +199,7 @@ class Lanes:
         return episode is not None and episode.noise is not None
 
     def _mark(self, lanes: Rows, times: NDArray[np.int64], label: Label) -> None:
-        """Begin a span where decisions come from other weights than the previous ones."""
+        """Begin a version span in lanes whose previous decision came from other weights."""
         if self._label != label:
             self._label, self._num_labels = label, self._num_labels + 1
         fresh = np.flatnonzero(self._label_numbers_B[lanes] != self._num_labels)

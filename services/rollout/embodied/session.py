@@ -44,11 +44,11 @@ class EmbodiedSession:
             progress=self._progress,
         )  # fmt: skip
         self._queue = self._held_out = EpisodeQueue(config.environment.sessions)
-        """Episodes of tickets, and held-out ones, which wait apart where another simulator plays them."""
+        """Queues of training and of held-out episodes: one queue, unless another simulator plays the held-out ones."""
         if config.evaluation.environment is not None:
             self._held_out = EpisodeQueue(1)
         self._simulators: list[SimulatorSession] = []
-        """Those of the section `environment`, and that of `evaluation.environment` after them."""
+        """Sessions of `environment`, followed by the one of `evaluation.environment` if the job has it."""
         self._engine: PolicyEngine | None = None
         self._policy: PolicyFollower | None = None
         self._unfinished = 0
@@ -112,7 +112,7 @@ class EmbodiedSession:
         self._tickets.drain()
 
     def _room(self) -> int:
-        """Return the number of tickets to take: those whose first episode finds a free lane."""
+        """Return how many more tickets to take, so that the first episode of each finds a free lane."""
         simulator, group = self.config.environment, self.config.algorithm.group_size
         free = simulator.sessions * simulator.num_envs - self._unfinished
         return -(-free // group) - self._tickets.num_unbegun
@@ -171,7 +171,7 @@ class EmbodiedSession:
         assert self._engine is not None
         if self._filmed is None or self._filmed.version != version:
             self._filmed = await self._engine.copy()
-        if self._filmed.version == version:  # a restarted leader may have gone back meanwhile
+        if self._filmed.version == version:  # a restarted leader may have reverted the version meanwhile
             self._films.want(
                 Shot(job=self.job, config=self.config, policy=self._filmed, version=version, reset_id=reset_id)
             )

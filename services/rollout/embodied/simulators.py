@@ -1,4 +1,4 @@
-"""One simulator session of a worker: opened on any env worker, and reopened elsewhere if that worker is lost."""
+"""One simulator session of a worker: opened on any env worker, and opened again elsewhere if that one is lost."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class SimulatorSession:
         return self._lanes.num_running if self._lanes is not None else 0
 
     async def open(self) -> EnvSpec:
-        """Open the environments on an env worker; wait for one that can."""
+        """Open the environments on an env worker; wait until one can open them."""
         config = self._config
         request = config.opening(config.num_envs, idle_s=IDLE_S)
         what = f"an env worker to open '{config.task}'"
@@ -94,7 +94,7 @@ class SimulatorSession:
             return client.spec
 
     async def close(self) -> None:
-        """Close the environments. If the env worker does not respond, it closes them by itself."""
+        """Close the environments. An env worker that does not respond closes them itself after ``IDLE_S``."""
         client, self._client = self._client, None
         if client is not None:
             with contextlib.suppress(PenstockError, TimeoutError):
@@ -102,7 +102,11 @@ class SimulatorSession:
                     await client.close()
 
     async def run(self, engine: PolicyEngine, queue: EpisodeQueue) -> None:
-        """Play episodes of the queue until cancelled. If the session is lost, so are its episodes."""
+        """Play episodes of the queue until cancelled. If the session is lost, its episodes are lost, too.
+
+        Raises:
+            ConfigError: another env worker has other observation or action spaces.
+        """
         assert self._client is not None
         spec = self._client.spec
         self._lanes = Lanes(
@@ -162,7 +166,7 @@ class SimulatorSession:
         await self._client.keep()
 
     async def _reply_of(self, asked: Awaitable[T], what: str) -> T:
-        """Return the reply of a simulator; report the wait while it takes long."""
+        """Return the reply of a simulator; report the wait if it takes longer than ``TELL_AFTER_S``."""
         assert self._client is not None
         with self._reporting(what, self._client.subject):
             return await asked

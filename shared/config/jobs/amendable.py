@@ -34,13 +34,13 @@ AMENDABLE = (
     "sampling.temperature",
     "train.max_updates",
 )
-"""Settings that may change from one batch to the next, beside the free labels. All others are fixed at the start."""
+"""Settings that may change between batches, besides ``metadata`` and ``backend``. All others are fixed."""
 BACKEND = "backend"
-"""Section that may change as a whole: the trainer writes a checkpoint and resumes from it with the new backend. Not
-in jobs with a promotion gate: these may have to recompute a served version bit for bit from an earlier checkpoint,
-which needs its backend."""
+"""Section that may change as a whole: the trainer writes a checkpoint and resumes from it with the new backend. Fixed
+in jobs with a promotion gate, which may have to recompute a served version bit for bit from an earlier checkpoint, with
+the backend of that checkpoint."""
 TEMPERATURE = "sampling.temperature"
-"""Applies to draws made after the change; earlier draws are trained at the temperature that they were sampled at."""
+"""Applies to draws made after the change; earlier draws are trained at their own sampling temperature."""
 LABELS = "metadata"
 
 
@@ -51,16 +51,16 @@ def settings_of(config: TrainingJob) -> dict[str, Any]:
 
 
 def ranges_of(config: BaseModel) -> list[dict[str, Any]]:
-    """Rows of the settings that may change in a job that is ``config`` now, in the order of AMENDABLE.
+    """Return a row for each setting that may change in a job with this ``config``, in the order of AMENDABLE.
 
-    Each has ``key``, the present ``value``, ``type`` (integer or number), ``minimum`` or ``above`` (the least that is
-    allowed, and what it must exceed; null: no bound), ``optional`` (null is a value), and ``description``.
+    A row has ``key``, the current ``value``, ``type`` (integer or number), ``minimum`` (inclusive) and ``above``
+    (exclusive; None: no such bound), ``optional`` (True if null is valid), and ``description``.
     """
     return [_range(config, key) for key in AMENDABLE if is_amendable(config, key) and _owner(config, key) is not None]
 
 
 def _owner(config: BaseModel, key: str) -> BaseModel | None:
-    """The section that holds a key; None where the job has none."""
+    """Return the section that holds a key, or None if the job lacks it."""
     node: Any = config
     for part in key.split(".")[:-1]:
         node = getattr(node, part, None)

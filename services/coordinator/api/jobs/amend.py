@@ -1,4 +1,4 @@
-"""Routes that change a job: its file while it runs, its length after it ended, and operations on it."""
+"""Routes that change a job file while the job runs, extend a job after it ended, and start operations on it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Writer = Annotated[Caller, require("jobs:write")]
 
 
 class Amended(JobRecord):
-    """The job after a change."""
+    """Job after a change of its file."""
 
     applies_at_step: int | None = Field(
         None,
@@ -67,7 +67,7 @@ class Patch(BaseModel):
 
 
 class Amendable(BaseModel):
-    """A setting that may change while the job runs, with its present value and its range."""
+    """Setting that may change while the job runs, with its current value and range."""
 
     key: str
     value: float | int | None
@@ -79,7 +79,7 @@ class Amendable(BaseModel):
 
 
 class AmendableList(BaseModel):
-    """Settings that may change."""
+    """Settings that may change while the job runs."""
 
     object: Literal["list"] = "list"
     data: list[Amendable]
@@ -88,7 +88,7 @@ class AmendableList(BaseModel):
 
 @router.get("/amendable", response_model=AmendableList, dependencies=[require("jobs:read")])
 async def amendable(job: JobId, backend: BackendDep) -> Response:
-    """List the settings that may change while the job runs, beside `backend` and `metadata`, with values and ranges."""
+    """List the settings that may change while the job runs, with values and ranges, except `backend` and `metadata`."""
     spec = (await backend.control.get(job)).spec
     return Json({"object": "list", "data": ranges_of(job_model(spec).model_validate(spec)), "has_more": False})
 
@@ -119,9 +119,9 @@ async def amend(
     Amendable keys: `train.max_updates`, `checkpoint.every`, `checkpoint.keep`, `limits.*`, `optimizer.learning_rate`,
     `algorithm.kl.coef`, `sampling.temperature` and `metadata`. A change applies from the next sealed batch; sealed
     batches keep their settings, so that replays stay exact. A new temperature applies to completions sampled from then
-    on: each completion is trained at the temperature that it was sampled at. `backend` applies after the current
-    update: the trainer writes a checkpoint and opens it with the other backend, optimizer state included. `If-Match`
-    fails if the job was changed since.
+    on; each completion is trained at the temperature at which it was sampled. `backend` applies after the current
+    update: the trainer writes a checkpoint and resumes from it with the new backend, including the optimizer state.
+    `If-Match` fails if the job file was changed since.
     """
     patch = await read_object(request, patch_too=True)
 
@@ -171,7 +171,7 @@ def amended(record: JobRecord, patch: dict[str, Any]) -> AnyJob:
 
 
 def _without_old_backend(raw: dict[str, Any], patch: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """Drop the old backend's keys if the patch selects another type, for which they have no meaning."""
+    """Drop the old backend's keys if the patch selects another type, which does not have them."""
     section = patch.get(BACKEND)
     if not isinstance(section, dict) or section.get("type") in (None, value_at(known, f"{BACKEND}.type")):
         return raw
@@ -198,7 +198,7 @@ def _immutable(keys: list[str]) -> HttpProblem:
 
 
 def _check_match(if_match: str, record: JobRecord) -> None:
-    """Check ``If-Match``: a tag stays valid while the job file is unchanged, even if the status of the run changes."""
+    """Raise HttpProblem 412 if ``If-Match`` fails. A tag stays valid until the job file changes."""
     if not if_match or if_match.strip() == "*":
         return
     tags = [tag.strip().strip('"') for tag in if_match.split(",")]
@@ -221,10 +221,10 @@ class Extension(BaseModel):
 
 
 class ExtendedJob(JobRecord):
-    """The extended job."""
+    """Job after it was extended."""
 
     notes: list[str]
-    """Side effects of the new length on the job's settings, such as on the learning rate."""
+    """Side effects of the new length on settings of the job, such as the learning rate."""
 
 
 @router.post(
@@ -235,7 +235,7 @@ class ExtendedJob(JobRecord):
     responses={409: {"description": "It has not ended, or cannot go on."}},
 )
 async def extend(request: Request, job: JobId, caller: Writer, backend: BackendDep) -> Response:
-    """Continue a job that has ended, with its optimizer state, schedule position, data order, numbering and ledger."""
+    """Continue an ended job, with its optimizer state, schedule position, data order, numbering and ledger."""
     wanted = await read_model(request, Extension)
     record, notes = await backend.control.extend(job, wanted.max_updates, by=caller.id)
     return Json(ExtendedJob(**record.model_dump(), notes=notes), 202, {"ETag": f'"{record.revision}"'})
@@ -246,7 +246,7 @@ async def extend(request: Request, job: JobId, caller: Writer, backend: BackendD
 
 @router.post("/checkpoints", status_code=202, response_model=Operation)
 async def checkpoint_now(job: JobId, caller: Writer, backend: BackendDep) -> Response:
-    """Request a checkpoint of the current weights; the operation reports when it exists, and its number."""
+    """Request a checkpoint of the current weights; the operation reports its number once it exists."""
     return await begin(backend, job, "checkpoint", caller)
 
 
@@ -257,7 +257,7 @@ async def get_operation(
     backend: BackendDep,
     wait: Annotated[float, Query(ge=0, le=60, description="Hold the reply until it is done")] = 0,
 ) -> Response:
-    """Show an operation; a job keeps only its newest ones."""
+    """Return an operation; a job keeps only its newest ones."""
 
     def find(record: JobRecord) -> Operation | None:
         return next((one for one in record.operations if one.id == operation), None)
