@@ -91,7 +91,7 @@ def sweep(
     plot: Annotated[Path | None, typer.Option("--plot", help="Write the curves to this SVG file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Submit a job for each combination of values and seeds, wait for all, and compare them. Ctrl-C stops no job."""
+    """Submit one job per combination of values and seeds, wait for all, and compare. Ctrl-C leaves them running."""
     points = [Point(settings) for settings in points_of(grid or [])]
     if len(points) * seeds > MAX_JOBS:
         raise ConfigError(f"that makes {len(points) * seeds} jobs, more than {MAX_JOBS}")
