@@ -2,13 +2,13 @@
 
 The folder owns everything between the streams INTERACTIONS and FEEDBACK and the ledger's admissions: undecided episodes
 and feedback, rewards and credit, quarantine, shares of keys and users, canary samples, and the groups of admitted
-draws. The ledger owns every decision: admissions, and what ends without training. DECISIONS is a feed that follows
-from it.
+draws. The ledger records every decision: admissions, and interactions and feedback that end without training. The feed
+DECISIONS is derived from the ledger.
 
 Callers: ``service`` gives each leader of an online job a ``LiveSupply``, which the runner drives through the protocol
-``coordinator.supply.Supply``; ``audit`` and ``control`` check and replay admissions. Imports: ``shared``, the
+``coordinator.supply.Supply``; ``audit`` and ``control`` check and replay admissions. Allowed imports: ``shared``, the
 coordinator's ledger, drafts and retries, and ``feedback`` for consent and deletions; never ``api`` or ``serving``. A
-module marked Pure neither reads the bus nor a clock.
+module marked Pure reads neither the bus nor a clock.
 
 Life cycle of an episode, whether the gateway served it or a client posted it::
 

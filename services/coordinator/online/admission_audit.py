@@ -317,7 +317,7 @@ def flaws_of_admission(
     """Check the admissions in a ledger; return ``(admissions, flaws)``. ``trained`` are the batches of the job's
     lineage.
 
-    An interaction is admitted once and with one ordinal for good; an item of feedback counts once. A trained group has
+    An interaction is admitted once, with one permanent ordinal; an item of feedback counts once. A trained group has
     the reward and the objective of its admission, which was within the lag bound if it served the policy loss. No owner
     exceeded its share of a batch.
     """

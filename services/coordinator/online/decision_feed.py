@@ -1,7 +1,7 @@
 """Publishes decisions to DECISIONS: a feed that follows from the ledger, and is rebuilt from it where it lacks some.
 
-Each message names the entry of the ledger up to which the feed is complete with it. A leader goes on from there, so a
-feed that was full, lost or left behind by a crash catches up: every decision appears, in the order of the ledger.
+Each message names the entry of the ledger up to which the feed is complete with it. A leader continues from there, so a
+feed that was full, lost or incomplete after a crash catches up: every decision appears, in the order of the ledger.
 
 ``Funnel`` counts interactions, feedback and their statuses, for the metrics row of an update and for Prometheus.
 """
@@ -135,7 +135,7 @@ class DecisionFeed:
     """Publishes the decisions of one job's leader.
 
     Args:
-        retry: returns the wait to report while the bus is away.
+        retry: returns the wait to report while the bus is unavailable.
         archive: has the older entries of the ledger.
     """
 
@@ -188,7 +188,7 @@ class DecisionFeed:
             logger.error("%s: the feed of decisions waits, the ledger has them: %s", self._job, error)
 
     async def notify(self, statuses: Sequence[FeedbackStatus], interactions: Sequence[InteractionStatus] = ()) -> None:
-        """Publish statuses that no entry records: others follow them, or the job is over. They may be lost."""
+        """Publish statuses that the ledger does not record: non-final ones, or any after the job. May be lost."""
         self._funnel.on_feedback_statuses(statuses)
         self._funnel.on_interaction_statuses(interactions)
         try:

@@ -72,7 +72,7 @@ class Matching:
     """Undecided interactions and feedback of one job.
 
     Args:
-        opted_out: returns True for a user (HMAC) who does not want to be trained on.
+        opted_out: returns True for a user (HMAC) whose data may not be trained on.
     """
 
     def __init__(self, job: OnlineJob, *, opted_out: Callable[[str], bool] = lambda user: False) -> None:

@@ -8,8 +8,8 @@ no log-probs, a version still held          policy loss, log-probs computed unde
                                             the newest one, or one of `held_versions` before it
 neither                                     policy loss as if the newest policy had sampled them
                                             (`assumed`), if the job allows it
-any of these, where that is not possible    imitation, if the reward is high enough
-text only                                   imitation, likewise
+any of these, if that is not possible       imitation, if the reward is high enough
+text only                                   imitation, if the reward is high enough
 ==========================================  =============================================================
 """
 
@@ -61,7 +61,7 @@ __all__ = [
 
 EVERY_KEY = "*"
 NOT_TRAINED_YET = "not_trained"
-"""Reason to wait for a version of a sealed batch: engines may have it a moment before the ledger does."""
+"""Reason to wait for the version of a sealed batch, which engines may have shortly before the ledger."""
 EPISODE_OVER, TOO_MANY_TURNS = "episode_over", "too_many_turns"
 UNNUMBERED = 1 << 62
 """Sort key that puts turns without a number last."""
@@ -83,7 +83,7 @@ class PostedFacts(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     rewards: dict[str, bool | float]
     group: str = ""
-    """Interactions with the same name and API key answer the same task."""
+    """Name of the task; interactions with the same name and API key answer the same task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def use_of(facts: PostedFacts, key_id: str, job: OnlineJob, now: PolicyState) ->
 
 
 def can_learn_from(key_id: str, job: OnlineJob) -> bool:
-    """Return True if the job may train on posts of a key at all."""
+    """Return True if the job may train on posts of an API key."""
     off_policy = job.online.off_policy
     return _is_trusted(key_id, job) or (off_policy is not None and off_policy.supervised is not None)
 
@@ -262,7 +262,7 @@ class PostedTurn:
 
     @property
     def order(self) -> tuple[int, float, int]:
-        """Sort key: numbered turns first, then the others by arrival."""
+        """Sort key: turns with a number first, then turns without one by arrival."""
         feedback = self.item.feedback
         return feedback.turn if feedback.turn >= 0 else UNNUMBERED, feedback.received, self.item.seq
 
@@ -309,13 +309,13 @@ class _Arrivals:
         self.first, self.newest = min(self.first, turn.received), max(self.newest, turn.received)
 
     def is_over(self, job: OnlineJob, now: float) -> bool:
-        """Return True if the final turn and all before it have arrived, or if the episode's time is up."""
+        """Return True if the final turn and all before it have arrived, or if the episode has timed out."""
         if self.last is not None and self.next_number >= self.last:
             return True
         return now - self.newest >= job.online.idle_ttl_s or now - self.first >= job.online.max_age_s
 
     def due(self, job: OnlineJob) -> float:
-        """Return when the episode's time is up (Unix seconds)."""
+        """Return the time at which the episode times out (Unix seconds)."""
         return min(self.newest + job.online.idle_ttl_s, self.first + job.online.max_age_s)
 
 
@@ -334,7 +334,7 @@ class PostedEpisode:
         return sorted(self.turns.values(), key=lambda turn: turn.order)
 
     def is_over(self, job: OnlineJob, now: float) -> bool:
-        """Return True if no further turn is awaited; otherwise ``due`` says until when one is."""
+        """Return True if no further turn is awaited; otherwise set ``due`` to the time at which the wait ends."""
         arrivals = _Arrivals()
         for turn in self.turns.values():
             arrivals.add(turn.item.feedback)
@@ -345,7 +345,7 @@ class PostedEpisode:
     def late_turns(self, job: OnlineJob) -> dict[str, str]:
         """Return the turns that arrived after the episode was over, or above the limit, each with its reason.
 
-        The result follows from the stream, so a leader that reads all turns at once finds the same. Items of one
+        The result depends only on the stream, so a leader that reads all turns at once gets the same one. Items of one
         message arrived together. A revised turn arrived with its first revision.
         """
         items = sorted(

@@ -1,8 +1,8 @@
 """Holds feedback that is unusual for its source until a user releases or drops it. Pure.
 
-The quarantine stands between the stream and ``Matching``, so held items have no effect. The stream alone decides which
-items it holds, and the ledger records them before any decision without them: a leader that reads the stream again
-holds the same ones.
+The quarantine filters items between the stream and ``Matching``, so held items have no effect. Which items it holds
+depends only on the stream, and the ledger records them before any decision without them. So a leader that reads the
+stream again holds the same items.
 
 Two rules apply, each to one source (API key) and metric:
 

@@ -60,7 +60,7 @@ class InteractionReader:
     """Reads interactions that the leader read long ago.
 
     Args:
-        retry: returns the wait to report while the bus is away.
+        retry: returns the wait to report while the bus is unavailable.
     """
 
     def __init__(self, bus: Bus, job: str, retry: Callable[[], Retry]) -> None:
@@ -149,7 +149,7 @@ async def decided_ids(bus: Bus, job: str, names: set[str], archive: LedgerArchiv
 
     Raises:
         ProtocolError: the ledger or a deletion cannot be read.
-        Unavailable: the bus went away.
+        Unavailable: the bus is unavailable.
     """
     decided, deleted = set[str](), set[str]()
     async for entry in scan_ledger(bus, job, archive):
@@ -239,7 +239,7 @@ async def requeue_dead_letter(
     *,
     archive: LedgerArchive | None,
 ) -> int:
-    """Store a dead letter's message in its stream again; return how many interactions or items that brings back.
+    """Store a dead letter's message in its stream again; return the number of interactions or items restored.
 
     Args:
         archive: has the older entries of the ledger.
@@ -247,7 +247,7 @@ async def requeue_dead_letter(
 
     Raises:
         ProtocolError: this version cannot decode the message either.
-        Unavailable: the bus went away; the message may be stored or not. Safe to repeat.
+        Unavailable: the bus is unavailable; the message may be stored or not. Safe to repeat.
     """
     data = dead_letter.data
     if dead_letter.stream == subjects.INTERACTIONS:

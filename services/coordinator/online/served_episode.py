@@ -67,7 +67,7 @@ class EpisodeOutcome:
         return {canonical_id(turn.interaction.id): reason for turn, reason in self.refused}
 
     def without_objectors(self, objects: Callable[[str], bool], reason: str) -> EpisodeOutcome:
-        """Refuse, for ``reason``, the trajectories of users (HMAC) who do not want to be trained on.
+        """Refuse, for ``reason``, the trajectories of users (HMAC) who opted out of training.
 
         Feedback on these counts by credit, as for other refused turns: it moves to the last trajectory left.
         """

@@ -344,7 +344,7 @@ def _continued_prompts(turns: Sequence[TurnTokens], asked: Sequence[int]) -> dic
 
 
 def _split_header(prompt: bytes, header: int) -> tuple[bytes, bytes]:
-    """Return ``(tokens before the header, header)`` for a header of so many tokens."""
+    """Return ``(tokens before the header, header)`` for a header of this many tokens."""
     end = max(0, len(prompt) - header * TOKEN_BYTES)
     return prompt[:end], prompt[end:]
 
@@ -375,8 +375,8 @@ def returns(
 
     Args:
         tree: parents of turns; None is a chain.
-        counts: True for a turn that is trained or has feedback. Among siblings, those for which this holds neither for
-            themselves nor for a descendant do not dilute the others.
+        counts: True for a turn that is trained or has feedback. Siblings for which this holds neither for themselves
+            nor for a descendant are left out of the mean, unless it holds for no sibling.
     """
     found, matters = list(rewards), [*counts] or [True] * len(rewards)
     children = tree.children if tree is not None else [[place] for place in range(1, len(rewards))] + [[]]
