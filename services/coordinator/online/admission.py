@@ -129,7 +129,7 @@ def _imitated(interaction: Interaction, reward: float | None, denied: str, job: 
 def _refused(
     interaction: Interaction, reward: float | None, reason: str, job: OnlineJob, *, has_feedback: bool
 ) -> Decision:
-    """Reject an interaction; where a canary trial compares versions by its reward, wait for that reward first."""
+    """Reject an interaction. If a canary trial uses its reward to compare versions, wait for the reward first."""
     if reason != CANARY and (reason != STALE or job.online.canary is None):
         return Decision("reject", reason, reward or 0.0)
     if reward is None:

@@ -26,11 +26,11 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["StoredFacts", "audit_admissions", "flaws_of_admission", "replay_admissions", "replay_posted_admissions"]
 
 MAX_AUDITED = 10_000
-"""Admissions that an audit replays, the newest ones; more would take longer than users wait."""
+"""Number of newest admissions that an audit replays; more would take longer than users wait."""
 AT_ONCE = 256
-"""Admissions whose records are in memory at once, plus those of one decision."""
+"""Number of admissions whose records are in memory at once, plus those of one decision."""
 REWARD_TOLERANCE = 1e-6
-"""Rewards are sums of the same numbers in the same order."""
+"""Tolerance of rewards; small, because a replay sums the same numbers in the same order."""
 
 
 async def audit_admissions(
@@ -164,7 +164,7 @@ def _stored_episode_key(record: Interaction, job: OnlineJob) -> str:
 
 
 def _is_single(record: Interaction, job: OnlineJob) -> bool:
-    """Return True if the interaction was decided alone."""
+    """Return True if the interaction was decided without the rest of an episode."""
     return record.alone or record.index > 0 or not job.online.has_credit
 
 

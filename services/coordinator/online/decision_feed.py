@@ -1,4 +1,4 @@
-"""Publishes decisions to DECISIONS: a feed that follows from the ledger, and is rebuilt from it where it lacks some.
+"""Publishes decisions to DECISIONS, a feed that is derived from the ledger and completed from it after gaps.
 
 Each message names the entry of the ledger up to which the feed is complete with it. A leader continues from there, so a
 feed that was full, lost or incomplete after a crash catches up: every decision appears, in the order of the ledger.
@@ -171,7 +171,7 @@ class DecisionFeed:
         await self.catch_up()
 
     async def publish(self, seq: int, events: Sequence[Event], state: LedgerState) -> None:
-        """Publish what entry ``seq`` of the ledger decides, before the leader decides anything else.
+        """Publish the decisions of entry ``seq`` of the ledger. Call before the leader decides anything else.
 
         Args:
             state: the fold of the ledger up to that entry.

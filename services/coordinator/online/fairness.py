@@ -1,7 +1,7 @@
 """Limits the shares of owners, and weighs new sources of feedback. Pure.
 
-Shares limit what one API key or one user has of a batch and of the draws in flight. A new source is weighed by its
-agreement with the job's reference keys.
+A share is the part of a batch, or of the draws in flight, that one API key or user may have. The weight of a new source
+depends on its agreement with the job's reference keys.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 WITHOUT_SOURCE = ("default", "invalid")
-"""Reasons of rewards without a source. A return that includes feedback of other keys is never `invalid`."""
+"""Reasons of rewards without a source. A return that includes feedback has another reason."""
 
 
 def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, float, float]]:
@@ -67,7 +67,7 @@ def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, fl
 def weight_of(job: OnlineJob, agreements: Mapping[str, Paired], judges: Sequence[str], reason: str) -> float:
     """Return the factor of a trajectory's advantages: below 1 if one of its judges is a new source, 0 if it is masked.
 
-    One new judge suffices, because each of them has a part of the reward.
+    One new judge suffices, because each judge contributes to the reward.
     """
     config = job.online.new_sources
     if reason in MASKED:
@@ -107,14 +107,14 @@ def flaws_of_weights(
 
 
 OVER_SHARE = "over_share"
-"""Reason of a turn that is not trained because earlier turns of its episode use up what its owner may have."""
+"""Reason of a turn that is not trained because earlier turns of its episode use up its owner's share."""
 
 
 class Owners(NamedTuple):
     """Keys and users behind a trajectory.
 
-    ``judges`` are the API keys whose feedback made its reward, or, without feedback, the keys that sent the requests,
-    because their silence made it. ``askers`` are the keys that received its answers, ``users`` their users.
+    ``judges`` are the API keys whose feedback determines its reward. Without feedback they are the keys that sent the
+    requests, because they gave none. ``askers`` are the keys that received its answers, ``users`` their users.
     """
 
     judges: tuple[str, ...]

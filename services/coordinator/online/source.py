@@ -129,7 +129,7 @@ DRAW_DEADLINE_S = 7 * 86400.0
 ASSUMED = "assumed"
 """Reason of an admission whose unknown sampler counts as the newest policy."""
 MIN_BATCH = 2
-"""A batch of one has no baseline to compare with."""
+"""Minimum batch size, because a single trajectory has no baseline."""
 
 
 @dataclass(slots=True)
