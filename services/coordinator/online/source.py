@@ -1,6 +1,6 @@
 """Drafts the part of live data in each decision: admissions, batches and their baselines. Pure.
 
-The leader repeats none of this: a replay finds the same admissions, batches and baselines.
+The results depend only on the ledger and the undecided data, so a replay finds the same ones.
 """
 
 from __future__ import annotations
