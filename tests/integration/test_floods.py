@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.online import interaction_reader as reader_module
+from penstock.services.coordinator.online import record_lookup as reader_module
 from penstock.services.coordinator.online import supply as supply_module
 from penstock.services.coordinator.online.supply import LiveSupply
 from penstock.services.coordinator.training.ledger import LedgerState

@@ -43,7 +43,8 @@ async def until_served(bus: Bus, version: int, epoch: int, *, other: int = -1) -
 async def test_a_late_write_of_an_older_leader_or_trainer_does_not_stay(bus: Bus) -> None:
     kv, candidate = bus.kv(subjects.MANIFESTS), subjects.candidate_manifest(JOB)
     gate, served = PromotionGate(PromotionConfig(min_entropy=0.0), lambda: None), [promoted(1)]
-    publisher = asyncio.ensure_future(ServedVersionPublisher(bus, JOB, gate, lambda: served[0]).follow())
+    of_leader = ServedVersionPublisher(bus, JOB, gate, lambda: served[0])
+    publisher = asyncio.ensure_future(of_leader.follow())
     try:
         await kv.put(candidate, manifest(1, 1))
         await until_served(bus, 1, 1)
@@ -54,6 +55,9 @@ async def test_a_late_write_of_an_older_leader_or_trainer_does_not_stay(bus: Bus
         late = await kv.put(JOB, manifest(1, 1))
         await until_served(bus, 2, 1, other=late)
         again = await kv.put(JOB, manifest(2, 2))  # another trainer made version 2 again
+        async with asyncio.timeout(30):  # a watch delivers the newest value alone, so the publisher may miss one
+            while of_leader._served is None or of_leader._served.manifest.epoch != 2:
+                await asyncio.sleep(0.02)
         late = await kv.put(JOB, manifest(2, 1))
         await until_served(bus, 2, 2, other=max(late, again))
         async with asyncio.timeout(30):

@@ -49,7 +49,7 @@ def test_what_cannot_be_installed_is_an_error(tmp_path: Path) -> None:
     assert (result.exit_code, "there is: gymnasium, libero, maniskill, metaworld" in result.output) == (2, True)
     listed = CliRunner().invoke(app, ["sims", "ls", "--json"], env=environment)
     assert [row["name"] for row in json.loads(listed.stdout)] == [
-        "gymnasium", "libero", "maniskill", "metaworld",
+        "gymnasium", "libero", "maniskill", "metaworld", "world_model",
     ]  # fmt: skip
 
 
@@ -114,6 +114,6 @@ def test_a_simulator_that_nobody_has_names_the_way_to_ones_own(tmp_path: Path) -
     shutil.copyfile(OWN, tmp_path / "sims" / "mine" / "adapter.py")
     for name in ("warp", "../sims/mine"):
         with pytest.raises(
-            ConfigError, match=r"gymnasium, libero, maniskill, metaworld, mine\. An adapter of your own"
+            ConfigError, match=r"gymnasium, libero, maniskill, metaworld, mine, world_model\. An adapter of your own"
         ):
             open_simulator(OpenEnv(env_id="x", num_envs=1, backend=name), tmp_path / "sims")
