@@ -114,6 +114,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         self.epoch = 1
         self.trainer_epoch = 1
         self.letters = 0
+        self.without_room: set[int] = set()
+        """Entries whose decision had no room in the byte budget for what replaces a dropped group."""
         self.known, self.answer = 0, "arrives"
         self.paused: tuple[JobRun, int, int] | None = None
         self.run = self.new_leader()
@@ -565,8 +567,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
 
     @invariant()
     def resampling_is_bounded_and_replaces(self) -> None:
-        """Groups are replaced at most so often for a batch, each by another ordinal at once unless a replayed dead
-        letter already stands in; and while there is room for that, none without signal waits to be trained."""
+        """Groups are replaced at most so often for a batch, each by another ordinal at once, unless a replayed dead
+        letter already stands in or the byte budget is used up; while there is room, none without signal is trained."""
         if not hasattr(self, "run"):
             return
         state, run = self.run.state, self.run
@@ -574,7 +576,8 @@ class CoordinatorMachine(RuleBasedStateMachine):
         dynamic = self.config.algorithm.dynamic_sampling
         bound = 0 if dynamic is None else int(dynamic.max_resampled * self.config.groups_per_batch)
         since_seal = spare = 0
-        for entry in self.world.entries:
+        is_full = decision.Draft(run, state, self.now).byte_credits() == 0
+        for number, entry in enumerate(self.world.entries):
             for event in entry:
                 if isinstance(event, BatchSealed):
                     since_seal = 0
@@ -586,6 +589,9 @@ class CoordinatorMachine(RuleBasedStateMachine):
                     assert not event.redraw
                     drawn = sum(e.stop - e.start for e in entry if isinstance(e, Drawn))
                     spare -= max(0, len(event.draws) - drawn)
+                    if spare < 0 and (is_full or number in self.without_room):  # drawn once a checkpoint frees bytes
+                        self.without_room.add(number)
+                        spare = 0
                     assert forked or spare >= 0, "a group was dropped and nothing was drawn instead"
         assert state.resampled == since_seal
         if run.desired != "running" or state.checkpoint is None:
