@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Literal, Protocol
 
 from msgspec.structs import replace
@@ -123,6 +125,10 @@ class Draft:
         self.run, self.state, self.now = run, state, now
         self.config = run.config
         self.candidates = dict(run.candidates)
+        self.acceptable: dict[Draw, Candidate] = {}
+        """Candidates that a batch may take, in order of arrival; ``drop`` finds them."""
+        self.oldest_missing = math.inf
+        """Lowest ``min_version`` of the draws in flight that have no group."""
         self.events: list[Event] = []
         self.freed_bytes = 0
 
@@ -174,24 +180,32 @@ class Draft:
     # -- drops -------------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Drop groups and draws that cannot be trained: bad, stale, past their deadline or too far ahead."""
-        start = self.state.start_version(self.state.next_number)
+        """Drop groups and draws that cannot be trained: bad, stale, past their deadline or too far ahead.
+
+        The remaining groups are those that a batch may take.
+        """
+        state, start = self.state, self.state.start_version(self.state.next_number)
         by_reason: dict[tuple[str, bool], list[Draw]] = {}
         lowest, now, accept, candidates = start - self.config.train.max_lag, self.now, Verdict.ACCEPT, self.candidates
-        refuses = self.run.source.refuses
-        for draw, info in self.state.open.items():  # thousands per decision, so most get a quick check
+        refuses, version, kept, missing = self.run.source.refuses, state.version, list[Candidate](), math.inf
+        for draw, info in state.open.items():  # thousands per decision, so most get a quick check
             if info.batch:
                 continue
             candidate = candidates.get(draw)
             if candidate is None:
                 is_well = info.deadline > now and info.min_version <= start
             else:
-                is_well = candidate.verdict is accept and candidate.oldest >= lowest
-                is_well = is_well and not candidate.has_wrong_weights(self.state)
-            if is_well and not refuses:
-                continue
-            if (found := self._why_not(draw, info, start)) is not None:
+                is_well = candidate.verdict is accept and candidate.oldest >= lowest and candidate.newest <= version
+                is_well = is_well and not (candidate.header.weights and candidate.has_wrong_weights(state))
+            if (refuses or not is_well) and (found := self._why_not(draw, info, start)) is not None:
                 by_reason.setdefault(found, []).append(draw)
+                continue
+            if candidate is not None:
+                kept.append(candidate)
+            elif info.min_version < missing:
+                missing = info.min_version
+        kept.sort(key=attrgetter("seq"))
+        self.acceptable, self.oldest_missing = {candidate.header.draw: candidate for candidate in kept}, missing
         for (reason, redraw), draws in sorted(by_reason.items()):
             self.drop_draws(sorted(draws), reason, redraw=redraw)
 
@@ -219,8 +233,13 @@ class Draft:
         if not draws:
             return
         gone = [self.candidates.pop(draw, None) for draw in draws]
+        for draw in draws:
+            self.acceptable.pop(draw, None)
         self.freed_bytes += sum(candidate.header.nbytes for candidate in gone if candidate is not None)
         min_version, deadline = plan_draw(self.config, self.state, self.now)
+        redraw = redraw and self.run.source.redraws and self.run.desired != "cancelled"
+        if redraw:
+            self.oldest_missing = min(self.oldest_missing, min_version)
         self.add(
             Dropped(
                 writer_epoch=self.run.writer_epoch,
@@ -228,7 +247,7 @@ class Draft:
                 draws=draws,
                 reason=reason,
                 lengths=[candidate.mean_length if candidate else 0 for candidate in gone],
-                redraw=redraw and self.run.source.redraws and self.run.desired != "cancelled",
+                redraw=redraw,
                 min_version=min_version,
                 deadline=deadline,
             )
@@ -246,23 +265,14 @@ class Draft:
         room = int(dynamic.max_resampled * self.config.groups_per_batch) - self.state.resampled
         if run.num_ordinals is not None:
             room = min(room, run.num_ordinals - self.state.next_ordinal)
-        idle = [draw for draw, candidate in self._unsealed().items() if not candidate.header.has_signal]
+        idle = [draw for draw, candidate in self.acceptable.items() if not candidate.header.has_signal]
         self.drop_draws(sorted(idle)[: max(0, room)], NO_SIGNAL, redraw=False)
-
-    def _unsealed(self) -> dict[Draw, Candidate]:
-        """Return the acceptable groups outside of batches, in order of arrival."""
-        accept, opened = Verdict.ACCEPT, self.state.open
-        return {
-            draw: candidate
-            for draw, candidate in self.candidates.items()
-            if candidate.verdict is accept and (info := opened.get(draw)) is not None and not info.batch
-        }
 
     # -- seal and draw -----------------------------------------------------------------------------------------------
 
     def seal(self) -> None:
-        """Seal as many batches as one entry of the ledger holds; the next decision continues."""
-        unsealed = self._unsealed() if self.may_seal() else {}
+        """Seal as many batches as one entry of the ledger holds, after ``drop``; the next decision continues."""
+        unsealed = self.acceptable
         taken, largest = len(encode_events(self.events)), 0
         while taken + largest <= ENTRY_BYTES and self.may_seal():
             state, number = self.state, self.state.next_number
@@ -357,7 +367,7 @@ class TicketSource:
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
         """See ``gate.choose``."""
-        return choose(draft.config, draft.state, draft.candidates, ready=ready)
+        return choose(draft.config, draft.state, draft.acceptable, ready=ready, oldest_missing=draft.oldest_missing)
 
     def draw(self, draft: Draft) -> None:
         """Draw for the next batches, within the lag bound, the slots in flight and the byte budget."""

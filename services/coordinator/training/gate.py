@@ -42,14 +42,16 @@ class Verdict(StrEnum):
 class Candidate:
     """A group that arrived and is not committed yet: its position in the stream, its header, the verdict.
 
-    ``oldest`` is the version that its lag counts from; infinite without the policy loss, which alone limits lag.
-    ``entry`` represents the group in a batch. Both are built on arrival, because a batch may have thousands of groups.
+    ``oldest`` is the version that its lag counts from, infinite without the policy loss, which alone limits lag;
+    ``newest`` the highest version in its spans, minus infinity without the policy loss. ``entry`` represents the group
+    in a batch. All are built on arrival, because a batch may have thousands of groups.
     """
 
     seq: int
     header: GroupHeader
     verdict: Verdict
     oldest: float = field(init=False)
+    newest: float = field(init=False)
     entry: SealedGroup = field(init=False)
 
     def __post_init__(self) -> None:
@@ -69,7 +71,9 @@ class Candidate:
             nbytes=header.nbytes,
         )
         object.__setattr__(self, "entry", entry)
-        object.__setattr__(self, "oldest", header.min_version if header.objective == "policy" else math.inf)
+        is_policy = header.objective == "policy"
+        object.__setattr__(self, "oldest", header.min_version if is_policy else math.inf)
+        object.__setattr__(self, "newest", header.max_version if is_policy else -math.inf)
 
     @property
     def messages(self) -> range:
@@ -86,10 +90,8 @@ class Candidate:
         A trainer that died before its update was recorded may have published those weights to engines, and its
         successor's update can differ in bits. Groups of earlier releases do not name their weights.
         """
-        header = self.header
-        if header.max_version > state.version and header.objective == "policy":
-            return True
-        return bool(header.weights) and state.made_by_others(header.weights)
+        weights = self.header.weights
+        return self.newest > state.version or (bool(weights) and state.made_by_others(weights))
 
     @property
     def mean_length(self) -> int:
@@ -122,11 +124,17 @@ def is_stale(min_version: float, start_version: int, max_lag: int) -> bool:
 
 
 def choose(
-    config: AnyTraining, state: LedgerState, candidates: Mapping[Draw, Candidate], *, ready: Sequence[Draw]
+    config: AnyTraining,
+    state: LedgerState,
+    acceptable: Mapping[Draw, Candidate],
+    *,
+    ready: Sequence[Draw],
+    oldest_missing: float,
 ) -> list[Draw] | None:
     """Return the groups of the next batch, in training order, or None if it cannot be sealed yet.
 
-    ``ready`` are the acceptable, not stale candidates in order of arrival.
+    ``ready`` are the acceptable candidates that are not stale, in order of arrival; ``oldest_missing`` is the lowest
+    ``min_version`` of the draws in flight that have no group, infinity without such draws.
 
     - ``in_order``: the batch is the lowest open draws; wait until all of them have arrived.
     - ``drop``: first come, first trained; groups that become stale are dropped later.
@@ -136,20 +144,14 @@ def choose(
     size = config.groups_per_batch
     if config.train.staleness == "in_order":
         first = state.in_flight[:size]
-        return (
-            first
-            if len(first) == size and all(draw in candidates for draw in first) and set(first) <= set(ready)
-            else None
-        )
+        return first if len(first) == size and set(first) <= set(ready) else None
     if len(ready) < size:
         return None
     urgent_below = state.start_version(state.next_number) + 1 - config.train.max_lag
-    urgent = [draw for draw in ready if candidates[draw].header.min_version < urgent_below]
+    urgent = [draw for draw in ready if acceptable[draw].oldest < urgent_below]
     # A missing draw must fit into this very batch: wait for it only while the urgent groups leave room.
-    if config.train.staleness == "wait" and len(urgent) < size:
-        for draw, info in state.open.items():
-            if info.min_version < urgent_below and not info.batch and draw not in candidates:
-                return None
+    if config.train.staleness == "wait" and len(urgent) < size and oldest_missing < urgent_below:
+        return None
     if urgent and len(urgent) < len(ready):
         sooner = set(urgent)
         return sorted([*urgent, *(draw for draw in ready if draw not in sooner)][:size])

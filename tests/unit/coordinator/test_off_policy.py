@@ -557,6 +557,7 @@ def test_a_preference_needs_two_answers() -> None:
 def test_an_audit_finds_another_objective_and_forgives_its_lag() -> None:
     old = admission(0, "supervised")
     draft = draft_of(job(), [old], now=NOW + 61)
+    draft.drop()
     draft.seal()
     (sealed,) = draft.state.sealed.values()
     assert flaws_of_admission([draft.events], {1: sealed}, job())[1] == [
