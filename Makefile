@@ -12,7 +12,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test up down \
-	demo bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-online bench-sac bench-length bench-rambling fresh package release clean
+	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-online bench-sac bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -107,6 +107,10 @@ bench: bench-bus bench-weights  ## the benchmarks that need nothing but this mac
 $(PEERS_VENV)/bin/ray:
 	$(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_VENV)/bin/pip install -q numpy pyzmq ray
+
+newcomer: CLIENTS = openai
+newcomer: clients-venvs  ## from the demo to an agent that learnt from its users, in transformers; the seconds of each step
+	$(BIN)/python benchmarks/newcomer.py --out docs/results/newcomer.json $(ARGS)
 
 bench-bus: $(BIN)/pytest $(PEERS_VENV)/bin/ray  ## the bus beside raw TCP, ZeroMQ and Ray (in an environment of their own)
 	$(BIN)/python benchmarks/bus.py --peers $(PEERS_VENV)/bin/python $(ARGS)
