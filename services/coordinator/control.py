@@ -49,7 +49,7 @@ from penstock.services.coordinator.training.checkpoints import (
 from penstock.services.coordinator.training.extension import check_extension, told_of_extension
 from penstock.services.coordinator.training.journal import Journal, read_snapshots
 from penstock.services.coordinator.training.ledger import LedgerState
-from penstock.services.coordinator.user_code import check_uploaded, try_functions
+from penstock.services.coordinator.user_code import CodeTrials, check_uploaded
 from penstock.services.coordinator.webhooks.store import WebhookStore
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.jobs.job import group_bytes
@@ -149,7 +149,7 @@ class CoordinatorControl:
         """
         spec, origin = await self.origins.resolve(spec)
         plan = await self._plan(spec)
-        plan["warnings"] += await try_functions(spec, self.graders, self.members)
+        plan["warnings"] += await CodeTrials(self.bus, self.graders, self.members).run(spec)
         if origin is None:
             return plan
         plan["warnings"] += warnings_of(spec, origin)

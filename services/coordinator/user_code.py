@@ -1,26 +1,47 @@
-"""Checks of user code that a job file names: is it uploaded, and can a reward worker run it?"""
+"""Checks of user code that a job file names: is it uploaded, and can the workers import and call it?"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.services.coordinator.graders import GraderBench
 from penstock.services.coordinator.jobs.members import Members
 from penstock.shared.config.base import named
+from penstock.shared.config.environment import VerifiersConfig
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.jobs.kinds import AnyJob, TextJob
 from penstock.shared.config.jobs.serving_job import ServingJob
-from penstock.shared.config.rewards.scorers import FunctionScorer
+from penstock.shared.config.rewards.graders import PythonGrader, ScoreModelGrader, parts_of
+from penstock.shared.config.rewards.scorers import EnvironmentScorer, FunctionScorer, GraderScorer
+from penstock.shared.config.tools import FunctionTool, MethodTool
 from penstock.shared.data.rows import open_rows
 from penstock.shared.data.template import Template
 from penstock.shared.data.user_code import code_path
 from penstock.shared.errors import ConfigError, DataError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.grading import split_error
+from penstock.shared.protocol.trials import Finding, TrialReply, TrialRequest
+from penstock.shared.transport.bus import Bus
 
-__all__ = ["check_uploaded", "try_functions"]
+__all__ = ["ROLLOUT_KEYS", "CodeTrials", "check_uploaded"]
+
+ROLLOUT_KEYS = ("data.curriculum", "online.redaction.function", "rollout.path")
+"""Keys of code that rollout workers import."""
+TRIAL_S = 20.0
+"""Time limit of a trial, in which a process starts and imports what the code imports (seconds)."""
+OPEN_S = 45.0
+"""Time limit of the trial of an environment of `verifiers`, whose import alone takes many seconds."""
+WAIT_S = 10.0
+"""Time that a worker has to begin a trial (seconds)."""
+END_S = 5.0
+"""Time that a worker has to end the processes of a trial (seconds)."""
 
 
 class Example(NamedTuple):
@@ -46,37 +67,108 @@ def check_uploaded(spec: AnyJob, data_dir: Path) -> None:
             )
 
 
-async def try_functions(spec: AnyJob, bench: GraderBench, members: Members) -> list[str]:
-    """Have a reward worker import the scorer functions of a job, and score the reference answer of the first row.
+class CodeTrials:
+    """Has workers try the user code of job files once, in processes of their own; nothing of it runs here."""
 
-    Returns warnings: no worker could try them, or they raised on that answer, which need not be an error.
+    def __init__(self, bus: Bus, bench: GraderBench, members: Members) -> None:
+        self._bus, self._bench, self._members = bus, bench, members
 
-    Raises:
-        ConfigError: a function cannot be imported, or takes other arguments.
-    """
-    if isinstance(spec, EmbodiedJob | ServingJob):
-        return []
-    functions = [scorer for scorer in spec.reward.scorers if isinstance(scorer, FunctionScorer)]
-    if not functions:
-        return []
-    names = ", ".join(scorer.path for scorer in functions)
-    if not members.of("reward", time.monotonic()):
-        return [f"reward.scorers: no reward worker runs here: {names} is imported when the job begins"]
-    example = await asyncio.to_thread(_example_of, spec)
-    sample = None if example is None else example.answer or ""
-    prompt, answer, row = example or Example("", None, {})
-    try:
-        reply = await bench.try_scorers(functions, sample, prompt=prompt, answer=answer, row=row)
-    except Unavailable as error:
-        return [f"reward.scorers: {names} was not tried: {error}"]
-    if not reply.error:
-        return []
-    if not reply.opened:
-        raise ConfigError(f"reward.scorers: {reply.error.removeprefix('other_error: ')}")
-    return [
-        f"reward.scorers: tried on the first row, with its reference answer as the completion: "
-        f"{reply.error.removeprefix('other_error: ')}"
-    ]
+    async def run(self, spec: AnyJob) -> list[str]:
+        """Try all user code of a job on the first row of its data, each in the service that would run it.
+
+        Returns warnings: no worker could try it, or it raised on that example, which need not be an error.
+
+        Raises:
+            ConfigError: code cannot be imported, or takes other arguments; one line for each key.
+        """
+        if isinstance(spec, EmbodiedJob):  # the plan creates its simulators
+            return []
+        example = None if isinstance(spec, ServingJob) else await asyncio.to_thread(_example_of, spec)
+        async with asyncio.TaskGroup() as tasks:
+            trials = [
+                tasks.create_task(trial)
+                for trial in (
+                    *self._scorers(spec, example),
+                    self._environment(spec, example),
+                    self._rollout(spec, example),
+                )
+            ]
+        findings = [finding for trial in trials for finding in trial.result()]
+        texts = [f"{finding.key}: {finding.text}" for finding in findings if finding.fatal]
+        if texts:
+            raise ConfigError("\n  ".join(texts))
+        return [f"{finding.key}: {finding.text}" for finding in findings]
+
+    def _scorers(self, spec: AnyJob, example: Example | None) -> Iterator[Coroutine[Any, Any, list[Finding]]]:
+        """Yield a trial of each scorer that is code of the user."""
+        if isinstance(spec, ServingJob | EmbodiedJob):
+            return
+        for place, scorer in enumerate(spec.reward.scorers):
+            key = f"reward.scorers[{place}]"
+            if isinstance(scorer, FunctionScorer):
+                yield self._scorer(f"{key}: {scorer.path}", scorer, example)
+            elif isinstance(scorer, GraderScorer):
+                parts = parts_of(scorer.grader).values()
+                if any(isinstance(part, PythonGrader) for part in parts) and not any(
+                    isinstance(part, ScoreModelGrader) for part in parts
+                ):
+                    yield self._scorer(f"{key}: {scorer.grader.name}", scorer, example)
+
+    async def _scorer(self, key: str, scorer: FunctionScorer | GraderScorer, example: Example | None) -> list[Finding]:
+        """Have a reward worker open a scorer, and score the reference answer of the first row."""
+        if not self._members.of("reward", time.monotonic()):
+            return [Finding(key=key, text=_untried("no reward worker runs here"), fatal=False)]
+        sample = None if example is None else example.answer or ""
+        prompt, answer, row = example or Example("", None, {})
+        try:
+            reply = await self._bench.try_scorers([scorer], sample, prompt=prompt, answer=answer, row=row)
+        except Unavailable as error:
+            return [Finding(key=key, text=_untried(str(error)), fatal=False)]
+        if not reply.error:
+            return []
+        _, detail = split_error(reply.error)
+        told = "" if not reply.opened else "tried on the first row, with its reference answer as the completion: "
+        return [Finding(key=key, text=f"{told}{detail}", fatal=not reply.opened)]
+
+    async def _environment(self, spec: AnyJob, example: Example | None) -> list[Finding]:
+        """Have an env worker try tools of the user, or open an environment of `verifiers`."""
+        if isinstance(spec, ServingJob | EmbodiedJob) or spec.environment is None:
+            return []
+        section, limit_s = spec.environment, TRIAL_S
+        if isinstance(section, VerifiersConfig):
+            limit_s = OPEN_S
+        elif not any(isinstance(tool, FunctionTool | MethodTool) for tool in section.tools):
+            return []
+        judges = any(isinstance(scorer, EnvironmentScorer) for scorer in spec.reward.scorers)
+        parts = {"environment": section.model_dump(mode="json")}
+        return await self._ask("env", subjects.ENV_TRY, parts, example, limit_s, judges=judges)
+
+    async def _rollout(self, spec: AnyJob, example: Example | None) -> list[Finding]:
+        """Have a rollout worker try what it would import."""
+        parts = {key: name for key, name in named(spec, "code") if key in ROLLOUT_KEYS}
+        return await self._ask("rollout", subjects.ROLLOUT_TRY, parts, example, TRIAL_S) if parts else []
+
+    async def _ask(
+        self, service: str, subject: str, parts: dict[str, Any], example: Example | None, limit_s: float, *,
+        judges: bool = False,
+    ) -> list[Finding]:  # fmt: skip
+        key = ", ".join(parts)
+        if not self._members.of(service, time.monotonic()):
+            return [Finding(key=key, text=_untried(f"no {service} worker runs here"), fatal=False)]
+        prompt, answer, row = example or Example("", None, {})
+        request = TrialRequest(
+            parts=parts, limit_s=limit_s, start_by=bus_time() + WAIT_S, prompt=prompt, answer=answer, row=row,
+            judges=judges,
+        )  # fmt: skip
+        try:
+            data = await self._bus.request(subject, pack(request), deadline_s=limit_s + WAIT_S + END_S)
+        except Unavailable as error:
+            return [Finding(key=key, text=_untried(str(error)), fatal=False)]
+        return unpack(data, TrialReply)[0].findings
+
+
+def _untried(reason: str) -> str:
+    return f"not tried, because {reason}: it is imported when the job begins"
 
 
 def _example_of(spec: TextJob) -> Example | None:

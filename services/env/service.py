@@ -12,11 +12,13 @@ from typing import Any
 from penstock.services.env.session import EnvSession
 from penstock.services.env.simulators import describe_simulator
 from penstock.services.env.tool_session import ToolSession
+from penstock.services.env.trials import try_environment
 from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.embodied.environment import EnvOpened, OpenEnv
+from penstock.shared.protocol.trials import TrialRequest
 from penstock.shared.runtime.jobs import watch_jobs
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
@@ -28,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 QUEUE = "env"
 IDLE_CHECK_S = 0.25
+MAX_TRIALS = 2
+"""Trials of environments at once; each is a process."""
 
 
 class EnvService:
@@ -51,6 +55,7 @@ class EnvService:
         asked = [
             await self.bus.serve(subjects.ENV_OPEN, self._on_open, queue=QUEUE),
             await self.bus.serve(subjects.ENV_DESCRIBE, self._on_describe, queue=QUEUE),
+            await self.bus.serve(subjects.ENV_TRY, self._on_try, queue=QUEUE, max_concurrent=MAX_TRIALS),
         ]
         try:
             async with self._tasks:
@@ -116,6 +121,11 @@ class EnvService:
         request, envelope = unpack(data, OpenEnv)
         spec = await asyncio.to_thread(describe_simulator, request, self.settings.sims_dir)
         return pack(spec, job=envelope.job, id=envelope.id, trace=envelope.trace)
+
+    async def _on_try(self, data: bytes) -> bytes:
+        """Try code of the user in a process of its own."""
+        request, envelope = unpack(data, TrialRequest)
+        return pack(await try_environment(request), job=envelope.job, id=envelope.id, trace=envelope.trace)
 
     async def _serve(self, name: str, session: EnvSession, serving: asyncio.Event) -> None:
         """Serve one session until it is closed or idle."""

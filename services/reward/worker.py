@@ -6,14 +6,11 @@ output of user code goes to standard error and cannot reach the channel.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
-import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, SupportsFloat
 
@@ -23,10 +20,10 @@ from penstock.services.reward.channel import Decoder, Open, Opened, Result, Scor
 from penstock.services.reward.scorers import Closable, Described, GroupScorer, Scorer, open_scorer
 from penstock.shared.config.rewards.scorers import ScorerConfig
 from penstock.shared.errors import ScoringError
+from penstock.shared.runtime.user_process import described, die_with
 
 __all__ = ["main"]
 
-_PR_SET_PDEATHSIG = 1
 _MAX_ERROR_CHARS = 600
 
 Named = list[tuple[str, Scorer | GroupScorer]]
@@ -36,7 +33,7 @@ def main() -> None:
     """Serve one channel until it closes."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)  # a child process of user code must not keep the channel open
-    _die_with(parent)
+    die_with(parent, "reward")
     channel = socket.socket(fileno=descriptor)
     scorers: Named = []
     for message in _messages(channel):
@@ -68,7 +65,7 @@ def _open(message: Open) -> tuple[Named, str]:
         except ScoringError as error:
             return [], str(error)
         except (Exception, SystemExit) as error:  # user code may raise anything on import
-            return [], _describe(f"opening scorer '{config.name or config.type}'", error)
+            return [], described(f"opening scorer '{config.name or config.type}'", error)
     return scorers, ""
 
 
@@ -93,7 +90,7 @@ def _column(name: str, scorer: GroupScorer, request: Score) -> Sequence[float | 
     except ScoringError as error:
         return [error] * size
     except (Exception, SystemExit) as error:  # a library that it uses may raise anything
-        return [ScoringError(_describe(f"scorer '{name}'", error))] * size
+        return [ScoringError(described(f"scorer '{name}'", error))] * size
     assert len(scores) == size, f"{name} scored {len(scores)} of {size} completions"
     return scores
 
@@ -114,7 +111,7 @@ def _score(
         except ScoringError as error:
             problem = str(error)
         except (Exception, SystemExit) as error:  # user code may raise anything
-            problem = _describe(f"scorer '{name}'", error)
+            problem = described(f"scorer '{name}'", error)
         if problem:
             scores = []
             break
@@ -130,20 +127,6 @@ def _number(value: object, name: str) -> float:
     if not math.isfinite(number):
         raise ScoringError(f"scorer '{name}' returned {number}; it must return a finite number")
     return number
-
-
-def _describe(what: str, error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{what} raised {type(error).__name__}: {error}{place}"
-
-
-def _die_with(parent: int) -> None:
-    """Make the kernel send SIGKILL when the service dies, because hanging user code ignores a closed channel."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the reward service is gone")
 
 
 if __name__ == "__main__":

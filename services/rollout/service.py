@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from penstock.services.rollout import trial
 from penstock.services.rollout.embodied.films import FilmMaker
 from penstock.services.rollout.embodied.session import EmbodiedSession
 from penstock.services.rollout.session import RolloutSession, ServingSession
@@ -15,12 +16,20 @@ from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.jobs.kinds import AnyJob, TextJob
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.trials import TrialRequest
 from penstock.shared.runtime.jobs import watch_jobs
+from penstock.shared.runtime.user_process import run_trial
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["RolloutService"]
 
 logger = logging.getLogger(__name__)
+
+QUEUE = "rollout"
+MAX_TRIALS = 2
+"""Trials of user code at once; each is a process."""
 
 
 class RolloutService:
@@ -36,14 +45,20 @@ class RolloutService:
 
     async def run(self) -> None:
         """Serve until drained or cancelled."""
+        trials = await self.bus.serve(subjects.ROLLOUT_TRY, self._on_try, queue=QUEUE, max_concurrent=MAX_TRIALS)
         self.ready = True
-        async with asyncio.TaskGroup() as tasks:
+        async with trials, asyncio.TaskGroup() as tasks:
             films = tasks.create_task(self._films.run())
             await watch_jobs(
                 self.bus, self._run_session, open_evaluation=self._run_session, open_embodied=self._run_embodied,
                 open_serving=self._run_serving, amend=self._amend,
             )  # fmt: skip
             films.cancel()
+
+    async def _on_try(self, data: bytes) -> bytes:
+        """Try code of the user in a process of its own."""
+        request, envelope = unpack(data, TrialRequest)
+        return pack(await run_trial(trial.MODULE, request), job=envelope.job, id=envelope.id, trace=envelope.trace)
 
     async def _run_session(self, job: str, config: TextJob) -> None:
         await self._keep(RolloutSession(self.bus, self.settings, job, config))

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -21,7 +21,7 @@ from penstock.shared.data.rows import Rows
 from penstock.shared.data.user_code import import_named
 from penstock.shared.errors import DataError
 
-__all__ = ["DataOrder", "Place", "apportion", "permutation"]
+__all__ = ["DataOrder", "Place", "apportion", "permutation", "rank_of"]
 
 _EPOCHS_KEPT = 3
 
@@ -104,10 +104,19 @@ class DataOrder:
     def _rank_of(self, source: int, row: int) -> float:
         assert self._rank is not None
         rows = self._rows[source]
-        rank = self._rank(rows[row])
-        if not isinstance(rank, int | float) or math.isnan(rank):
-            raise DataError(f"{rows.where(row)}: data.curriculum returned {rank!r}; it must return a number")
-        return float(rank)
+        return rank_of(self._rank, rows[row], rows.where(row))
+
+
+def rank_of(rank: Callable[[dict[str, Any]], object], row: dict[str, Any], where: str) -> float:
+    """Return the rank of a row by the user's function, whose exceptions propagate.
+
+    Raises:
+        DataError: it returned no number.
+    """
+    value = rank(row)
+    if not isinstance(value, int | float) or math.isnan(value):
+        raise DataError(f"{where}: data.curriculum returned {value!r}; it must return a number")
+    return float(value)
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import PenstockError
 
-__all__ = ["code_path", "import_named"]
+__all__ = ["check_call", "code_path", "import_named"]
 
 CODE = "code"
 """Folder of uploaded files, in the data directory."""
@@ -45,8 +47,24 @@ def import_named(path: str, *, what: str, beside: str, error: type[PenstockError
         raise error(
             f"{what} '{path}' cannot be imported: {reason}; it must be installed beside the {beside} service or lie on "
             f"its PYTHONPATH (searched: {searched}, ...)"
-        ) from None
+        ) from reason
     return _callable(found, path, what, error)
+
+
+def check_call(
+    function: Callable[..., Any], what: str, shown: str, error: type[PenstockError], /, *args: Any, **named: Any
+) -> None:
+    """Check that code of the user accepts these arguments, without calling it; some builtins cannot be checked.
+
+    Raises:
+        error: it takes other arguments; the message calls it ``what``, and the arguments ``shown``.
+    """
+    try:
+        inspect.signature(function).bind(*args, **named)
+    except TypeError as reason:
+        raise error(f"{what} cannot be called with ({shown}): {reason}") from None
+    except ValueError:  # it has no signature
+        pass
 
 
 def _callable(found: Any, path: str, what: str, error: type[PenstockError]) -> Any:

@@ -130,7 +130,7 @@ _TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             f"{_API}.>", "$JS.ACK.>", "$KV.>", *map(_stream, _STREAMS),
             _all(subjects.command), subjects.LEADER, subjects.REPLAY, subjects.SCALE, subjects.GRADE,
-            subjects.ENV_DESCRIBE,
+            subjects.ENV_DESCRIBE, subjects.ENV_TRY, subjects.ROLLOUT_TRY,
             _all(subjects.inference), _all(subjects.reading), *_LIVE,
             _all(subjects.inference_chunks), _all(subjects.inference_claims), *_answers("rollout", "trainer"),
         ),
@@ -149,11 +149,11 @@ _TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
             subjects.ENV_OPEN, _all(subjects.env), _all(subjects.tools),
             _all(subjects.inference_chunks), *_answers("coordinator"),
         ),
-        (_all(subjects.inference), _all(subjects.reading), *_LIVE),
+        (_all(subjects.inference), _all(subjects.reading), *_LIVE, subjects.ROLLOUT_TRY),
     ),
     "env": (
         (*_bucket(subjects.JOBS), *_answers("rollout", "coordinator")),
-        (subjects.ENV_OPEN, subjects.ENV_DESCRIBE, _all(subjects.env), _all(subjects.tools)),
+        (subjects.ENV_OPEN, subjects.ENV_DESCRIBE, subjects.ENV_TRY, _all(subjects.env), _all(subjects.tools)),
     ),
     "reward": (
         (

@@ -11,6 +11,7 @@ __all__ = [
     "DECISIONS",
     "ENV_DESCRIBE",
     "ENV_OPEN",
+    "ENV_TRY",
     "EPISODES",
     "EVENTS",
     "EXPERIENCE",
@@ -30,6 +31,7 @@ __all__ = [
     "PRIVACY",
     "RAW",
     "REPLAY",
+    "ROLLOUT_TRY",
     "SCALE",
     "SNAPSHOTS",
     "TICKETS",
@@ -295,6 +297,11 @@ ENV_OPEN = "env.open"
 """Subject of requests to the env pool to open a session of simulators (request/reply); any free worker answers."""
 ENV_DESCRIBE = "env.describe"
 """Subject of requests to the env pool to open a simulator, begin an episode, and describe it (request/reply)."""
+ENV_TRY = "env.try"
+"""Subject of requests to the env pool to try tools or an environment of a user, outside of any job (request/reply)."""
+
+ROLLOUT_TRY = "rollout.try"
+"""Subject of requests to any rollout worker to try code that it would import, outside of any job (request/reply)."""
 
 
 def env(session: str) -> str:

@@ -86,6 +86,97 @@ def test_a_dry_run_finds_code_that_cannot_be_used(stack: Any, folder: Path) -> N
     assert "No module named 'no'" in missing.output
 
 
+CODE = """
+import re
+
+def count(word, letter):
+    return str(word.count(letter))
+
+def rank(row):
+    return float(row["answer"])
+
+class Shelf:
+    def __init__(self, seed, row):
+        self.wanted = row["answer"]
+
+    def look(self):
+        return self.wanted
+
+    def reward(self, answer):
+        return float(answer == self.wanted)
+
+def grade(sample, item):
+    return float(sample["output_text"] == item["answer"])
+"""
+TOOLS = """
+environment:
+  max_turns: 2
+  max_observation_tokens: 16
+  calls: {begin: "<", end: ">", parallel: false}
+  tools:
+    - {type: function, name: count, path: "./code.py:count", description: Counts a letter., parameters: {
+        type: object, properties: {word: {type: string}, letter: {type: string}}, required: [word, letter]}}
+    - {type: method, name: look, path: "./code.py:Shelf", description: Looks at the shelf.}
+reward:
+  scorers:
+    - {type: environment}
+    - {type: grader, name: graded, grader: {type: python, name: graded, source: "SOURCE"}}
+"""
+
+
+def test_a_dry_run_tries_all_code_of_a_job(stack: Any, folder: Path) -> None:
+    """Each service imports and calls the code that it would run; files and lines of mistakes are named."""
+    file, code = folder / "job.yaml", folder / "code.py"
+    plain, _, rest = (folder / "job.yaml").read_text().partition("reward:\n")
+    rest = "algorithm:" + rest.partition("algorithm:")[2]
+    source = CODE[CODE.index("def grade") :]
+
+    def dry_run(changed: str = "", into: str = "", grade: str = source) -> Any:
+        assert changed in CODE + source
+        code.write_text(CODE.replace(changed, into) if changed else CODE)
+        file.write_text(plain + TOOLS.replace('"SOURCE"', json.dumps(grade)) + rest)
+        words = ("--set", "data.curriculum=./code.py:rank", "--set", "sampling.max_new_tokens=16")
+        return stack.cli("submit", str(file), "--dry-run", "--json", *words)
+
+    good = dry_run()
+    assert good.exit_code == 0, good.output
+    assert not [text for text in json.loads(good.stdout)["warnings"] if "raised" in text or "tried" in text], (
+        good.output
+    )
+    refused = dry_run("import re", "import nothing_of_that_name")
+    assert refused.exit_code == 2, refused.output
+    for key in ("environment.tools[0] (count)", "environment.tools[1] (look)", "data.curriculum"):
+        assert f"{key}: importing code@" in refused.output
+    assert "No module named 'nothing_of_that_name' (code.py, line 2)" in refused.output
+    for changed, into, said in [
+        ("count(word, letter)", "count(word)", "environment.tools[0] (count): tool function"),
+        ("__init__(self, seed, row)", "__init__(self, row)", "environment.tools[1] (look): the class"),
+        ("reward(self, answer)", "reward(self)", "environment: the method 'reward'"),
+        ("rank(row)", "rank()", "data.curriculum: 'code@"),
+    ]:
+        refused = dry_run(changed, into)
+        assert (refused.exit_code, said in refused.output) == (2, True), refused.output
+        assert "cannot be called with" in refused.output
+    refused = dry_run(grade="def grading(sample, item):\n    return 1.0\n")
+    assert (refused.exit_code, "defines no function grade" in refused.output) == (2, True), refused.output
+    for changed, into, said in [
+        ("word.count(letter)", "{}[word]", "raised KeyError: 'text' (code.py, line 5)"),
+        ('float(row["answer"])', 'row["level"]', "raised KeyError: 'level' (code.py, line 8)"),
+        (
+            "answer == self.wanted",
+            "self.shelf",
+            "reward(<the reference answer of the first row>) raised AttributeError",
+        ),
+    ]:
+        warned = dry_run(changed, into)
+        assert warned.exit_code == 0, warned.output
+        (warning,) = [text for text in json.loads(warned.stdout)["warnings"] if "raised" in text]
+        assert said in warning
+    warned = dry_run(grade=source.replace("return", "import nothing_of_that_name\n    return"))
+    assert warned.exit_code == 0, warned.output
+    assert "grade() raised ModuleNotFoundError: No module named 'nothing_of_that_name'" in warned.output
+
+
 @pytest.mark.long
 def test_an_engine_of_the_users_own_trains_a_job(stack: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The job of docs/how-to/engine.md, as it stands there."""

@@ -123,6 +123,8 @@ async def test_each_role_asks_what_it_has_to(users: dict[str, Bus]) -> None:
         "score": (subjects.score("j"), "reward", ["rollout"]),
         "simulators": (subjects.ENV_OPEN, "env", ["rollout"]),
         "describe": (subjects.ENV_DESCRIBE, "env", ["coordinator"]),
+        "try tools": (subjects.ENV_TRY, "env", ["coordinator"]),
+        "try code": (subjects.ROLLOUT_TRY, "rollout", ["coordinator"]),
     }
     for subject, server, clients in asked.values():
         async with await users[server].serve(subject, answer):

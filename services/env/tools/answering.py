@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,9 +10,8 @@ from penstock.shared.config.tools import ToolConfig
 from penstock.shared.errors import ToolError
 from penstock.shared.protocol.tools import MAX_RESULT_CHARS
 
-__all__ = ["Toolbox", "attempt", "describe", "die_with"]
+__all__ = ["Toolbox", "attempt", "describe"]
 
-_PR_SET_PDEATHSIG = 1
 _MAX_ERROR_CHARS = 600
 
 
@@ -74,11 +69,3 @@ def _check(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
 def describe(what: str, error: BaseException) -> str:
     """Return the text of an exception of user code."""
     return f"{what} raised {type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
-
-
-def die_with(parent: int) -> None:
-    """Make the kernel send SIGKILL when ``parent`` dies, because hanging user code ignores a closed channel."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the env service is gone")

@@ -18,11 +18,12 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from penstock.services.env.tools.answering import Toolbox, attempt, describe, die_with
+from penstock.services.env.tools.answering import Toolbox, attempt, describe
 from penstock.services.env.tools.channel import encode, read
 from penstock.services.env.tools.objects import Method, Objects, load_classes
 from penstock.shared.config.tools import MethodTool
 from penstock.shared.errors import ToolError
+from penstock.shared.runtime.user_process import die_with
 
 __all__ = ["main"]
 
@@ -33,7 +34,7 @@ def main() -> None:
     """Fork until the channel closes. The first message is ``{"error": ...}``: '' if the tools open."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)
-    die_with(parent)
+    die_with(parent, "env")
     with socket.socket(fileno=descriptor) as control:
         configs = TypeAdapter(list[MethodTool]).validate_json(sys.argv[3])
         classes, error = dict[str, Any](), ""
@@ -88,7 +89,7 @@ def _live(descriptor: int, parent: int, configs: list[MethodTool], classes: dict
     """Run one episode in a child. Does not return."""
     try:
         os.setsid()
-        die_with(parent)
+        die_with(parent, "env")
         with socket.socket(fileno=descriptor) as channel:
             _serve(channel, configs, classes)
     finally:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,11 +18,11 @@ from penstock.services.env.tools.channel import LENGTH, encode
 from penstock.shared.config.tools import ToolConfig
 from penstock.shared.errors import ToolError
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
+from penstock.shared.runtime.user_process import kill_group
 
-__all__ = ["OPEN_LIMIT_S", "ToolProcess", "kill_group", "start_module"]
+__all__ = ["OPEN_LIMIT_S", "ToolProcess", "start_module"]
 
 OPEN_LIMIT_S = 60.0
-_EXIT_LIMIT_S = 5.0
 _BROKEN = (OSError, ValueError, RecursionError, msgspec.MsgspecError)
 """Errors that mean: out of processes or memory, a broken pipe, an invalid reply."""
 
@@ -126,12 +125,3 @@ async def start_module(module: str, channel: socket.socket, tools: Sequence[Tool
         pass_fds=(channel.fileno(),),
         start_new_session=True,  # killing the group then also kills processes of user code
     )
-
-
-async def kill_group(process: asyncio.subprocess.Process) -> None:
-    """Send SIGKILL to a process and all its children, and wait for its end."""
-    with contextlib.suppress(ProcessLookupError):  # the whole group has just ended
-        os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_EXIT_LIMIT_S):
-            await process.wait()

@@ -12,11 +12,12 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from penstock.services.env.tools.process import OPEN_LIMIT_S, ToolProcess, kill_group, start_module
+from penstock.services.env.tools.process import OPEN_LIMIT_S, ToolProcess, start_module
 from penstock.shared.config.tools import MethodTool
 from penstock.shared.errors import ToolError
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.tools import EpisodeState, ToolReply, ToolRequest
+from penstock.shared.runtime.user_process import kill_group
 
 __all__ = ["ObjectTemplate"]
 

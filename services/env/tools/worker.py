@@ -13,10 +13,11 @@ import sys
 from pydantic import TypeAdapter
 
 from penstock.services.env.tools import open_tool
-from penstock.services.env.tools.answering import Toolbox, describe, die_with
+from penstock.services.env.tools.answering import Toolbox, describe
 from penstock.services.env.tools.channel import encode, read
 from penstock.shared.config.tools import ToolConfig
 from penstock.shared.errors import ToolError
+from penstock.shared.runtime.user_process import die_with
 
 __all__ = ["main"]
 
@@ -25,7 +26,7 @@ def main() -> None:
     """Serve one channel until it closes. The first message is ``{"error": ...}``: '' if the tools open."""
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(descriptor, False)  # a child process of user code must not keep the channel open
-    die_with(parent)
+    die_with(parent, "env")
     with socket.socket(fileno=descriptor) as channel:
         adapter: TypeAdapter[list[ToolConfig]] = TypeAdapter(list[ToolConfig])
         tools, error = Toolbox([], open_tool), ""

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.services.env.tools.channel import LENGTH, encode
-from penstock.services.env.tools.process import kill_group
 from penstock.shared.config.environment import VerifiersConfig
 from penstock.shared.errors import ToolError
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.tools import MAX_STEP_BYTES, EpisodeState, ToolReply, ToolRequest
+from penstock.shared.runtime.user_process import kill_group
 
 __all__ = ["VerifiersHost"]
 

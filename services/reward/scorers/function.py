@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from penstock.shared.config.rewards.scorers import FunctionScorer
-from penstock.shared.data.user_code import import_named
+from penstock.shared.data.user_code import check_call, import_named
 from penstock.shared.errors import ScoringError
 
 __all__ = ["Function"]
@@ -19,15 +18,8 @@ class Function:
         """Import the function, which runs user code. Raises ScoringError if that fails or it takes other arguments."""
         self._function = import_named(config.path, what="scorer function", beside="reward", error=ScoringError)
         self._args = config.args
-        try:
-            inspect.signature(self._function).bind("prompt", "completion", "answer", {}, **self._args)
-        except TypeError as reason:
-            raise ScoringError(
-                f"scorer function '{config.path}' cannot be called with (prompt, completion, answer, row, **args): "
-                f"{reason}"
-            ) from None
-        except ValueError:  # some builtins have no signature
-            pass
+        what, shown = f"scorer function '{config.path}'", "prompt, completion, answer, row, **args"
+        check_call(self._function, what, shown, ScoringError, "prompt", "completion", "answer", {}, **self._args)
 
     def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> object:
         """Return the function's result."""

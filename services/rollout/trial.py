@@ -1,0 +1,73 @@
+"""A process that tries code of the user that rollout workers import, before a job is submitted.
+
+It calls the order of the data (`data.curriculum`) on the first row, and the redaction on a text; it only imports an
+engine. Started by ``run_trial`` as ``python -m penstock.services.rollout.trial FD PARENT``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from penstock.shared.config.online.redaction import RedactionConfig
+from penstock.shared.data.order import rank_of
+from penstock.shared.data.redaction import Redactor
+from penstock.shared.data.user_code import check_call, import_named
+from penstock.shared.errors import ConfigError
+from penstock.shared.protocol.trials import TrialRequest
+from penstock.shared.runtime.user_process import Attempts, serve_trial
+
+__all__ = ["MODULE", "try_code"]
+
+MODULE = "penstock.services.rollout.trial"
+TEXT = "My name is Ann Lee; write to ann@example.com or call +1 555 0100."
+"""Text that a redaction function is tried on."""
+_ENGINE_WORDS = ("max_running", "stop_ids", "detokenize", "threads")
+"""Named arguments of an engine, after its files, its options and the settings."""
+
+
+def try_code(request: TrialRequest, attempts: Attempts) -> None:
+    """Import the code of each part, check its arguments, and call it once, but for an engine."""
+    trials: dict[str, Callable[[TrialRequest, Attempts, str, str], None]] = {
+        "data.curriculum": _try_curriculum,
+        "online.redaction.function": _try_redaction,
+        "rollout.path": _try_engine,
+    }
+    for key, path in request.parts.items():
+        trials[key](request, attempts, key, path)
+
+
+def _try_curriculum(request: TrialRequest, attempts: Attempts, key: str, path: str) -> None:
+    opened, rank = attempts.at(key, f"importing {path}", partial(_opened, path, "row", {}), fatal=True)
+    if opened and request.row:
+        call = partial(rank_of, rank, dict(request.row), "the first row")
+        attempts.at(key, "calling it with the first row", call, fatal=False)
+
+
+def _try_redaction(_: TrialRequest, attempts: Attempts, key: str, path: str) -> None:
+    opened, find = attempts.at(key, f"importing {path}", partial(_opened, path, "text", TEXT), fatal=True)
+    if opened:
+        redactor = Redactor(RedactionConfig(function=path), find)
+        attempts.at(key, f"calling it with {TEXT!r}", partial(redactor.find, TEXT), fatal=False)
+
+
+def _try_engine(_: TrialRequest, attempts: Attempts, key: str, path: str) -> None:
+    words = dict.fromkeys(_ENGINE_WORDS)
+    shown = f"files, options, settings, *, {', '.join(_ENGINE_WORDS)}"
+    attempts.at(key, f"importing {path}", partial(_opened, path, shown, None, None, None, **words), fatal=True)
+
+
+def _opened(path: str, shown: str, /, *args: Any, **named: Any) -> Any:
+    found = import_named(path, what="the code", beside="rollout", error=ConfigError)
+    check_call(found, f"'{path}'", shown, ConfigError, *args, **named)
+    return found
+
+
+def main() -> None:
+    """Try the code once."""
+    serve_trial("rollout", try_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Processes that run code of users: they die with their service, and can be killed with all that they started.
+
+A trial is such a process. ``run_trial`` starts ``python -m MODULE FD PARENT``, whose ``main`` calls ``serve_trial``.
+Messages over FD are length-prefixed msgpack; output of user code goes to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import struct
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import msgspec
+
+from penstock.shared.errors import PenstockError, Unavailable
+from penstock.shared.protocol.bus_clock import bus_time
+from penstock.shared.protocol.trials import Finding, TrialReply, TrialRequest
+
+__all__ = ["Attempts", "described", "die_with", "kill_group", "run_trial", "serve_trial"]
+
+_LENGTH = struct.Struct("<I")
+_PR_SET_PDEATHSIG = 1
+_EXIT_LIMIT_S = 5.0
+_MAX_CHARS = 600
+_FOLDERS = [Path(__file__).parents[1], Path(__file__).parents[1].with_name("services")]
+_OWN = tuple(str(folder) for each in _FOLDERS for folder in {each, each.resolve()})
+"""Folders of Penstock, as imported and as they lie on the disk."""
+_STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+_PACKAGES = f"{os.sep}site-packages{os.sep}"
+
+
+class _Doing(msgspec.Struct, frozen=True, kw_only=True, tag="doing"):
+    """A trial begins to do ``what`` with the code under ``key``; to fail at it is ``fatal`` or not."""
+
+    key: str
+    what: str
+    fatal: bool
+
+
+class _Done(msgspec.Struct, frozen=True, tag="done"):
+    """A trial has ended."""
+
+
+# -- the service -------------------------------------------------------------------------------------------------------
+
+
+async def run_trial(module: str, request: TrialRequest) -> TrialReply:
+    """Run a trial in a process of its own, and kill that process at its time limit.
+
+    Raises:
+        Unavailable: the sender no longer waits, or no process can be started.
+    """
+    if bus_time() > request.start_by:
+        raise Unavailable("nobody waits for this trial any more")
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,  # output of user code goes to the log
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # killing the group then also kills processes of user code
+            )
+        except OSError as error:
+            raise Unavailable(f"no process can be started for the trial: {error}") from None
+        undo.pop_all()
+    ours.setblocking(False)
+    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    try:
+        writer.write(_encode(request))
+        return TrialReply(findings=await _findings(reader, process, request.limit_s))
+    finally:
+        writer.transport.abort()
+        await kill_group(process)
+
+
+async def _findings(reader: asyncio.StreamReader, process: asyncio.subprocess.Process, limit_s: float) -> list[Finding]:
+    """Read until the end of a trial. A trial that hangs or dies is a finding about what it was doing."""
+    found: list[Finding] = []
+    doing = _Doing(key="", what="starting a process", fatal=False)
+    decoder = msgspec.msgpack.Decoder(_Doing | Finding | _Done)
+    try:
+        async with asyncio.timeout(limit_s):
+            while True:
+                (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+                match decoder.decode(await reader.readexactly(size)):
+                    case _Doing() as doing:
+                        continue
+                    case Finding() as finding:
+                        found.append(finding)
+                    case _:
+                        return found
+    except TimeoutError:
+        text = f"{doing.what} was not over after {limit_s:g} s, when the trial ended"
+        return [*found, Finding(key=doing.key, text=text, fatal=False)]
+    except (asyncio.IncompleteReadError, OSError, msgspec.MsgspecError):
+        text = f"{doing.what} ended the process{await _exit_text(process)}"
+        return [*found, Finding(key=doing.key, text=text, fatal=doing.fatal)]
+
+
+async def _exit_text(process: asyncio.subprocess.Process) -> str:
+    try:
+        async with asyncio.timeout(_EXIT_LIMIT_S):
+            code = await process.wait()
+    except TimeoutError:
+        return ""
+    return f" by signal {signal.Signals(-code).name}" if code < 0 else f" with exit status {code}"
+
+
+async def kill_group(process: asyncio.subprocess.Process) -> None:
+    """Send SIGKILL to a process and all its children, and wait for its end."""
+    with contextlib.suppress(ProcessLookupError):  # the whole group has just ended
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_EXIT_LIMIT_S):
+            await process.wait()
+
+
+# -- the process that runs code of users -------------------------------------------------------------------------------
+
+
+class Attempts:
+    """Reports of a trial: each attempt to do something with code of the user, and each failure."""
+
+    def __init__(self, send: Callable[[_Doing | Finding], None]) -> None:
+        self._send = send
+
+    def at(self, key: str, what: str, action: Callable[[], Any], *, fatal: bool, advice: str = "") -> tuple[bool, Any]:
+        """Return True and the result of ``action``, which runs user code; False and None if it raised.
+
+        Args:
+            key: of the job file.
+            what: subject of the message about a failure.
+            fatal: the job cannot run if this fails.
+            advice: end of that message.
+        """
+        self._send(_Doing(key=key, what=what, fatal=fatal))
+        try:
+            return True, action()
+        except PenstockError as error:
+            text = f"{error}{_place(error.__cause__)}"
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            text = described(what, error)
+        self._send(Finding(key=key, text=f"{text}{advice}", fatal=fatal))
+        return False, None
+
+
+def serve_trial(service: str, try_out: Callable[[TrialRequest, Attempts], None]) -> NoReturn:
+    """Run one trial, as the ``main`` of a module that ``run_trial`` starts; ``service`` is the one that started it."""
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    os.set_inheritable(descriptor, False)  # a child process of user code must not keep the channel open
+    die_with(parent, service)
+    with socket.socket(fileno=descriptor) as channel, channel.makefile("rb") as reading:
+        (size,) = _LENGTH.unpack(reading.read(_LENGTH.size))
+        request = msgspec.msgpack.decode(reading.read(size), type=TrialRequest)
+        try_out(request, Attempts(lambda message: channel.sendall(_encode(message))))
+        channel.sendall(_encode(_Done()))
+    sys.stdout.flush()
+    os._exit(0)  # threads of user code may run on
+
+
+def die_with(parent: int, service: str) -> None:
+    """Make the kernel send SIGKILL when ``parent`` dies, because hanging user code ignores a closed channel."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(f"the {service} service is gone")
+
+
+def described(what: str, error: BaseException) -> str:
+    """Return the text of an exception of user code, with its file and line in that code if they are known."""
+    return f"{what} raised {type(error).__name__}: {error}"[:_MAX_CHARS] + _place(error)
+
+
+def _place(error: BaseException | None) -> str:
+    """Return the innermost place of an exception in code of the user, in brackets; '' if there is none."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    outside = [frame for frame in frames if not frame.filename.startswith(("<", *_OWN))]
+    written = [f for f in outside if _PACKAGES not in f.filename and not f.filename.startswith(_STANDARD)]
+    for frame in reversed(written or [f for f in outside if _PACKAGES in f.filename]):
+        return f" ({frame.filename}, line {frame.lineno})"
+    return ""
+
+
+def _encode(message: msgspec.Struct) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body

@@ -1,0 +1,296 @@
+"""Code of users is imported, checked and called once before a job is submitted, in processes that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import BaseModel
+
+from penstock.services.coordinator.user_code import ROLLOUT_KEYS
+from penstock.services.env.service import EnvService
+from penstock.services.env.tools.trial import example_of
+from penstock.services.rollout import trial
+from penstock.shared.config.environment import EnvironmentConfig, VerifiersConfig
+from penstock.shared.config.jobs.kinds import KINDS
+from penstock.shared.config.rewards.scorers import FunctionScorer
+from penstock.shared.config.rollout import ClassConfig
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.config.tools import FunctionTool, MethodTool
+from penstock.shared.errors import Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.trials import Finding, TrialReply, TrialRequest
+from penstock.shared.runtime.user_process import run_trial
+from penstock.shared.transport.bus import Bus
+
+ROW = {"prompt": "1+1=", "answer": "2"}
+WORD = {
+    "type": "object",
+    "properties": {"word": {"type": "string"}, "times": {"type": "integer"}},
+    "required": ["word"],
+}
+FUNCTIONS = """
+import os, time
+
+def good(word, times=1):
+    assert (word, times) == ("text", 1)
+    return word * times
+
+def refuses(word, times=1):
+    raise ValueError("no such word")
+
+def narrow(word):
+    return word
+
+def greedy(word, times):
+    return word
+
+def raises(word, times=1):
+    return {"a": 1}[word]
+
+def unsendable(word, times=1):
+    return {word}
+
+def hangs(word, times=1):
+    os.system("sleep 600 &")
+    time.sleep(600)
+
+def dies(word, times=1):
+    os._exit(3)
+"""
+CLASSES = """
+class Good:
+    def __init__(self, seed, row):
+        self.wanted = row["answer"]
+
+    def look(self, word, times=1):
+        return self.wanted
+
+    def reward(self, answer):
+        return float(answer == self.wanted)
+
+class Seedless(Good):
+    def __init__(self, row):
+        self.wanted = row["answer"]
+
+class Fussy(Good):
+    def __init__(self, seed, row):
+        self.wanted = row["hint"]
+
+class Narrow(Good):
+    def look(self, word):
+        return word
+
+class Silent:
+    def __init__(self, seed, row):
+        pass
+
+    def look(self, word, times=1):
+        return word
+
+class Strict(Good):
+    def reward(self, answer):
+        return {}[answer]
+"""
+ORDERS = """
+def good(row):
+    return len(row["prompt"])
+
+def narrow():
+    return 1
+
+def raises(row):
+    return row["level"]
+
+def wordy(row):
+    return "easy"
+
+def find(text):
+    return [(0, 2, "name")]
+
+def beyond(text):
+    return [(0, len(text) + 1, "name")]
+
+def broken(text):
+    return [("a", 1)]
+
+class Engine:
+    def __init__(self, files, options, settings, *, max_running, stop_ids, detokenize, threads):
+        raise AssertionError("a trial opens no engine")
+
+class Narrow:
+    def __init__(self, files, options):
+        pass
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder on the path of the workers' processes."""
+    for name, source in (("trial_functions", FUNCTIONS), ("trial_classes", CLASSES), ("trial_orders", ORDERS)):
+        (tmp_path / f"{name}.py").write_text(source)
+    (tmp_path / "trial_missing.py").write_text("\nimport nothing_of_that_name\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def request(parts: dict[str, Any], *, limit_s: float = 60.0, **changes: Any) -> TrialRequest:
+    words = {"prompt": "1+1=", "answer": "2", "row": ROW, "start_by": time.time() + 60, **changes}
+    return TrialRequest(parts=parts, limit_s=limit_s, **words)
+
+
+def tools(path: str, *more: str, kind: str = "function", name: str = "look") -> dict[str, Any]:
+    described = {"type": kind, "description": "A tool.", "parameters": WORD}
+    rows = [{**described, "name": f"{name}{n or ''}", "path": each} for n, each in enumerate((path, *more))]
+    return {"environment": EnvironmentConfig.parse({"tools": rows}).model_dump(mode="json")}
+
+
+async def tried(parts: dict[str, Any], **words: Any) -> list[Finding]:
+    return (await run_trial("penstock.services.env.tools.trial", request(parts, **words))).findings
+
+
+async def test_a_tool_of_a_user_is_imported_checked_and_called(modules: Path) -> None:
+    named = [f"trial_functions:{name}" for name in ("good", "refuses", "narrow", "greedy", "raises", "unsendable")]
+    found = await tried(tools(*named, "trial_missing:look", "no_such_module:look"))
+    by_place = {finding.key: finding for finding in found}
+    assert [finding.fatal for finding in found] == [True, True, False, False, True, True]
+    assert "cannot be called with (word, times): got an unexpected keyword argument 'times'" in found[0].text
+    assert "cannot be called with (word): missing a required argument: 'times'" in found[1].text
+    raised = by_place["environment.tools[4] (look4)"].text
+    assert f"raised KeyError: 'text' ({modules}/trial_functions.py, line 18)" in raised
+    assert 'calling it with {"word": "text", "times": 1}' in raised
+    assert "`examples: [...]`" in raised
+    assert "not JSON serializable" in by_place["environment.tools[5] (look5)"].text
+    missing = by_place["environment.tools[6] (look6)"].text
+    assert "No module named 'nothing_of_that_name'" in missing
+    assert f"({modules}/trial_missing.py, line 2)" in missing
+    assert "No module named 'no_such_module'" in by_place["environment.tools[7] (look7)"].text
+
+
+async def test_a_tool_that_hangs_or_dies_ends_its_trial(modules: Path) -> None:
+    (late,) = await tried(tools("trial_functions:hangs"), limit_s=4.0)
+    assert (late.fatal, "was not over after 4 s" in late.text) == (False, True), late
+    started = [child.cmdline() for child in psutil.Process().children(recursive=True)]
+    assert not [words for words in started if words[:1] == ["sleep"]], "what it started ended with it"
+    (dead,) = await tried(tools("trial_functions:dies"))
+    assert (dead.key, dead.fatal) == ("environment.tools[0] (look)", False)
+    assert "ended the process with exit status 3" in dead.text
+
+
+@pytest.mark.parametrize(
+    ("name", "judges", "fatal", "text"),
+    [
+        ("Good", True, None, ""),
+        ("Seedless", True, True, "cannot be called with (seed, row): got an unexpected keyword argument 'seed'"),
+        ("Fussy", False, False, "trial_classes:Fussy(seed=0, row=<the first row>) raised KeyError: 'hint'"),
+        ("Narrow", False, True, "the method 'look' of 'trial_classes:Narrow' cannot be called with (word, times)"),
+        ("Silent", True, True, "has a method `reward(answer)`"),
+        ("Silent", False, None, ""),
+        ("Strict", True, False, "raised KeyError: '2'"),
+        ("Nothing", False, True, "cannot import name 'Nothing'|has no attribute 'Nothing'"),
+    ],
+)
+async def test_an_object_of_a_user_is_made_from_the_first_row_and_judges(
+    modules: Path, name: str, judges: bool, fatal: bool | None, text: str
+) -> None:
+    found = await tried(tools(f"trial_classes:{name}", kind="method"), judges=judges)
+    assert [finding.fatal for finding in found] == ([] if fatal is None else [fatal]), found
+    assert not found or any(each in found[0].text for each in text.split("|")), found
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "fatal", "text"),
+    [
+        ("data.curriculum", "trial_orders:good", None, ""),
+        ("data.curriculum", "trial_orders:narrow", True, "cannot be called with (row): too many positional arguments"),
+        ("data.curriculum", "trial_orders:raises", False, "raised KeyError: 'level'"),
+        ("data.curriculum", "trial_orders:wordy", False, "returned 'easy'; it must return a number"),
+        ("data.curriculum", "trial_missing:rank", True, "No module named 'nothing_of_that_name'"),
+        ("online.redaction.function", "trial_orders:find", None, ""),
+        ("online.redaction.function", "trial_orders:narrow", True, "cannot be called with (text)"),
+        ("online.redaction.function", "trial_orders:beyond", False, "the redaction function found [0, "),
+        ("online.redaction.function", "trial_orders:broken", False, "the redaction function failed: ValueError"),
+        ("rollout.path", "trial_orders:Engine", None, ""),
+        ("rollout.path", "trial_orders:Narrow", True, "cannot be called with (files, options, settings, *"),
+        ("rollout.path", "trial_orders:ENGINE", True, "has no attribute 'ENGINE'"),
+    ],
+)
+async def test_code_that_rollout_workers_import(
+    modules: Path, key: str, name: str, fatal: bool | None, text: str
+) -> None:
+    found = (await run_trial(trial.MODULE, request({key: name}))).findings
+    assert [(finding.key, finding.fatal) for finding in found] == ([] if fatal is None else [(key, fatal)]), found
+    assert not found or text in found[0].text, found
+
+
+async def test_an_env_worker_tries_environments(bus: Bus, modules: Path) -> None:
+    service = EnvService(bus, ServiceSettings())
+    running = asyncio.create_task(service.run())
+
+    async def ask(parts: dict[str, Any], **words: Any) -> list[Finding]:
+        data = await bus.request(subjects.ENV_TRY, pack(request(parts, **words)), deadline_s=90)
+        return unpack(data, TrialReply)[0].findings
+
+    try:
+        async with asyncio.timeout(30):
+            while not service.ready:
+                await asyncio.sleep(0.02)
+        assert await ask(tools("trial_functions:good")) == []
+        section = VerifiersConfig.model_validate({"env": {"taskset": {"id": "x"}}, "python": "/no/such/python"})
+        (found,) = await ask({"environment": section.model_dump(mode="json")})
+        assert (found.key, found.fatal) == ("environment.env", True)
+        assert "'/no/such/python' does not start" in found.text
+        with pytest.raises(Unavailable, match="nobody waits for this trial"):
+            await ask(tools("trial_functions:good"), start_by=time.time() - 60)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "string"}, "text"),
+        ({"type": ["integer", "null"], "minimum": 3}, 3),
+        ({"type": "number", "maximum": 0.5}, 0.5),
+        ({"enum": ["up", "down"]}, "up"),
+        ({"type": "string", "examples": ["Oslo"], "default": "x"}, "Oslo"),
+        ({"anyOf": [{"type": "boolean"}, {"type": "string"}]}, True),
+        ({"type": "array", "items": {"type": "integer"}}, [1]),
+        ({"type": "object", "properties": {"a": {"type": "null"}, "b": {}}}, {"a": None, "b": "text"}),
+    ],
+)
+def test_examples_of_arguments_follow_their_schema(schema: dict[str, Any], value: object) -> None:
+    assert example_of(schema) == value
+
+
+def test_every_key_that_names_code_is_tried() -> None:
+    """A new key of a job file that names code needs a trial."""
+    tried_elsewhere = {
+        (FunctionScorer, "path"), (FunctionTool, "path"), (MethodTool, "path"), (VerifiersConfig, "python"),
+    }  # fmt: skip
+    found: set[tuple[type[BaseModel], str]] = set()
+    models: list[Any] = list(KINDS.values())
+    seen: set[int] = set()
+    while models:
+        each = models.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, type) and issubclass(each, BaseModel):
+            for name, field in each.model_fields.items():
+                if "code" in field.metadata:
+                    found.add((each, name))
+                models.append(field.annotation)
+        models += getattr(each, "__args__", ())
+        models += [getattr(each, "__origin__", None)]
+    names = {key.rpartition(".")[2] for key in ROLLOUT_KEYS}
+    rest = found - tried_elsewhere
+    assert {name for _, name in rest} <= names, rest
+    assert (ClassConfig, "path") in found
+    assert tried_elsewhere <= found
