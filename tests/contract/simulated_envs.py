@@ -92,6 +92,13 @@ class Slow(gymnasium.Env[NDArray[np.float32], int]):
         time.sleep(0.5)
 
 
+class Stuck(Fragile):
+    """Begins episodes, and fails at every step."""
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        raise KeyError("joint")
+
+
 class PointReach(gymnasium.Env[NDArray[np.float32], NDArray[np.float32]]):
     """A point on a line. It observes its position and its goal in [-1, 1]; a step costs their distance and 0.1."""
 
@@ -123,7 +130,7 @@ class Restless(PointReach):
         return self._state.astype(np.float32), {}
 
 
-for name, entry_point in (("Fragile-v0", Fragile), ("Camera-v0", Camera), ("Slow-v0", Slow), ("Restless-v0", Restless)):
-    gymnasium.register(name, entry_point=entry_point)
+for entry_point in (Fragile, Camera, Slow, Stuck, Restless):
+    gymnasium.register(f"{entry_point.__name__}-v0", entry_point=entry_point)
 
 gymnasium.register("PointReach-v0", entry_point=PointReach, max_episode_steps=20)

@@ -254,6 +254,8 @@ async def test_a_simulator_is_described_and_closed(bus: Bus, monkeypatch: pytest
             await describe(env_id="NoSuchTask-v1")
         with pytest.raises(ConfigError, match="'simulated_envs:Slow-v0' of gymnasium: no episode begins"):
             await describe(env_id="simulated_envs:Slow-v0", options={"made": os.devnull})
+        with pytest.raises(ConfigError, match="the first step of an episode fails: KeyError: 'joint'"):
+            await describe(env_id="simulated_envs:Stuck-v0")
         assert children() == []
 
 

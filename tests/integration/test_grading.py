@@ -77,8 +77,17 @@ async def test_a_reward_worker_grades(client: httpx.AsyncClient, reward: RewardS
     assert "ZeroDivisionError" in errors["python_grader_runtime_error_details"]
     assert [name for name, value in errors.items() if value is True] == ["python_grader_runtime_error"]
 
-    refused = await client.post("/v1/graders/validate", json={"grader": {**PYTHON, "source": "x = 1"}})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (422, "invalid_grader")
+    lacks = {**PYTHON, "source": f"import nothing_of_that_name\n{PYTHON['source']}"}
+    errors = (await run(client, lacks, "x", {}))["metadata"]["errors"]
+    assert "does it import what is missing?" in errors["python_grader_runtime_error_details"]
+
+    for source in ("x = 1", "def grade(sample): return 1", "def grade(sample, item, row): return 1",
+                   "def grade(sample, item, *, row): return 1"):  # fmt: skip
+        refused = await client.post("/v1/graders/validate", json={"grader": {**PYTHON, "source": source}})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "invalid_grader"), source
+    for source in ("def grade(*both): return 1", "def grade(sample, item, row=None, **rest): return 1"):
+        valid = await client.post("/v1/graders/validate", json={"grader": {**PYTHON, "source": source}})
+        assert valid.status_code == 200, valid.text
 
     monkeypatch.setattr(graders, "DEADLINE_S", 0.5)
     hangs = {**PYTHON, "source": "def grade(sample, item):\n    while True: pass"}

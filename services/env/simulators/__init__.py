@@ -11,9 +11,11 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.services.env.simulators.base import Chunk, Named, Simulator, Started
 from penstock.services.env.simulators.process import ProcessSimulator
@@ -123,16 +125,16 @@ def _hint(error: str, backend: str, python: str) -> str:
 
 
 def describe_simulator(request: OpenEnv, sims_dir: Path) -> EnvSpec:
-    """Create the environments, begin an episode in one of them, and close them. Blocking.
+    """Create the environments, begin an episode in one of them, step it once, and close them. Blocking.
 
     With ``camera``, a second session then films the start; if that fails, ``no_video`` of the result is the reason.
 
     Raises:
-        ConfigError: the environments cannot be created, or the episode does not begin.
+        ConfigError: the environments cannot be created, the episode does not begin, or its first step fails.
     """
     spec, reason = _try_out(msgspec.structs.replace(request, camera=False), sims_dir)
     if reason:
-        raise ConfigError(f"'{request.env_id}' of {request.backend}: no episode begins: {reason}")
+        raise ConfigError(f"'{request.env_id}' of {request.backend}: {reason}")
     if not request.camera:
         return spec
     try:
@@ -142,14 +144,28 @@ def describe_simulator(request: OpenEnv, sims_dir: Path) -> EnvSpec:
     return msgspec.structs.replace(spec, no_video=reason)
 
 
+def _still(spec: EnvSpec) -> NDArray[Any]:
+    """Return a chunk of one action, [1, 1, ...]: zeros, or what is nearest to them within the bounds."""
+    action = np.zeros(spec.action_shape, np.float64)
+    if spec.num_actions is None:
+        low, high = (np.reshape(bound, spec.action_shape) for bound in (spec.action_low, spec.action_high))
+        action = np.clip(action, low, high)
+    return action.astype(spec.action_dtype)[None, None]
+
+
 def _try_out(request: OpenEnv, sims_dir: Path) -> tuple[EnvSpec, str]:
-    """Begin an episode, and film it with ``camera``; return the spec, and the reason of a failure or ''."""
+    """Begin an episode, and step it or film it with ``camera``; return the spec, and the reason of a failure or ''."""
     simulator = open_simulator(request, sims_dir)
+    first = np.zeros(1, np.int32)
     try:
-        begun = simulator.reset(np.zeros(1, np.int32), np.zeros(1, np.int64))
-        reason = begun.lost.get(0, "")
-        if request.camera and not reason:
+        begun = simulator.reset(first, np.zeros(1, np.int64))
+        if 0 in begun.lost:
+            reason = f"no episode begins: {begun.lost[0]}"
+        elif request.camera:
             _, reason = simulator.film(0)
+        else:
+            lost = simulator.step(first, _still(simulator.spec), None).lost
+            reason = f"the first step of an episode fails: {lost[0]}" if lost else ""
     except PenstockError as error:
         reason = str(error)
     finally:

@@ -25,6 +25,7 @@ __all__ = ["GradingError", "OpenPart", "PythonPart", "Sample", "StringCheck", "T
 Sample = dict[str, Any]
 """Sample for graders: `output_text`, and `output_json` if the text is JSON."""
 Score = float | ScoringError
+_ENDED = "the source raised or exited before grade() returned a number: does it import what is missing?"
 _CALL = """
 
 def _penstock_grade(sample, item):
@@ -129,6 +130,13 @@ class TextSimilarity(_Filled):
         return similarity(self._config.evaluation_metric, text, reference)
 
 
+def _takes_two(args: ast.arguments) -> bool:
+    """Return True if a function with these parameters accepts two positional arguments."""
+    plain = len(args.posonlyargs) + len(args.args)
+    required = plain - len(args.defaults)
+    return required <= 2 and (plain >= 2 or args.vararg is not None) and None not in args.kw_defaults
+
+
 class PythonPart:
     """Calls ``grade(sample, item)`` of a program, each time in a separate run in the sandbox."""
 
@@ -139,8 +147,12 @@ class PythonPart:
             body = ast.parse(config.source).body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise GradingError("python_grader_runtime_error", f"the source is not Python: {error}") from None
-        if not any(isinstance(node, ast.FunctionDef) and node.name == "grade" for node in body):
+        grade = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == "grade"]
+        if not grade:
             raise GradingError("python_grader_runtime_error", "the source defines no function grade(sample, item)")
+        if not _takes_two(grade[-1].args):
+            detail = f"grade() in line {grade[-1].lineno} of the source cannot be called with (sample, item)"
+            raise GradingError("python_grader_runtime_error", detail)
         try:
             self._sandbox = Sandbox(CodeScorer(time_limit_s=time_limit_s))
         except SandboxError as error:
@@ -182,5 +194,5 @@ class PythonPart:
             raise GradingError("unresponsive_reward_error", f"grade() took longer than {limit_s:.1f} s")
         found = outcome.steps.get(0)
         if not isinstance(found, dict):
-            raise GradingError("python_grader_runtime_error", "the program ended before grade() returned a number")
+            raise GradingError("python_grader_runtime_error", _ENDED)
         return found
