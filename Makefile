@@ -108,9 +108,8 @@ $(PEERS_VENV)/bin/ray:
 	$(PYTHON) -m venv $(PEERS_VENV)
 	$(PEERS_VENV)/bin/pip install -q numpy pyzmq ray
 
-newcomer: CLIENTS = openai
-newcomer: clients-venvs  ## from the demo to an agent that learnt from its users, in transformers; the seconds of each step
-	$(BIN)/python benchmarks/newcomer.py --out docs/results/newcomer.json $(ARGS)
+newcomer:  ## from an empty environment to an agent that learnt from its users, in transformers; the seconds of each step
+	$(PYTHON) benchmarks/newcomer.py --out docs/results/newcomer.json $(ARGS)
 
 bench-bus: $(BIN)/pytest $(PEERS_VENV)/bin/ray  ## the bus beside raw TCP, ZeroMQ and Ray (in an environment of their own)
 	$(BIN)/python benchmarks/bus.py --peers $(PEERS_VENV)/bin/python $(ARGS)
