@@ -76,6 +76,8 @@ def test_the_summary_is_one_document_or_lines(capsys: pytest.CaptureFixture[str]
     said = screen.file.getvalue()  # type: ignore[attr-defined]
     assert "sampled reward  0.400 -> 0.950   (goal 0.9: reached)" in said
     assert "drawn 4 = trained 4" in said
+    for command in ("serve addition --name addition-chat", "chat addition-chat '3+4='", "export addition --to"):
+        assert f"penstock {command}" in said
     assert capsys.readouterr().out == ""
 
 

@@ -64,6 +64,16 @@ def test_submit_tells_what_is_likely_a_mistake(run: Run, books: Any, file: str) 
     assert "warning: online: nothing bounds" in result.stderr
 
 
+def test_submit_says_where_agents_ask_an_online_job(run: Run, file: str, tmp_path: Path) -> None:
+    assert "/feedback" not in run("submit", file).stderr
+    online = tmp_path / "online.yaml"
+    online.write_text("{kind: online_rl, name: agent, model: {config: {hidden_size: 64}, tokenizer: char}}")
+    result = run("submit", str(online))
+    assert result.exit_code == 0, result.stderr
+    assert "agents ask it as model 'agent' at http://" in result.stderr
+    assert "/feedback once it runs: penstock wait agent --for running" in result.stderr
+
+
 def test_submit_once_per_key(run: Run, books: Any, file: str) -> None:
     assert submit(run, file, "--idempotency-key", "k") == submit(run, file, "--idempotency-key", "k")
     assert books.submitted == 1
@@ -170,6 +180,16 @@ def test_the_result_of_a_job_is_the_exit_code(run: Run, books: Any, file: str, p
     assert run("wait", id).exit_code == code
     assert run("events", "-f", id).exit_code == code
     assert json.loads(run("wait", id, "--json").stdout)["status"]["phase"] == phase
+
+
+def test_wait_says_what_it_waits_for(run: Run, books: Any, file: str) -> None:
+    id = submit(run, file)
+    result = run("wait", id, "--for", "running", "--timeout", "0.2")
+    assert f"{id} is pending, update 0" in result.stderr
+    assert "; waiting until it is running" in result.stderr
+    books.advance(id, "running")
+    assert "waiting" not in run("wait", id, "--for", "running").stderr
+    assert "; waiting until it ends" in run("wait", id, "--timeout", "0.2").stderr
 
 
 def test_wait_gives_up(run: Run, file: str) -> None:

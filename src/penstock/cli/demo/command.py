@@ -177,8 +177,15 @@ def _next(outcome: Outcome) -> list[str]:
     again = {f"penstock submit {example(DEMO)} --set train.max_lag=0 --follow": "strictly on-policy"}
     if outcome.record.spec.get("kind") == "embodied":
         again = {f"penstock submit {example(ROBOT_DEMO)} --set environment.task=push-v3 --follow": "another task"}
+    question = " '3+4='" if outcome.goal is not None else ""  # another job file, another task
+    served = {
+        f"penstock serve {name} --name {name}-chat": "its newest checkpoint, behind an OpenAI-compatible API",
+        f"penstock chat {name}-chat{question}": f"ask it; penstock cancel {name}-chat ends it",
+        f"penstock export {name} --to {name}-model": "a folder for transformers",
+    }
     commands = {
-        f"penstock up --detach --data-dir {outcome.data_dir}": "the same deployment again",
+        f"penstock up --detach --data-dir {outcome.data_dir}": "the same deployment again; penstock down ends it",
+        **(served if outcome.record.spec.get("kind", "rl") == "rl" else {}),
         f"penstock samples {name} --sort=-reward": "what the policy did",
         f"penstock replay {name}": "train it again and compare, bit by bit",
         **again,

@@ -86,6 +86,11 @@ def submit(
         else:
             typer.echo(record.id)
             note(f"submitted '{record.name}'; watch it with: penstock top {record.id}")
+            if record.spec.get("kind") == "online_rl":
+                note(
+                    f"agents ask it as model '{record.name}' at {client.url}/v1 and post to {client.url}/feedback "
+                    f"once it runs: penstock wait {record.name} --for running"
+                )
         return
     raise typer.Exit(follow(record, as_json=as_json))
 
@@ -290,7 +295,9 @@ def wait(
         raise ConfigError(f"'{goal}' is no phase; there are: terminal, {', '.join(PHASES)}")
     with Client() as client:
         record = client.find(job)
-        note(f"waiting for {record.id} ({record.status.phase}, update {_progress(record)}) to be {goal}")
+        if record.status.phase != goal:
+            until = "it ends" if goal == "terminal" else f"it is {goal}"
+            note(f"{record.id} is {record.status.phase}, update {_progress(record)}; waiting until {until}")
         record = client.wait(record.id, goal=goal, timeout_s=timeout)
     if as_json:
         show_json(record)
