@@ -21,7 +21,7 @@ from penstock.shared.config.rewards.scorers import EnvironmentScorer, FunctionSc
 from penstock.shared.config.tools import FunctionTool, MethodTool
 from penstock.shared.data.rows import open_rows
 from penstock.shared.data.template import Template
-from penstock.shared.data.user_code import code_path
+from penstock.shared.data.user_code import code_path, shown_name
 from penstock.shared.errors import ConfigError, DataError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
@@ -106,13 +106,13 @@ class CodeTrials:
         for place, scorer in enumerate(spec.reward.scorers):
             key = f"reward.scorers[{place}]"
             if isinstance(scorer, FunctionScorer):
-                yield self._scorer(f"{key}: {scorer.path}", scorer, example)
+                yield self._scorer(f"{key} ({shown_name(scorer.path)})", scorer, example)
             elif isinstance(scorer, GraderScorer):
                 parts = parts_of(scorer.grader).values()
                 if any(isinstance(part, PythonGrader) for part in parts) and not any(
                     isinstance(part, ScoreModelGrader) for part in parts
                 ):
-                    yield self._scorer(f"{key}: {scorer.grader.name}", scorer, example)
+                    yield self._scorer(f"{key} ({scorer.grader.name})", scorer, example)
 
     async def _scorer(self, key: str, scorer: FunctionScorer | GraderScorer, example: Example | None) -> list[Finding]:
         """Have a reward worker open a scorer, and score the reference answer of the first row."""

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.shared.config.online.redaction import RedactionConfig
 from penstock.shared.data.order import rank_of
 from penstock.shared.data.redaction import Redactor
-from penstock.shared.data.user_code import check_call, import_named
+from penstock.shared.data.user_code import check_call, import_named, shown_name
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.trials import TrialRequest
 from penstock.shared.runtime.user_process import Attempts, serve_trial
@@ -39,14 +39,14 @@ def try_code(request: TrialRequest, attempts: Attempts) -> None:
 
 
 def _try_curriculum(request: TrialRequest, attempts: Attempts, key: str, path: str) -> None:
-    opened, rank = attempts.at(key, f"importing {path}", partial(_opened, path, "row", {}), fatal=True)
+    opened, rank = attempts.at(key, f"importing {shown_name(path)}", partial(_opened, path, "row", {}), fatal=True)
     if opened and request.row:
         call = partial(rank_of, rank, dict(request.row), "the first row")
         attempts.at(key, "calling it with the first row", call, fatal=False)
 
 
 def _try_redaction(_: TrialRequest, attempts: Attempts, key: str, path: str) -> None:
-    opened, find = attempts.at(key, f"importing {path}", partial(_opened, path, "text", TEXT), fatal=True)
+    opened, find = attempts.at(key, f"importing {shown_name(path)}", partial(_opened, path, "text", TEXT), fatal=True)
     if opened:
         redactor = Redactor(RedactionConfig(function=path), find)
         attempts.at(key, f"calling it with {TEXT!r}", partial(redactor.find, TEXT), fatal=False)
@@ -55,12 +55,13 @@ def _try_redaction(_: TrialRequest, attempts: Attempts, key: str, path: str) -> 
 def _try_engine(_: TrialRequest, attempts: Attempts, key: str, path: str) -> None:
     words = dict.fromkeys(_ENGINE_WORDS)
     shown = f"files, options, settings, *, {', '.join(_ENGINE_WORDS)}"
-    attempts.at(key, f"importing {path}", partial(_opened, path, shown, None, None, None, **words), fatal=True)
+    opening = partial(_opened, path, shown, None, None, None, **words)
+    attempts.at(key, f"importing {shown_name(path)}", opening, fatal=True)
 
 
 def _opened(path: str, shown: str, /, *args: Any, **named: Any) -> Any:
     found = import_named(path, what="the code", beside="rollout", error=ConfigError)
-    check_call(found, f"'{path}'", shown, ConfigError, *args, **named)
+    check_call(found, f"'{shown_name(path)}'", shown, ConfigError, *args, **named)
     return found
 
 

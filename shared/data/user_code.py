@@ -14,7 +14,7 @@ from typing import Any
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import PenstockError
 
-__all__ = ["check_call", "code_path", "import_named"]
+__all__ = ["check_call", "code_path", "import_named", "shown_name"]
 
 CODE = "code"
 """Folder of uploaded files, in the data directory."""
@@ -23,6 +23,13 @@ CODE = "code"
 def code_path(data_dir: Path, digest: str) -> Path:
     """Return the path of the uploaded file with this SHA-256."""
     return data_dir / CODE / f"{digest}.py"
+
+
+def shown_name(path: str) -> str:
+    """Return the name of code for people: ``file.py:name`` for an uploaded file, without its SHA-256."""
+    module, _, name = path.rpartition(":")
+    stem, at, _ = module.partition("@")
+    return f"{stem}.py:{name}" if at else path
 
 
 def import_named(path: str, *, what: str, beside: str, error: type[PenstockError]) -> Any:

@@ -134,8 +134,8 @@ async def kill_group(process: asyncio.subprocess.Process) -> None:
 class Attempts:
     """Reports of a trial: each attempt to do something with code of the user, and each failure."""
 
-    def __init__(self, send: Callable[[_Doing | Finding], None]) -> None:
-        self._send = send
+    def __init__(self, service: str, send: Callable[[_Doing | Finding], None]) -> None:
+        self._service, self._send = service, send
 
     def at(self, key: str, what: str, action: Callable[[], Any], *, fatal: bool, advice: str = "") -> tuple[bool, Any]:
         """Return True and the result of ``action``, which runs user code; False and None if it raised.
@@ -153,6 +153,8 @@ class Attempts:
             text = f"{error}{_place(error.__cause__)}"
         except (Exception, SystemExit) as error:  # user code may raise anything
             text = described(what, error)
+            if isinstance(error, ModuleNotFoundError):
+                advice = f"; install what has '{error.name}' beside the {self._service} service"
         self._send(Finding(key=key, text=f"{text}{advice}", fatal=fatal))
         return False, None
 
@@ -165,7 +167,7 @@ def serve_trial(service: str, try_out: Callable[[TrialRequest, Attempts], None])
     with socket.socket(fileno=descriptor) as channel, channel.makefile("rb") as reading:
         (size,) = _LENGTH.unpack(reading.read(_LENGTH.size))
         request = msgspec.msgpack.decode(reading.read(size), type=TrialRequest)
-        try_out(request, Attempts(lambda message: channel.sendall(_encode(message))))
+        try_out(request, Attempts(service, lambda message: channel.sendall(_encode(message))))
         channel.sendall(_encode(_Done()))
     sys.stdout.flush()
     os._exit(0)  # threads of user code may run on

@@ -146,13 +146,14 @@ def test_a_dry_run_tries_all_code_of_a_job(stack: Any, folder: Path) -> None:
     refused = dry_run("import re", "import nothing_of_that_name")
     assert refused.exit_code == 2, refused.output
     for key in ("environment.tools[0] (count)", "environment.tools[1] (look)", "data.curriculum"):
-        assert f"{key}: importing code@" in refused.output
+        assert f"{key}: importing code.py:" in refused.output
     assert "No module named 'nothing_of_that_name' (code.py, line 2)" in refused.output
+    assert "; install what has 'nothing_of_that_name' beside the env service" in refused.output
     for changed, into, said in [
         ("count(word, letter)", "count(word)", "environment.tools[0] (count): tool function"),
         ("__init__(self, seed, row)", "__init__(self, row)", "environment.tools[1] (look): the class"),
         ("reward(self, answer)", "reward(self)", "environment: the method 'reward'"),
-        ("rank(row)", "rank()", "data.curriculum: 'code@"),
+        ("rank(row)", "rank()", "data.curriculum: 'code.py:rank'"),
     ]:
         refused = dry_run(changed, into)
         assert (refused.exit_code, said in refused.output) == (2, True), refused.output
@@ -175,6 +176,18 @@ def test_a_dry_run_tries_all_code_of_a_job(stack: Any, folder: Path) -> None:
     warned = dry_run(grade=source.replace("return", "import nothing_of_that_name\n    return"))
     assert warned.exit_code == 0, warned.output
     assert "grade() raised ModuleNotFoundError: No module named 'nothing_of_that_name'" in warned.output
+
+
+def test_a_dry_run_imports_an_engine_and_does_not_open_it(stack: Any) -> None:
+    def dry_run(*words: str) -> Any:
+        return stack.cli("submit", str(EXAMPLES / "own-engine.yaml"), "--dry-run", "--json", *words)
+
+    good = dry_run()
+    assert good.exit_code == 0, good.output
+    assert "raised" not in good.output
+    refused = dry_run("--set", "rollout.path=no_such_module:Engine")
+    assert (refused.exit_code, "rollout.path: " in refused.output) == (2, True), refused.output
+    assert "No module named 'no_such_module'" in refused.output
 
 
 @pytest.mark.long

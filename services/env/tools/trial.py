@@ -18,7 +18,7 @@ from penstock.services.env.tools.function import Function
 from penstock.services.env.tools.objects import Method, Objects, load_classes
 from penstock.shared.config.environment import EnvironmentConfig
 from penstock.shared.config.tools import FunctionTool, MethodTool
-from penstock.shared.data.user_code import check_call, import_named
+from penstock.shared.data.user_code import check_call, import_named, shown_name
 from penstock.shared.errors import ToolError
 from penstock.shared.protocol.trials import TrialRequest
 from penstock.shared.runtime.user_process import Attempts, serve_trial
@@ -38,15 +38,15 @@ def try_tools(request: TrialRequest, attempts: Attempts) -> None:
     keys = {tool.name: f"{SECTION}.tools[{place}] ({tool.name})" for place, tool in enumerate(config.tools)}
     for tool in config.tools:
         if isinstance(tool, FunctionTool):
-            opened, function = attempts.at(
-                keys[tool.name], f"importing {tool.path}", partial(_function, tool), fatal=True
-            )
+            what = f"importing {shown_name(tool.path)}"
+            opened, function = attempts.at(keys[tool.name], what, partial(_function, tool), fatal=True)
             if opened:
                 _call(attempts, keys[tool.name], tool, function)
     methods = [tool for tool in config.tools if isinstance(tool, MethodTool)]
     classes: dict[str, Any] = {}
     for tool in methods:
-        opened, found = attempts.at(keys[tool.name], f"importing {tool.path}", partial(_class, tool), fatal=True)
+        what = f"importing {shown_name(tool.path)}"
+        opened, found = attempts.at(keys[tool.name], what, partial(_class, tool), fatal=True)
         if opened:
             classes |= found
     if len(classes) == len({tool.path for tool in methods}) and methods:
@@ -56,7 +56,7 @@ def try_tools(request: TrialRequest, attempts: Attempts) -> None:
 def _function(config: FunctionTool) -> Function:
     tool = Function(config)
     found = import_named(config.path, what="tool function", beside="env", error=ToolError)
-    _check(found, config, f"tool function '{config.path}'")
+    _check(found, config, f"tool function '{shown_name(config.path)}'")
     return tool
 
 
@@ -64,9 +64,9 @@ def _class(config: MethodTool) -> dict[str, Any]:
     """Return the class by its path. Raises ToolError if it, or the method, takes other arguments than it will get."""
     found = load_classes([config])
     made, name = found[config.path], config.method or config.name
-    check_call(made, f"the class '{config.path}'", "seed, row", ToolError, seed=0, row={})
+    check_call(made, f"the class '{shown_name(config.path)}'", "seed, row", ToolError, seed=0, row={})
     plain = not isinstance(inspect.getattr_static(made, name), staticmethod | classmethod)
-    _check(getattr(made, name), config, f"the method '{name}' of '{config.path}'", *[None] * plain)
+    _check(getattr(made, name), config, f"the method '{name}' of '{shown_name(config.path)}'", *[None] * plain)
     return found
 
 
@@ -87,7 +87,8 @@ def _try_episode(
     whole = True
     for path in classes:
         key = next(key for key, tool in tools.items() if tool.path == path)
-        made, _ = attempts.at(key, f"{path}(seed=0, row=<the first row>)", partial(objects.of, path), fatal=False)
+        what = f"{shown_name(path)}(seed=0, row=<the first row>)"
+        made, _ = attempts.at(key, what, partial(objects.of, path), fatal=False)
         whole &= made
     if not whole:
         return
@@ -106,7 +107,7 @@ def _check_reward(classes: Mapping[str, Any]) -> None:
             f"none of {', '.join(classes)} has a method `reward(answer)`, which the scorer `environment` asks"
         )
     for path, each in judges.items():
-        check_call(each.reward, f"the method 'reward' of '{path}'", "answer", ToolError, None, "answer")
+        check_call(each.reward, f"the method 'reward' of '{shown_name(path)}'", "answer", ToolError, None, "answer")
 
 
 def _call(attempts: Attempts, key: str, config: FunctionTool | MethodTool, tool: Tool) -> None:

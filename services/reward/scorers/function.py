@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.shared.config.rewards.scorers import FunctionScorer
-from penstock.shared.data.user_code import check_call, import_named
+from penstock.shared.data.user_code import check_call, import_named, shown_name
 from penstock.shared.errors import ScoringError
 
 __all__ = ["Function"]
@@ -18,7 +18,7 @@ class Function:
         """Import the function, which runs user code. Raises ScoringError if that fails or it takes other arguments."""
         self._function = import_named(config.path, what="scorer function", beside="reward", error=ScoringError)
         self._args = config.args
-        what, shown = f"scorer function '{config.path}'", "prompt, completion, answer, row, **args"
+        what, shown = f"scorer function '{shown_name(config.path)}'", "prompt, completion, answer, row, **args"
         check_call(self._function, what, shown, ScoringError, "prompt", "completion", "answer", {}, **self._args)
 
     def score(self, prompt: str, completion: str, answer: str | None, row: dict[str, Any]) -> object:
