@@ -28,6 +28,7 @@ from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.grading import split_error
 from penstock.shared.protocol.trials import Finding, TrialReply, TrialRequest
+from penstock.shared.runtime.tasks import together
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["ROLLOUT_KEYS", "CodeTrials", "check_uploaded"]
@@ -84,16 +85,8 @@ class CodeTrials:
         if isinstance(spec, EmbodiedJob):  # the plan creates its simulators
             return []
         example = None if isinstance(spec, ServingJob) else await asyncio.to_thread(_example_of, spec)
-        async with asyncio.TaskGroup() as tasks:
-            trials = [
-                tasks.create_task(trial)
-                for trial in (
-                    *self._scorers(spec, example),
-                    self._environment(spec, example),
-                    self._rollout(spec, example),
-                )
-            ]
-        findings = [finding for trial in trials for finding in trial.result()]
+        asked = [*self._scorers(spec, example), self._environment(spec, example), self._rollout(spec, example)]
+        findings = [finding for found in await together(asked) for finding in found]
         texts = [f"{finding.key}: {finding.text}" for finding in findings if finding.fatal]
         if texts:
             raise ConfigError("\n  ".join(texts))

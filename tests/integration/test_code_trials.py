@@ -11,12 +11,14 @@ import psutil
 import pytest
 from pydantic import BaseModel
 
-from penstock.services.coordinator.user_code import ROLLOUT_KEYS
+from penstock.services.coordinator.graders import GraderBench
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.user_code import ROLLOUT_KEYS, CodeTrials
 from penstock.services.env.service import EnvService
 from penstock.services.env.tools.trial import example_of
 from penstock.services.rollout import trial
 from penstock.shared.config.environment import EnvironmentConfig, VerifiersConfig
-from penstock.shared.config.jobs.kinds import KINDS
+from penstock.shared.config.jobs.kinds import KINDS, parse_job
 from penstock.shared.config.rewards.scorers import FunctionScorer
 from penstock.shared.config.rollout import ClassConfig
 from penstock.shared.config.service import ServiceSettings
@@ -250,6 +252,27 @@ async def test_an_env_worker_tries_environments(bus: Bus, modules: Path) -> None
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_code_that_no_worker_can_try_is_a_warning(bus: Bus, tmp_path: Path) -> None:
+    section = tools("trial_functions:good")["environment"]
+    spec = parse_job(
+        {
+            "name": "untried",
+            "model": {"config": {}, "tokenizer": "char"},
+            "data": {"train": {"type": "addition"}, "curriculum": "trial_orders:good"},
+            "reward": {"scorers": [{"type": "function", "path": "trial_functions:good"}]},
+            "environment": {**section, "max_turns": 2},
+            "train": {"batch_size": 16, "max_updates": 1},
+        }
+    )
+    members, settings = Members(), ServiceSettings(data_dir=tmp_path)
+    warnings = await CodeTrials(bus, GraderBench(bus, settings), members).run(spec)
+    assert [text.partition(":")[0] for text in warnings] == [
+        "reward.scorers[0] (trial_functions", "environment", "data.curriculum",
+    ]  # fmt: skip
+    for service, text in zip(("reward", "env", "rollout"), warnings, strict=True):
+        assert f"not tried, because no {service} worker runs here" in text
 
 
 @pytest.mark.parametrize(
