@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from penstock.services.coordinator.online.turns import (
+from penstock.services.coordinator.online.credit import (
     HEADER_TOKENS,
     ROOT,
     TurnTokens,

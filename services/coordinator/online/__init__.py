@@ -10,29 +10,6 @@ Callers: ``service`` gives each leader of an online job a ``LiveSupply``, which 
 coordinator's ledger, drafts and retries, and ``feedback`` for consent and deletions; never ``api`` or ``serving``. A
 module marked Pure reads neither the bus nor a clock.
 
-Life cycle of an episode, whether the gateway served it or a client posted it::
-
-    served: an interaction (INTERACTIONS)      posted: feedback of kind `interaction` (FEEDBACK)
-    ServedEpisode, held by Matching            PostedEpisode, held by OffPolicyExamples
-                    |                              |
-                    +--------------+---------------+
-                                   v
-            +-------------------------------------------+
-        +-> | waiting for turns, feedback or a version  | -- refused, deleted, nothing usable -> rejected
-        |   +-------------------------------------------+ -- feedback without a target --------> expired
-        |                          | complete, or out of time
-    a new fact                     v
-        |   +-------------------------------------------+
-        +-- | ready: trajectories with their rewards    | -- too old, too many ----------------> rejected
-            +-------------------------------------------+
-                                   | LiveSource.draw: lag bound, shares, byte budget
-                                   v
-            +-------------------------------------------+
-            | admitted: in the ledger, with a draw      | -- dropped by the gate --------------> rejected
-            +-------------------------------------------+
-                                   | its batch is trained
-                                   v
-                                trained
-
-A single posted interaction, a correction, a demonstration and a preference take the same path, each as one example.
+``episode`` draws the life cycle of an episode, served or posted. A single posted interaction, a correction, a
+demonstration and a preference take the same path, each as one example.
 """

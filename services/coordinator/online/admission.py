@@ -1,32 +1,60 @@
-"""Decides whether a served interaction is trained, for which loss and with which reward. Pure and deterministic."""
+"""Decides whether an interaction is trained, for which loss and with which reward. Pure and deterministic.
+
+``admit`` decides on an interaction that the gateway served, ``admit_posted`` on one that another system served and a
+client posted:
+
+==========================================  =============================================================
+the client posts tokens with                use
+==========================================  =============================================================
+log-probs, a version within the lag bound   policy loss (`posted`); a worker recomputes a sample of them
+no log-probs, a version still held          policy loss, log-probs computed under that version (`rescored`):
+                                            the newest one, or one of `held_versions` before it
+neither                                     policy loss as if the newest policy had sampled them
+                                            (`assumed`), if the job allows it
+any of these, if that is not possible       imitation, if the reward is high enough
+text only                                   imitation, if the reward is high enough
+==========================================  =============================================================
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
+
 from penstock.shared.config.jobs.online_job import OnlineJob
-from penstock.shared.config.online.section import Level, MetricConfig, OnlineConfig
+from penstock.shared.config.online.section import REWARD, Level, MetricConfig, OnlineConfig
 from penstock.shared.protocol.live.interaction import CANARY, CONSTRAINED, Feedback, Interaction
 from penstock.shared.protocol.objective import Objective
 
 __all__ = [
+    "AS_SAMPLED",
     "DRAWN_OTHERWISE",
     "MASKED",
     "UNFINISHED",
     "Decision",
+    "PolicyState",
+    "PostedFacts",
     "admit",
+    "admit_posted",
+    "admit_posted_for",
     "arrival_order",
+    "can_learn_from",
     "counted_feedback",
+    "facts_of",
+    "has_reward",
     "is_far_off",
     "is_invalid",
     "lag_of",
     "level_of",
     "out_of_range",
     "refusal_of",
+    "refusal_of_posted",
     "reward_of",
+    "reward_of_posted",
     "reward_of_value",
     "reward_of_whole",
 ]
@@ -51,11 +79,11 @@ HIGHEST_LOGPROB = 1e-6
 class Decision:
     """Decision on one interaction.
 
-    ``wait``: feedback is missing. ``reject``: the interaction is never trained, for ``reason``; its ``reward`` still
-    counts for the turns before it. ``train``: ``reason`` names the origin of the reward (`feedback`, `credit` from
-    other turns only, `default`, `invalid`) or why its tokens are masked; ``objective`` names the loss, and ``denied``
-    why the policy loss may not use it. ``compared``: the interaction is not trained, but its reward counts in a canary
-    trial.
+    ``wait``: feedback, or a version, is missing. ``reject``: the interaction is never trained, for ``reason``; its
+    ``reward`` still counts for the turns before it. ``train``: ``reason`` names the origin of the reward (`feedback`,
+    `credit` from other turns only, `default`, `invalid`) or why its tokens are masked; of a posted interaction it names
+    the rule of the policy loss, or ``denied``. ``objective`` names the loss, and ``denied`` why the policy loss may not
+    use it. ``compared``: the interaction is not trained, but its reward counts in a canary trial.
     """
 
     verdict: Literal["wait", "train", "reject"]
@@ -290,3 +318,159 @@ def _covers(interaction: Interaction, tokens: int) -> bool:
             return False
         end = span.end
     return end == tokens
+
+
+EVERY_KEY = "*"
+AS_SAMPLED = frozenset({"posted", "rescored"})
+"""Rules of the policy loss under which a posted turn has log-probs of its own, so that several can form one trajectory.
+"""
+NOT_TRAINED_YET = "not_trained"
+"""Reason to wait for the version of a sealed batch, which engines may have shortly before the ledger."""
+
+
+class PostedFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of a posted interaction, without its tokens, that decide how it is used."""
+
+    version: int | None
+    num_prompt: int
+    num_tokens: int
+    has_logprobs: bool
+    flaw: str
+    """Defect of the log-probs, or ''."""
+    plain: bool
+    """True if sampling was neither greedy nor truncated."""
+    temperature: float
+    rewards: dict[str, bool | float]
+    group: str = ""
+    """Name of the task; interactions with the same name and API key answer the same task."""
+
+
+def facts_of(item: Feedback) -> PostedFacts:
+    """Extract the facts from a posted body."""
+    body = item.body
+    tokens, logprobs = body.get("token_ids") or [], body.get("logprobs") or []
+    sampling = body.get("sampling") or {}
+    temperature = float(sampling.get("temperature", 1.0))
+    plain = temperature > 0 and sampling.get("top_p", 1.0) == 1.0 and not sampling.get("top_k", 0)
+    rewards = {**body.get("rewards", {})}
+    if body.get("reward") is not None:
+        rewards[REWARD] = body["reward"]
+    return PostedFacts(
+        version=body.get("policy_version"), num_prompt=len(body.get("prompt_token_ids") or []), num_tokens=len(tokens),
+        has_logprobs=bool(logprobs), flaw=_flaw(tokens, logprobs),
+        plain=plain, temperature=temperature,
+        rewards={name: value if isinstance(value, bool) else float(value) for name, value in rewards.items()},
+        group=f"{item.key_id} {body['group_id']}" if body.get("group_id") else "",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyState:
+    """State of the policy when a posted interaction is decided.
+
+    Attributes:
+        version: version from which the next update starts; lags count from it.
+        newest: newest version that exists; sealed batches not trained yet lie between the two.
+        temperature: temperature at which the job samples.
+        distrusted: API keys whose log-probs were wrong.
+    """
+
+    version: int
+    newest: int
+    temperature: float
+    distrusted: Collection[str] = ()
+
+
+def admit_posted(facts: PostedFacts, key_id: str, job: OnlineJob, now: PolicyState) -> Decision:
+    """Decide on a posted interaction by the rewards posted with it; ``key_id`` is the API key that posted it."""
+    metrics = job.online.of_level("interaction") | job.online.of_level("episode")
+    is_judged = has_reward(facts, job.online)
+    return admit_posted_for(facts, key_id, job, now, reward_of_posted(facts.rewards, metrics) if is_judged else None)
+
+
+def can_learn_from(key_id: str, job: OnlineJob) -> bool:
+    """Return True if the job may train on posts of an API key."""
+    off_policy = job.online.off_policy
+    return _is_trusted(key_id, job) or (off_policy is not None and off_policy.supervised is not None)
+
+
+def _is_trusted(key_id: str, job: OnlineJob) -> bool:
+    return not {key_id, EVERY_KEY}.isdisjoint(job.online.posted.trusted_keys)
+
+
+def admit_posted_for(
+    facts: PostedFacts, key_id: str, job: OnlineJob, now: PolicyState, reward: float | None
+) -> Decision:
+    """Decide on a posted interaction by a given reward; None is one without feedback."""
+    refusal = refusal_of_posted(facts, job)
+    if refusal:
+        return Decision("reject", refusal)
+    rule, denied = _rule(facts, key_id, job, now)
+    if denied == NOT_TRAINED_YET:
+        return Decision("wait", denied)
+    if rule:
+        return Decision("reject", "no_reward") if reward is None else Decision("train", rule, reward)
+    off_policy = job.online.off_policy
+    supervised = off_policy.supervised if off_policy is not None else None
+    if supervised is None or reward is None or reward < supervised.min_reward:
+        return Decision("reject", denied)
+    return Decision("train", denied, reward, "supervised", denied)
+
+
+def _rule(facts: PostedFacts, key_id: str, job: OnlineJob, now: PolicyState) -> tuple[str, str]:
+    """Return ``(rule of the policy loss, '')``, or ``('', reason against it)``."""
+    posted, known = job.online.posted, facts.version is not None
+    checks = {
+        "text_only": not facts.num_tokens,
+        "source_distrusted": key_id in now.distrusted,
+        "source_not_trusted": not _is_trusted(key_id, job),
+        NOT_REPLAYABLE: not facts.plain or facts.temperature != now.temperature,
+        "unknown_version": facts.version is not None and facts.version > now.version,
+        STALE: facts.has_logprobs and known and _lag(facts, now) > job.train.max_lag,
+    }
+    denied = next((reason for reason, found in checks.items() if found), "")
+    if denied:
+        return "", denied
+    if facts.version is not None and facts.version > now.newest:
+        return "", NOT_TRAINED_YET
+    if facts.has_logprobs and known:
+        return "posted", ""
+    if facts.version is not None and facts.temperature == 1.0:  # workers score without a temperature
+        held = facts.version >= now.newest - posted.held_versions
+        if held:
+            return ("rescored", "") if _lag(facts, now) <= job.train.max_lag else ("", STALE)
+    if posted.assume_on_policy:
+        return "assumed", ""
+    return "", "version_not_held" if known else "behaviour_unknown"
+
+
+def _lag(facts: PostedFacts, now: PolicyState) -> int:
+    """Return the number of versions between the sampler and the start of the next update."""
+    return 0 if facts.version is None else now.version - facts.version
+
+
+def _flaw(tokens: Collection[int], logprobs: Collection[float]) -> str:
+    if logprobs and len(logprobs) != len(tokens):
+        return "lengths_differ"
+    return "" if all(math.isfinite(value) and value <= HIGHEST_LOGPROB for value in logprobs) else "not_finite"
+
+
+def refusal_of_posted(facts: PostedFacts, job: OnlineJob) -> str:
+    """Return why a post cannot be trained on, whatever its reward is, or ''."""
+    if facts.flaw:
+        return facts.flaw
+    if facts.num_tokens and not facts.num_prompt:
+        return "no_tokens"
+    if facts.num_prompt > job.data.prompt.max_tokens:
+        return "prompt_too_long"
+    return "completion_too_long" if facts.num_tokens > job.sampling.max_new_tokens else ""
+
+
+def has_reward(facts: PostedFacts, online: OnlineConfig) -> bool:
+    """Return True if the post has a reward that the job knows."""
+    return any(online.metric(name) is not None for name in facts.rewards)
+
+
+def reward_of_posted(rewards: Mapping[str, bool | float], metrics: Mapping[str, MetricConfig]) -> float:
+    """Sum the clipped values of these metrics; a missing one takes its default."""
+    return sum(reward_of_value(rewards.get(name, metric.default_value), metric) for name, metric in metrics.items())

@@ -11,10 +11,17 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from penstock.services.coordinator.online.admission import facts_of
+from penstock.services.coordinator.online.episode import PostedEpisode, ServedEpisode
 from penstock.services.coordinator.online.fairness import flaws_of_shares, owners_of
-from penstock.services.coordinator.online.posted_episode import PostedEpisode, PostedTurn, facts_of, tokens_of
-from penstock.services.coordinator.online.served_episode import ServedEpisode
-from penstock.services.coordinator.online.turns import FeedbackItem, Turn, canonical_id, episode_key
+from penstock.services.coordinator.online.turns import (
+    FeedbackItem,
+    PostedTurn,
+    Turn,
+    canonical_id,
+    episode_key,
+    tokens_of,
+)
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.errors import ProtocolError
 from penstock.shared.protocol import subjects
@@ -286,24 +293,23 @@ def _posted_episode(
             return None
         item = max(revisions, key=lambda item: item.revision)
         turns[name] = PostedTurn(FeedbackItem(seq, item), facts_of(item), tokens_of(item, job))
-    return PostedEpisode(turns)
+    return PostedEpisode(group[0].origin[0], turns)
 
 
 def _posted_differences(group: Sequence[Admission], episode: PostedEpisode, job: OnlineJob) -> list[str]:
-    names = [turn.item.feedback.id for turn in episode.ordered]
+    names = [turn.name for turn in episode.ordered]
     rules = {
         names.index(name): (one.objective, one.reason) for one in group for name in one.origin[1:] if name in names
     }
-    parts = {tuple(names[place] for place in places): places for places in episode.parts(job, rules)}
-    own = [places for places in parts.values() if rules[places[0]][0] == "policy"]
-    values, shares = episode.credit(job).values, episode.shares(job, own)
+    parts = {tuple(names[place] for place in found[0]): found for found in episode.trajectories(job, rules)}
+    values = episode.credit(job).values
     flaws = []
     for one in group:
-        places = parts.get(tuple(one.origin[1:]))
-        if places is None:
+        part = parts.get(tuple(one.origin[1:]))
+        if part is None:
             flaws.append(f"ordinal {one.ordinal}: decided again its turns would not be trained so")
             continue
-        reward, share = values[places[-1]], shares.get(places[0], 1.0)
+        reward, share = values[part[0][-1]], part[1]
         if not math.isclose(one.reward, reward, rel_tol=REWARD_TOLERANCE, abs_tol=REWARD_TOLERANCE):
             flaws.append(f"ordinal {one.ordinal}: decided again its reward would be {reward:g}, not {one.reward:g}")
         elif not math.isclose(one.share, share, rel_tol=REWARD_TOLERANCE):

@@ -9,8 +9,8 @@ from itertools import islice
 import msgspec
 import xxhash
 
+from penstock.services.coordinator.online.admission import AS_SAMPLED, PolicyState, PostedFacts
 from penstock.services.coordinator.online.fairness import Owners
-from penstock.services.coordinator.online.posted_episode import PolicyState, PostedFacts, PostedTrajectory, PostedUse
 from penstock.services.coordinator.online.turns import FeedbackItem
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.live.interaction import Feedback, Interaction
@@ -20,7 +20,6 @@ __all__ = [
     "InteractionRecord",
     "KeyQuota",
     "OffPolicyExample",
-    "example_of_trajectory",
     "sampler_version",
     "targets_of",
     "text_preference",
@@ -114,22 +113,9 @@ class OffPolicyExample:
         )  # fmt: skip
 
 
-def sampler_version(facts: PostedFacts, use: PostedUse, now: PolicyState) -> int | None:
-    """Return the version that counts as the answer's sampler; None if no loss needs one."""
-    return facts.version if use.reason in ("posted", "rescored") else now.newest if use.reason == "assumed" else None
-
-
-def example_of_trajectory(key: str, part: PostedTrajectory, now: PolicyState) -> OffPolicyExample:
-    """Build the example of one trajectory of a posted episode."""
-    first, use = part.turns[0], part.use
-    versions = [sampler_version(turn.facts, use, now) for turn in part.turns]
-    return OffPolicyExample(
-        first.item, use.objective, use.reason, use.reward, (first.item.feedback.user,),
-        version=min((version for version in versions if version is not None), default=None),
-        settled_at=(now.version, now.newest), group=first.facts.group if use.objective == "policy" else "",
-        episode=key, later=tuple(turn.item for turn in part.turns[1:]),
-        untrained=tuple(turn.item for turn in part.untrained), share=part.share,
-    )  # fmt: skip
+def sampler_version(facts: PostedFacts, reason: str, policy: PolicyState) -> int | None:
+    """Return the version that counts as the sampler of an answer used for ``reason``; None if no loss needs one."""
+    return facts.version if reason in AS_SAMPLED else policy.newest if reason == "assumed" else None
 
 
 def text_preference(item: FeedbackItem) -> OffPolicyExample:

@@ -18,11 +18,10 @@ from sys import intern
 import msgspec
 
 from penstock.services.coordinator.online.admission import is_far_off
+from penstock.services.coordinator.online.episode import EPISODE_OVER, TOO_MANY_TURNS, ServedEpisode, without_objectors
 from penstock.services.coordinator.online.examples import targets_of
 from penstock.services.coordinator.online.lazy_heap import LazyHeap
 from penstock.services.coordinator.online.off_policy import COMMENT, DEMONSTRATION, EMPTY_BODY, OffPolicyExamples
-from penstock.services.coordinator.online.posted_episode import EPISODE_OVER, TOO_MANY_TURNS
-from penstock.services.coordinator.online.served_episode import ServedEpisode
 from penstock.services.coordinator.online.statuses import (
     CONSUMED,
     FinalStatuses,
@@ -459,11 +458,11 @@ class Matching:
             if episode.due < math.inf:
                 self._due_times.put(episode.due, key)
             return []
-        outcome = outcome.without_objectors(self._opted_out, self.job.online.without_consent)
+        outcome = without_objectors(outcome, self._opted_out, self.job.online.without_consent)
         if good := outcome.trajectories:
-            self.ready[key] = [replace(good[0], refused=outcome.reasons), *good[1:]]
+            self.ready[key] = [replace(good[0], refused=outcome.refused), *good[1:]]
             return []
-        return self._refuse(key, outcome.refused[-1][1], now, outcome.reasons)
+        return self._refuse(key, [*outcome.refused.values()][-1], now, outcome.refused)
 
     def _refuse(
         self, key: str, reason: str, now: float, reasons: Mapping[str, str] | None = None

@@ -14,30 +14,24 @@ from typing import Any
 
 import msgspec
 
-from penstock.services.coordinator.online.admission import DRAWN_OTHERWISE
+from penstock.services.coordinator.online.admission import (
+    DRAWN_OTHERWISE,
+    PolicyState,
+    PostedFacts,
+    admit_posted,
+    facts_of,
+)
+from penstock.services.coordinator.online.episode import EPISODE_OVER, ROUNDING_S, EpisodeOutcome, PostedEpisode
 from penstock.services.coordinator.online.examples import (
     InteractionRecord,
     KeyQuota,
     OffPolicyExample,
-    example_of_trajectory,
     sampler_version,
     targets_of,
     text_preference,
 )
 from penstock.services.coordinator.online.lazy_heap import SLACK, LazyHeap
-from penstock.services.coordinator.online.posted_episode import (
-    EPISODE_OVER,
-    PolicyState,
-    PostedEpisode,
-    PostedFacts,
-    PostedTrajectory,
-    PostedTurn,
-    facts_of,
-    posted_episode_key,
-    tokens_of,
-    use_of,
-)
-from penstock.services.coordinator.online.turns import MAX_SEQ, FeedbackItem
+from penstock.services.coordinator.online.turns import MAX_SEQ, FeedbackItem, PostedTurn, tokens_of
 from penstock.services.coordinator.training.decided import episode_digest
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.config.jobs.online_job import OnlineJob
@@ -55,8 +49,6 @@ EMPTY_BODY: dict[str, Any] = {}
 """Shared body of items without one; never modified."""
 MAX_RECHECKS = 4_000
 """Posted interactions and episodes that one sweep settles again after the policy changed, oldest first."""
-ROUNDING_S = 1.0
-"""Sweeps check an episode from this long before its timeout, because sums of times are not exact."""
 
 
 class ClosedEpisodes:
@@ -166,7 +158,7 @@ class OffPolicyExamples:
         if key := self.episode_key(item):
             self._episode_keys[item.id] = key
             turn = PostedTurn(held, self._facts[item.id], tokens_of(item, self._job))
-            self._episodes.setdefault(key, PostedEpisode()).turns[item.id] = turn
+            self._episodes.setdefault(key, PostedEpisode(key)).turns[item.id] = turn
             self._clear_ready(key)
             nbytes += turn.tokens.nbytes
         self.quota.add(item.key_id, item.id, nbytes)
@@ -224,8 +216,10 @@ class OffPolicyExamples:
                 self._unreferenced.add(target)
 
     def episode_key(self, item: Feedback) -> str:
-        """Return the posted episode that an item is a turn of, or '' if it stands alone."""
-        return posted_episode_key(item, self._job)
+        """Return the posted episode, scoped to its API key, that an item is a turn of, or '' if it stands alone."""
+        if item.kind != "interaction" or not item.episode or not self._job.online.has_credit:
+            return ""
+        return f"{item.key_id} {item.episode}"
 
     def restore(self, state: LedgerState) -> None:
         """Restore the closed episodes that the ledger records."""
@@ -363,23 +357,23 @@ class OffPolicyExamples:
     ) -> dict[str, str]:
         """Make the trajectories of a finished episode ready; return the reasons by item if nothing of it is used."""
         if not episode.is_over(self._job, now):
-            self._due.put(episode.due or 0.0, key)
+            self._due.put(episode.due, key)
             return {}
         users = [turn.item.feedback.user for turn in episode.turns.values()]
         self._watch_consent(key, users)
         if any(map(opted_out, users)):
-            found: list[PostedTrajectory] | dict[str, str] | None = dict.fromkeys(
-                episode.turns, self._job.online.without_consent
+            outcome: EpisodeOutcome[OffPolicyExample] | None = EpisodeOutcome(
+                [], dict.fromkeys(episode.turns, self._job.online.without_consent)
             )
         else:
-            found = episode.settle(self._job, policy)
-        if isinstance(found, dict):
+            outcome = episode.settle(self._job, policy)
+        examples = [] if outcome is None else outcome.trajectories
+        if outcome is not None and not examples:
             self.closed.add(key)
-            return found
-        examples = {part.turns[0].item.feedback.id: example_of_trajectory(key, part, policy) for part in found or []}
-        for name, example in examples.items():
-            self._put_ready(name, example)
-        self._parts[key] = list(examples)
+            return outcome.refused
+        for example in examples:
+            self._put_ready(example.item.feedback.id, example)
+        self._parts[key] = [example.item.feedback.id for example in examples]
         return {}
 
     def ready_together(self) -> Iterator[list[OffPolicyExample]]:
@@ -434,13 +428,13 @@ class OffPolicyExamples:
     def _posted_example(self, item: FeedbackItem, version: int, newest: int) -> OffPolicyExample | str | None:
         facts, feedback = self._facts[item.feedback.id], item.feedback
         policy = PolicyState(version, newest, self.temperature, self.distrusted)
-        use = use_of(facts, feedback.key_id, self._job, policy)
-        if use.verdict != "take":
-            return use.reason if use.verdict == "reject" else None
+        decision = admit_posted(facts, feedback.key_id, self._job, policy)
+        if decision.verdict != "train":
+            return decision.reason if decision.verdict == "reject" else None
         return OffPolicyExample(
-            item, use.objective, use.reason, use.reward, (feedback.user,), version=sampler_version(facts, use, policy),
-            settled_at=(version, newest),
-            group=facts.group if use.objective == "policy" else "",
+            item, decision.objective, decision.reason, decision.reward, (feedback.user,),
+            version=sampler_version(facts, decision.reason, policy), settled_at=(version, newest),
+            group=facts.group if decision.objective == "policy" else "",
         )  # fmt: skip
 
     def _example_about_served(self, item: FeedbackItem) -> OffPolicyExample | str | None:

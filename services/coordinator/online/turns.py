@@ -1,58 +1,42 @@
-"""Defines turns and trajectories, and assigns credit: the tree of an episode's turns, and returns along it.
-
-Pure. The parent of a turn follows from its prompt:
-
-==================================================  ======================================================
-the prompt begins with                              parent
-==================================================  ======================================================
-prompt and answer of earlier turns, token by token  the longest of these: the turn ``extends`` it
-the prompt of an earlier turn, whose answer was     the newest turn of that conversation
-rendered anew
-neither                                             the turn before it; a turn without one begins a branch
-                                                    while another conversation of the episode continues
-==================================================  ======================================================
-"""
+"""Defines turns and trajectories of both origins, and the times at which the facts of an episode arrived. Pure."""
 
 from __future__ import annotations
 
 import math
-from array import array
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import msgspec
 
-from penstock.services.coordinator.online.admission import arrival_order
+from penstock.services.coordinator.online.admission import PostedFacts, arrival_order, can_learn_from
+from penstock.services.coordinator.online.credit import TurnTokens
 from penstock.services.coordinator.online.fairness import Owners
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.live.interaction import Feedback, Interaction, bare_id
 from penstock.shared.protocol.objective import Objective
 
 __all__ = [
-    "HEADER_TOKENS",
-    "ROOT",
+    "Arrivals",
     "FeedbackItem",
     "Holder",
+    "PostedTurn",
     "Trajectory",
     "Turn",
-    "TurnTokens",
-    "TurnTree",
-    "branch_shares",
     "canonical_id",
     "episode_key",
-    "join_turns",
-    "longest_earlier_prefix",
+    "feedback_before",
+    "first_late_time",
+    "is_out_of_time",
     "owners_of_turns",
-    "returns",
-    "trajectory_weights",
-    "turn_tree",
+    "tokens_of",
+    "turns_before",
 ]
 
 MAX_SEQ = 1 << 62
 """Sorts behind every sequence of a stream."""
+UNNUMBERED = 1 << 62
+"""Sort key that puts turns without a number last."""
 DISCONNECTED = "client_disconnected"
 """Finish reason of an answer whose client appeared to disconnect."""
 
@@ -113,6 +97,73 @@ class Turn:
     refusal: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PostedTurn:
+    """One posted interaction; its item has no body."""
+
+    item: FeedbackItem
+    facts: PostedFacts
+    tokens: TurnTokens
+
+    @property
+    def name(self) -> str:
+        """Id of its item."""
+        return self.item.feedback.id
+
+    @property
+    def order(self) -> tuple[int, float, int]:
+        """Sort key: turns with a number first, then turns without one by arrival."""
+        feedback = self.item.feedback
+        return feedback.turn if feedback.turn >= 0 else UNNUMBERED, feedback.received, self.item.seq
+
+
+def tokens_of(item: Feedback, job: OnlineJob) -> TurnTokens:
+    """Return the tokens that place a posted interaction in its episode's tree, or none if nothing depends on them.
+
+    Nothing depends on them for posts of text and for keys that the job does not train on: tokens stay in memory until
+    the episode is over. Tokens beyond the longest trainable prompt and answer are cut, because no trained turn extends
+    them.
+    """
+    tokens = item.body.get("token_ids") or []
+    if not tokens or not can_learn_from(item.key_id, job):
+        return TurnTokens.of([], [])
+    most = job.data.prompt.max_tokens + job.sampling.max_new_tokens
+    prompt = (item.body.get("prompt_token_ids") or [])[:most]
+    return TurnTokens.of(prompt, tokens[: most - len(prompt)])
+
+
+@dataclass(slots=True)
+class Arrivals:
+    """Turns of a posted episode that have arrived."""
+
+    numbers: set[int] = field(default_factory=set)
+    next_number: int = 0
+    """All turns below this number have arrived."""
+    last: int | None = None
+    """Number of the last turn, once a client has marked one as final."""
+    first: float = math.inf
+    newest: float = -math.inf
+
+    def add(self, turn: Feedback) -> None:
+        """Add a turn."""
+        self.numbers.add(turn.turn)
+        while self.next_number in self.numbers:
+            self.next_number += 1
+        if turn.final:
+            self.last = turn.turn if self.last is None else max(self.last, turn.turn)
+        self.first, self.newest = min(self.first, turn.received), max(self.newest, turn.received)
+
+    def is_over(self, job: OnlineJob, now: float) -> bool:
+        """Return True if the final turn and all before it have arrived, or if the episode has timed out."""
+        if self.last is not None and self.next_number >= self.last:
+            return True
+        return is_out_of_time(job, first=self.first, newest=self.newest, now=now)
+
+    def due(self, job: OnlineJob) -> float:
+        """Return the time at which the episode times out (Unix seconds)."""
+        return min(self.newest + job.online.idle_ttl_s, self.first + job.online.max_age_s)
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """Turns that are trained as one sequence: each prompt after the first begins with all tokens before it.
@@ -169,269 +220,46 @@ def owners_of_turns(turns: Sequence[Turn], judges: tuple[str, ...]) -> Owners:
     return Owners(judges or askers, askers, (turns[-1].interaction.user,))
 
 
-ROOT = -1
-"""Parent of a turn that begins a branch."""
-TOKEN_BYTES = array("i").itemsize
-HEADER_TOKENS = 4
-"""Tokens that a chat template may put between an answer's header and its text (an empty thought, for example) and leave
-out once the answer is part of the conversation."""
+def is_out_of_time(job: OnlineJob, *, first: float, newest: float, now: float) -> bool:
+    """Return True if an episode waits no longer: its ``newest`` or its ``first`` fact is too old (Unix seconds)."""
+    return now - newest >= job.online.idle_ttl_s or now - first >= job.online.max_age_s
 
 
-def longest_earlier_prefix(
-    texts: Iterable[tuple[bytes, int]], asked: Iterable[tuple[bytes, int]]
-) -> dict[int, tuple[int, int]]:
-    """Find for each of ``asked`` its longest prefix among ``texts`` with a lower place; texts without one are left out.
+def first_late_time(turns: Sequence[Turn], items: Mapping[str, FeedbackItem], job: OnlineJob) -> float | None:
+    """Return when the first turn or item arrived after the episode had run out of time, or None.
 
-    In sorted order a text follows all of its prefixes. These form a path, on which the nearest one with a lower place
-    takes ``O(log n)`` steps to find, whatever the order of places is.
+    A turn arrives when its answer ends; a revised item arrived with its first revision.
 
     Args:
-        texts: texts, none of them empty, each with its place from 0.
-        asked: texts with places of their own.
-
-    Returns:
-        By place, ``(bytes of the prefix, its newest place below that one)``.
+        turns: at least one turn.
+        items: feedback on the whole episode.
     """
-    entries = [(data, False, place) for data, place in texts] + [(data, True, place) for data, place in asked]
-    found: dict[int, tuple[int, int]] = {}
-    path: list[_PrefixNode] = [_PrefixNode()]
-    for data, is_asked, place in sorted(entries):
-        while not data.startswith(path[-1].data):
-            path.pop()
-        if not is_asked and path[-1].data == data:
-            path[-1].places.append(place)
-        elif not is_asked:
-            path.append(_PrefixNode(data, place, path[-1].before(place)))
-        elif (text := path[-1].before(place)).data:
-            before = bisect_left(text.places, place) - 1
-            found[place] = len(text.data), text.places[before]
-    return found
+    first, *later = sorted((turn.interaction for turn in turns), key=lambda one: one.ended)
+    facts = [(one.ended, one.started) for one in later]
+    facts += [(_arrival(item), math.inf) for item in items.values()]
+    facts += [(_arrival(item), math.inf) for turn in turns for item in turn.items.values()]
+    active, begun = first.ended, first.started
+    for came, started in sorted(facts):
+        if is_out_of_time(job, first=begun, newest=active, now=came):
+            return came
+        if started < math.inf:
+            active, begun = max(active, came), min(begun, started)
+    return None
 
 
-class _PrefixNode:
-    """A text and its places, lowest first. The root is the empty text, with which every text begins.
-
-    Attributes:
-        earlier: the longest prefix with a lower place: a chain down to the root.
-        far: a node further down that chain, as far as jumps that double with depth allow (Myers 1983, "An applicative
-            random-access stack").
-    """
-
-    __slots__ = ("data", "depth", "earlier", "far", "places")
-
-    def __init__(self, data: bytes = b"", place: int = -1, earlier: _PrefixNode | None = None) -> None:
-        self.data, self.places = data, [place]
-        self.earlier: _PrefixNode = earlier or self
-        self.far: _PrefixNode = self.earlier
-        self.depth: int = 0 if earlier is None else earlier.depth + 1
-        if earlier is not None and earlier.depth - earlier.far.depth == earlier.far.depth - earlier.far.far.depth:
-            self.far = earlier.far.far
-
-    def before(self, place: int) -> _PrefixNode:
-        """Return this node, or the longest one below it, whose lowest place is below ``place``."""
-        text = self
-        while text.places[0] >= place:
-            text = text.far if text.far.places[0] >= place else text.earlier
-        return text
+def turns_before(turns: Sequence[Turn], time: float) -> list[Turn]:
+    """Return the turns that ended before a time, with the feedback that had arrived by then."""
+    return [
+        Turn(turn.seq, turn.interaction, feedback_before(turn.items, time), turn.refusal)
+        for turn in turns
+        if turn.interaction.ended < time
+    ]
 
 
-@dataclass(frozen=True, slots=True)
-class TurnTokens:
-    """Token ids of a turn as bytes: those of the prompt, and those of prompt and completion."""
-
-    prompt: bytes
-    full: bytes
-
-    @classmethod
-    def of(cls, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> TurnTokens:
-        """Pack lists of token ids."""
-        prompt = array("i", prompt_ids).tobytes()
-        return cls(prompt, prompt + array("i", token_ids).tobytes())
-
-    @property
-    def nbytes(self) -> int:
-        """Size of both."""
-        return len(self.prompt) + len(self.full)
+def feedback_before(items: Mapping[str, FeedbackItem], time: float) -> dict[str, FeedbackItem]:
+    """Return the items that arrived before a time."""
+    return {name: item for name, item in items.items() if _arrival(item) < time}
 
 
-@dataclass(frozen=True, slots=True)
-class TurnTree:
-    """Parents of turns, by place in time (``ROOT`` for the first turn of a branch).
-
-    ``extends`` is True where a turn's prompt begins with all tokens of its parent.
-    """
-
-    parents: tuple[int, ...]
-    extends: tuple[bool, ...]
-
-    @property
-    def children(self) -> list[list[int]]:
-        """Children of each turn."""
-        found: list[list[int]] = [[] for _ in self.parents]
-        for place, parent in enumerate(self.parents):
-            if parent != ROOT:
-                found[parent].append(place)
-        return found
-
-    @property
-    def roots(self) -> list[int]:
-        """First turn of each turn's conversation."""
-        found: list[int] = []
-        for place, parent in enumerate(self.parents):
-            found.append(place if parent == ROOT else found[parent])
-        return found
-
-    def below(self, place: int) -> list[int]:
-        """Return a turn and all of its descendants."""
-        found = {place}
-        for later in range(place + 1, len(self.parents)):
-            if self.parents[later] in found:
-                found.add(later)
-        return sorted(found)
-
-
-def turn_tree(turns: Sequence[TurnTokens]) -> TurnTree:
-    """Build the tree of turns given in the order of their requests; the result depends on nothing else."""
-    extends_turn = _extended_turns(turns)
-    continued = _continued_prompts(turns, [place for place, full in enumerate(extends_turn) if place and full == ROOT])
-    parents: list[int] = []
-    newest = list(range(len(turns)))  # newest turn of the conversation that each turn begins
-    for place, full in enumerate(extends_turn):
-        parents.append(newest[continued[place]] if place in continued else full)
-        above = parents[-1]
-        while above != ROOT:
-            newest[above] = place
-            above = parents[above]
-    open_until, links = ROOT, [ROOT] * len(turns)
-    for place, parent in enumerate(parents):
-        if parent != ROOT:
-            links[parent] = place
-    for place in range(1, len(turns)):
-        open_until = max(open_until, links[place - 1])
-        if parents[place] == ROOT and open_until <= place:
-            parents[place] = place - 1
-    return TurnTree(tuple(parents), tuple(place != ROOT for place in extends_turn))
-
-
-def _extended_turns(turns: Sequence[TurnTokens]) -> list[int]:
-    """Find for each prompt the newest of the earlier turns that are its longest prefix."""
-    wholes = [(one.full, place) for place, one in enumerate(turns) if one.full]
-    found = longest_earlier_prefix(wholes, [(one.prompt, place) for place, one in enumerate(turns)])
-    return [found[place][1] if place in found else ROOT for place in range(len(turns))]
-
-
-def _continued_prompts(turns: Sequence[TurnTokens], asked: Sequence[int]) -> dict[int, int]:
-    """Find for each of ``asked`` the newest earlier turn whose prompt, up to the answer's header, is its longest
-    prefix.
-
-    The header is what a template puts before an answer; it ends both prompts and does not count.
-    """
-    found: dict[int, tuple[int, int]] = {}
-    for header in range(HEADER_TOKENS + 1):
-        prompts: dict[bytes, list[tuple[bytes, int]]] = {}
-        for place in asked:
-            stem, tail = _split_header(turns[place].prompt, header)
-            prompts.setdefault(tail, []).append((stem[:-TOKEN_BYTES], place))
-        stems: dict[bytes, list[tuple[bytes, int]]] = {tail: [] for tail in prompts}
-        for place, one in enumerate(turns):
-            stem, tail = _split_header(one.prompt, header)
-            if stem and tail in stems:
-                stems[tail].append((stem, place))
-        for tail, others in prompts.items():
-            for place, (length, earlier) in longest_earlier_prefix(stems[tail], others).items():
-                found[place] = max(found.get(place, (0, ROOT)), (length + len(tail), earlier))
-    return {place: earlier for place, (_, earlier) in found.items()}
-
-
-def _split_header(prompt: bytes, header: int) -> tuple[bytes, bytes]:
-    """Return ``(tokens before the header, header)`` for a header of this many tokens."""
-    end = max(0, len(prompt) - header * TOKEN_BYTES)
-    return prompt[:end], prompt[end:]
-
-
-def branch_shares(parents: Sequence[int], lengths: Sequence[int] | None = None) -> list[float]:
-    """Return the share of each part of an episode such that the episode is the mean of its branches.
-
-    A part belongs to every branch that ends below it: with B branches, n of them below, its share is ``n / B``. With
-    ``lengths`` (tokens of each part) a branch is the mean over its tokens instead of their sum: the share is ``sum over
-    its branches of (length of the part / length of the branch) / B``. ``parents`` are earlier parts or ``ROOT``.
-    """
-    ends = sorted(set(range(len(parents))) - set(parents))
-    found = [0.0] * len(parents)
-    for end in ends:
-        path = [end]
-        while parents[path[-1]] != ROOT:
-            path.append(parents[path[-1]])
-        total = 0 if lengths is None else sum(lengths[part] for part in path)
-        for part in path:
-            found[part] += lengths[part] / total if lengths is not None and total else 1.0
-    return [share / len(ends) for share in found]
-
-
-def returns(
-    rewards: Sequence[float], gamma: float, tree: TurnTree | None = None, counts: Sequence[bool] = ()
-) -> list[float]:
-    """Return ``G_t = r_t + gamma * (mean of G_c over the children c of t)``, in a chain ``r_t + gamma * G_{t+1}``.
-
-    Args:
-        tree: parents of turns; None is a chain.
-        counts: True for a turn that is trained or has feedback. Siblings for which this holds neither for themselves
-            nor for a descendant are left out of the mean, unless it holds for no sibling.
-    """
-    found, matters = list(rewards), [*counts] or [True] * len(rewards)
-    children = tree.children if tree is not None else [[place] for place in range(1, len(rewards))] + [[]]
-    for place in range(len(found) - 1, -1, -1):
-        after = children[place]
-        matters[place] = matters[place] or any(matters[child] for child in after)
-        after = [child for child in after if matters[child]] or after
-        if after:
-            found[place] = rewards[place] + gamma * (sum(found[child] for child in after) / len(after))
-    return found
-
-
-def nearest_ancestor(tree: TurnTree, place: int, among: Container[int]) -> tuple[int, bool]:
-    """Return ``(nearest ancestor in among, True if the turn extends all of its tokens)``, or ``(ROOT, False)``."""
-    extends = tree.extends[place]
-    above = tree.parents[place]
-    while above != ROOT and above not in among:
-        extends = extends and tree.extends[above]
-        above = tree.parents[above]
-    return above, extends and above != ROOT
-
-
-def trajectory_weights(
-    job: OnlineJob, tree: TurnTree, parts: Sequence[Sequence[int]], lengths: Sequence[int]
-) -> dict[int, float]:
-    """Return the weight of each policy-loss trajectory by its first turn; ``lengths`` count the sampled tokens of
-    turns."""
-    if job.online.balance == "trajectories":
-        return {}
-    part_of = {place: part for part, places in enumerate(parts) for place in places}
-    above = (nearest_ancestor(tree, places[0], part_of)[0] for places in parts)
-    parents = [part_of.get(place, ROOT) for place in above]
-    sizes = [sum(lengths[place] for place in places) for places in parts]
-    by_length = sizes if job.algorithm.aggregation == "sequence_mean" else None
-    return dict(zip((places[0] for places in parts), branch_shares(parents, by_length), strict=True))
-
-
-def join_turns(
-    tree: TurnTree, kinds: Mapping[int, Hashable], values: Sequence[float], temperatures: Sequence[float]
-) -> list[list[int]]:
-    """Group the places of trained turns into trajectories, in order; ``kinds`` gives the use of each trained turn.
-
-    A turn joins its nearest trained ancestor if its prompt begins with that turn's prompt and completion, token by
-    token, the ancestor has no other child, and both have one kind, return and temperature. Then one pass over the
-    tokens serves both, and one reward describes both.
-    """
-    before = {place: nearest_ancestor(tree, place, kinds) for place in kinds}
-    following = Counter(above for above, _ in before.values())
-    found: dict[int, list[int]] = {}
-    for place in sorted(kinds):
-        above, extends = before[place]
-        same = extends and following[above] == 1 and kinds[above] == kinds[place]
-        if same and math.isclose(values[above], values[place]) and temperatures[above] == temperatures[place]:
-            found[place] = found[above]
-            found[place].append(place)
-        else:
-            found[place] = [place]
-    return [places for place, places in found.items() if places[0] == place]
+def _arrival(item: FeedbackItem) -> float:
+    return -math.inf if item.feedback.revision else item.feedback.received

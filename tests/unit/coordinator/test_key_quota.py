@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from penstock.services.coordinator.online import examples as examples_module
+from penstock.services.coordinator.online.credit import turn_tree
 from penstock.services.coordinator.online.examples import KeyQuota
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.posted_episode import tokens_of
-from penstock.services.coordinator.online.turns import turn_tree
+from penstock.services.coordinator.online.turns import tokens_of
 from penstock.shared.protocol.live.interaction import Feedback
 
 spec = importlib.util.spec_from_file_location("posted", Path(__file__).with_name("test_posted_episodes.py"))

@@ -9,13 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.services.coordinator.online.admission import admit
+from penstock.services.coordinator.online.credit import returns
 from penstock.services.coordinator.online.decision_feed import DECIDED, Funnel
 from penstock.services.coordinator.online.fairness import weight_of
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import within_shares
 from penstock.services.coordinator.online.statuses import interaction_statuses, refused_statuses
-from penstock.services.coordinator.online.turns import returns
 from penstock.services.coordinator.queries.samples import sample_rows
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.config.jobs.kinds import parse_job

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.online import served_episode as served_episode_module
+from penstock.services.coordinator.online import episode as episode_module
 from penstock.services.coordinator.online import statuses as statuses_module
 from penstock.services.coordinator.online import unmatched as unmatched_module
 from penstock.services.coordinator.online.admission import refusal_of
@@ -177,7 +177,7 @@ def test_a_turn_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
         checked.append(interaction.id)
         return refusal_of(interaction, job)
 
-    monkeypatch.setattr(served_episode_module, "refusal_of", counted)
+    monkeypatch.setattr(episode_module, "refusal_of", counted)
     found = matching()
     found.on_interaction(1, served("i1"))
     for _ in range(3):
@@ -187,13 +187,13 @@ def test_a_turn_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_waiting_episode_costs_nothing_until_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[float] = []
-    settle = served_episode_module.ServedEpisode._settle
+    settle = episode_module.ServedEpisode._settle
 
     def spy(episode: Any, job: Any, *, version: int, now: float) -> Any:
         looked.append(now)
         return settle(episode, job, version=version, now=now)
 
-    monkeypatch.setattr(served_episode_module.ServedEpisode, "_settle", spy)
+    monkeypatch.setattr(episode_module.ServedEpisode, "_settle", spy)
     timed = {"type": "float", "default_after_s": 60}
     found = matching(metrics={"rating": timed}, idle_ttl_s=600, max_age_s=3600)
     for number in range(5):

@@ -9,20 +9,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.online import posted_episode
+from penstock.services.coordinator.online import episode as episode_module
+from penstock.services.coordinator.online.admission import PolicyState, facts_of
 from penstock.services.coordinator.online.admission_audit import StoredFacts, replay_admissions
+from penstock.services.coordinator.online.episode import PostedEpisode
 from penstock.services.coordinator.online.fairness import flaws_of_weights
 from penstock.services.coordinator.online.matching import Matching
-from penstock.services.coordinator.online.posted_episode import (
-    PolicyState,
-    PostedEpisode,
-    PostedTurn,
-    facts_of,
-    tokens_of,
-)
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.statuses import UnrecordedDecisions
-from penstock.services.coordinator.online.turns import FeedbackItem
+from penstock.services.coordinator.online.turns import FeedbackItem, PostedTurn, tokens_of
 from penstock.services.coordinator.training.decision import Draft, copy_state
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.run import JobRun
@@ -270,7 +265,7 @@ def test_turns_of_one_message_and_revisions_are_not_late() -> None:
 
 
 def test_an_episode_has_at_most_max_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(posted_episode, "MAX_TURNS", 2)
+    monkeypatch.setattr(episode_module, "MAX_TURNS", 2)
     items = [replace(one, final=False, body=one.body | {"reward": 0.5}) for one in conversation()]
     first = Leader(job(idle_ttl_s=60.0), items)
     assert first.decide(59.0) == []
@@ -315,9 +310,11 @@ def test_an_episode_of_an_untrusted_key_is_refused_without_its_tree() -> None:
         one.id: PostedTurn(FeedbackItem(seq, one), facts_of(one), tokens_of(one, config))
         for seq, one in enumerate(conversation(), 1)
     }
-    episode = PostedEpisode(turns)
+    episode = PostedEpisode(f"k1 {EPISODE}", turns)
     present = PolicyState(version=5, newest=5, temperature=1.0)
-    assert episode.settle(config, present) == dict.fromkeys(turns, "source_not_trusted")
+    outcome = episode.settle(config, present)
+    assert outcome is not None
+    assert (outcome.trajectories, outcome.refused) == ([], dict.fromkeys(turns, "source_not_trusted"))
     assert episode._credit[1] is None
 
 

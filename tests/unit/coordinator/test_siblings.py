@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.online.posted_episode import facts_of
+from penstock.services.coordinator.online.admission import facts_of
 from penstock.services.coordinator.online.source import (
     admission_of,
     baselines_of,

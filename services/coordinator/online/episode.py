@@ -1,0 +1,580 @@
+"""Settles episodes: from their turns and feedback to trajectories, or to the reasons why nothing is trained. Pure.
+
+Life cycle of an episode, whether the gateway served it or a client posted it::
+
+    served: an interaction (INTERACTIONS)      posted: feedback of kind `interaction` (FEEDBACK)
+    ServedEpisode, held by Matching            PostedEpisode, held by OffPolicyExamples
+                    |                              |
+                    +--------------+---------------+
+                                   v
+            +-------------------------------------------+
+        +-> | waiting for turns, feedback or a version  | -- refused, deleted, nothing usable -> rejected
+        |   +-------------------------------------------+ -- feedback without a target --------> expired
+        |                          | complete, or out of time
+    a new fact                     v
+        |   +-------------------------------------------+
+        +-- | ready: trajectories with their rewards    | -- too old, too many ----------------> rejected
+            +-------------------------------------------+
+                                   | LiveSource.draw: lag bound, shares, byte budget
+                                   v
+            +-------------------------------------------+
+            | admitted: in the ledger, with a draw      | -- dropped by the gate --------------> rejected
+            +-------------------------------------------+
+                                   | its batch is trained
+                                   v
+                                trained
+
+Both classes settle in the same steps. The result is an ``EpisodeOutcome``, or None while the episode waits:
+
+========================  ========================================  ==============================================
+step                      served                                    posted
+========================  ========================================  ==============================================
+complete, or out of time  feedback closes it, or ``idle_ttl_s`` or  all turns up to the final one have arrived, or
+                          ``max_age_s`` is over                     ``idle_ttl_s`` or ``max_age_s`` is over
+late facts                change nothing if the episode had ended   late turns are rejected
+                          without a trajectory
+decide on each turn       ``admit``, by feedback, spans and lag     ``admit_posted_for``, by log-probs and version
+assign credit             ``returns`` along the tree                ``returns`` along the tree
+form trajectories         ``form_trajectories``                     ``form_trajectories``
+turns that do not train   are refused, each for its own reason      are admitted with the rest, and count by
+                                                                    credit
+========================  ========================================  ==============================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Generic, TypeVar
+
+from penstock.services.coordinator.online.admission import (
+    AS_SAMPLED,
+    MASKED,
+    UNFINISHED,
+    Decision,
+    PolicyState,
+    admit,
+    admit_posted_for,
+    counted_feedback,
+    has_reward,
+    is_invalid,
+    level_of,
+    refusal_of,
+    refusal_of_posted,
+    reward_of_posted,
+    reward_of_whole,
+)
+from penstock.services.coordinator.online.credit import (
+    ROOT,
+    TurnKind,
+    TurnTokens,
+    TurnTree,
+    branch_ends,
+    form_trajectories,
+    returns,
+    turn_tree,
+)
+from penstock.services.coordinator.online.examples import OffPolicyExample, sampler_version
+from penstock.services.coordinator.online.fairness import OVER_SHARE, Owners
+from penstock.services.coordinator.online.statuses import same_reason
+from penstock.services.coordinator.online.trials import TrialSample, trial_sample_of
+from penstock.services.coordinator.online.turns import (
+    DISCONNECTED,
+    Arrivals,
+    FeedbackItem,
+    PostedTurn,
+    Trajectory,
+    Turn,
+    canonical_id,
+    feedback_before,
+    first_late_time,
+    is_out_of_time,
+    owners_of_turns,
+    turns_before,
+)
+from penstock.shared.config.jobs.online_job import OnlineJob
+from penstock.shared.protocol.live.interaction import CANARY, MAX_TURNS, NOT_COMPARED, Feedback, Interaction
+from penstock.shared.protocol.objective import Objective
+
+__all__ = [
+    "EPISODE_OVER",
+    "ROUNDING_S",
+    "TOO_MANY_TURNS",
+    "EpisodeOutcome",
+    "PostedEpisode",
+    "ServedEpisode",
+    "without_objectors",
+]
+
+EPISODE_OVER, TOO_MANY_TURNS = "episode_over", "too_many_turns"
+ROUNDING_S = 1.0
+"""An episode is checked again up to this long around a deadline, because sums of times are not exact."""
+REASONS = (*sorted(MASKED), "invalid", "feedback", "default", "credit")
+"""Reasons of a trajectory with several turns, the strongest first."""
+SINGLE_TURN = TurnTree((ROOT,), (False,))
+"""Tree of a single turn."""
+
+T = TypeVar("T", Trajectory, OffPolicyExample)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeOutcome(Generic[T]):
+    """Outcome of an episode: trajectories to train, and the reasons of refused turns by canonical id.
+
+    ``trial_sample`` is its result for a canary trial, if one compares versions.
+    """
+
+    trajectories: list[T]
+    refused: dict[str, str]
+    trial_sample: TrialSample | None = None
+
+
+def without_objectors(
+    outcome: EpisodeOutcome[Trajectory], objects: Callable[[str], bool], reason: str
+) -> EpisodeOutcome[Trajectory]:
+    """Refuse, for ``reason``, the trajectories of users (HMAC) who opted out of training.
+
+    Feedback on these counts by credit, as for other refused turns: it moves to the last trajectory left.
+    """
+    left, out = list[Trajectory](), list[Trajectory]()
+    for one in outcome.trajectories:
+        (out if any(objects(turn.interaction.user) for turn in one.turns) else left).append(one)
+    if left and out:
+        feedback_by_turn = {name: item for one in out for name, item in one.feedback.items()}
+        left[-1] = replace(left[-1], feedback=left[-1].feedback | feedback_by_turn)
+    refused = outcome.refused | same_reason((turn for one in out for turn in one.turns), reason)
+    return replace(outcome, trajectories=left, refused=refused)
+
+
+@dataclass(slots=True)
+class ServedEpisode:
+    """Turns of a served episode in the order of their requests, and the feedback on the whole episode.
+
+    ``single``: no further turn can come (a request without an episode, or a job without credit across turns).
+    """
+
+    single: bool
+    turns: list[Turn] = field(default_factory=list)
+    items: dict[str, FeedbackItem] = field(default_factory=dict)
+    place: int = 0
+    """Position of the episode among those of the job, by start."""
+    due: float = field(default=0.0, init=False)
+    """While something is missing: the next time that may change the outcome; infinity if no time can."""
+    _tree: tuple[tuple[int, ...], TurnTree] = field(default=((), TurnTree((), ())), init=False, repr=False)
+    """Sequences of the turns, and the tree built for them."""
+
+    @property
+    def asker(self) -> str:
+        """API key that received the first answer."""
+        return self.turns[0].interaction.key_id if self.turns else ""
+
+    @property
+    def users(self) -> set[str]:
+        """Pseudonyms (HMAC) of its users."""
+        return {turn.interaction.user for turn in self.turns}
+
+    @property
+    def last_active(self) -> float:
+        """When the newest answer ended."""
+        return max((turn.interaction.ended for turn in self.turns), default=0.0)
+
+    @property
+    def started(self) -> float:
+        """When the first request arrived."""
+        return min((turn.interaction.started for turn in self.turns), default=0.0)
+
+    @property
+    def feedback_ids(self) -> list[str]:
+        """Ids of all feedback on the episode and its turns."""
+        return [item.feedback.id for item in self._all_feedback()]
+
+    def add(self, turn: Turn) -> None:
+        """Add a turn; turns may arrive in any order."""
+        self.turns.append(turn)
+        self.turns.sort(key=lambda one: (one.interaction.started, one.interaction.id))
+
+    def complete(self, seq: int, interaction: Interaction) -> bool:
+        """Replace an answer recorded at a disconnect by the complete one; return False if there is none to replace."""
+        for turn in self.turns:
+            if turn.interaction.id == interaction.id and turn.interaction.finish == DISCONNECTED != interaction.finish:
+                turn.seq, turn.interaction, turn.refusal = seq, interaction, None
+                return True
+        return False
+
+    def holder(self, name: str) -> tuple[dict[str, FeedbackItem], str]:
+        """Return the feedback on a turn (canonical id), else on the whole, and the API key that received the answer."""
+        for turn in self.turns:
+            if canonical_id(turn.interaction.id) == name:
+                return turn.items, turn.interaction.key_id
+        return self.items, self.asker
+
+    def settle(self, job: OnlineJob, *, version: int, now: float) -> EpisodeOutcome[Trajectory] | None:
+        """Return the outcome, or None while something is missing.
+
+        If the episode timed out without a trajectory, later facts do not change that. So a leader that reads all facts
+        at once gets the same outcome as the leader at that time.
+        """
+        if not self.turns:
+            return None
+        outcome = self._outcome_before_late_facts(job, now) or self._settle(job, version=version, now=now)
+        self.due = math.inf if outcome is not None else self._next_due(job, now)
+        return outcome
+
+    def _next_due(self, job: OnlineJob, now: float) -> float:
+        online, begun = job.online, self.started
+        ends = [begun + online.max_age_s, begun + online.idle_ttl_s, self.last_active + online.idle_ttl_s]
+        waits = {metric.default_after_s for metric in online.metrics.values()}
+        ends += [turn.interaction.ended + wait for turn in self.turns for wait in waits if wait is not None]
+        return min((end for end in ends if end > now - ROUNDING_S), default=math.inf)
+
+    def _outcome_before_late_facts(self, job: OnlineJob, now: float) -> EpisodeOutcome[Trajectory] | None:
+        """Return the outcome of an episode that ended without a trajectory before a late fact arrived, or None."""
+        if now - self.started < min(job.online.idle_ttl_s, job.online.max_age_s):
+            return None
+        late = first_late_time(self.turns, self.items, job)
+        if late is None:
+            return None
+        early = ServedEpisode(self.single, turns_before(self.turns, late), feedback_before(self.items, late))
+        if not early.turns:
+            return None
+        newest = max((span.version for turn in early.turns for span in turn.interaction.spans), default=0)
+        outcome = early._settle(job, version=newest, now=late)  # ignores versions that came later
+        if outcome is None or outcome.trajectories:
+            return None
+        behind = [turn for turn in self.turns if turn.interaction.ended >= late]
+        return replace(outcome, refused=same_reason(behind, EPISODE_OVER) | outcome.refused)
+
+    def _settle(self, job: OnlineJob, *, version: int, now: float) -> EpisodeOutcome[Trajectory] | None:
+        is_closed = self._is_closed(job)
+        is_over = is_closed or is_out_of_time(job, first=self.started, newest=self.last_active, now=now)
+        if not (self.single or is_over):
+            return None
+        feedback_by_turn = [self._feedback_on(place, job) for place in range(len(self.turns))]
+        rated = self._rated(feedback_by_turn, job)
+        for turn in self.turns:
+            if turn.refusal is None:  # facts alone decide this, so one computation is enough
+                turn.refusal = refusal_of(turn.interaction, job)
+        decisions = [
+            admit(
+                turn.interaction, feedback_by_turn[place], job, version=version, now=now,
+                last=place == len(self.turns) - 1, closed=is_over, rated=rated[place], refusal=turn.refusal,
+            )
+            for place, turn in enumerate(self.turns)
+        ]  # fmt: skip
+        if any(decision.verdict == "wait" for decision in decisions):
+            return None
+        if job.online.unfinished == "mask" and not (self.single or is_closed):
+            decisions = [_unfinished(decision) for decision in decisions]
+        return self._outcome(job, feedback_by_turn, decisions)
+
+    @property
+    def tree(self) -> TurnTree:
+        """Tree of its turns; cached until the turns change."""
+        if len(self.turns) == 1:
+            return SINGLE_TURN
+        seqs = tuple(turn.seq for turn in self.turns)
+        if self._tree[0] != seqs:
+            found = (turn.interaction for turn in self.turns)
+            self._tree = seqs, turn_tree([TurnTokens.of(one.prompt_ids, one.token_ids) for one in found])
+        return self._tree[1]
+
+    def _rated(self, feedback_by_turn: Sequence[Sequence[Feedback]], job: OnlineJob) -> list[bool]:
+        """Return for each turn whether its conversation, or the whole episode, has feedback."""
+        if not any(feedback_by_turn):
+            return [False] * len(self.turns)
+        counted = [counted_feedback(items, job.online) for items in feedback_by_turn]
+        whole = any(level == "episode" for on_turn in counted for _, level in on_turn)
+        return self.tree.rated([bool(on_turn) for on_turn in counted], whole=whole)
+
+    def _is_closed(self, job: OnlineJob) -> bool:
+        """Return True if feedback ended the episode: with `final`, or with every metric of the whole episode."""
+        found = [item.feedback for item in self._all_feedback()]
+        if not found or any(feedback.final for feedback in found):
+            return bool(found)
+        judged = {name for name, metric in job.online.metrics.items() if metric.level == "episode"}
+        return bool(judged) and judged <= {feedback.metric for feedback in found if feedback.weight > 0}
+
+    def _all_feedback(self) -> list[FeedbackItem]:
+        return [*self.items.values(), *(item for turn in self.turns for item in turn.items.values())]
+
+    def _feedback_on(self, place: int, job: OnlineJob) -> list[Feedback]:
+        """Return the feedback on one turn; feedback on the episode goes to its last turn, or to the one it numbers."""
+        on_turn = [item.feedback for item in self.turns[place].items.values()]
+        return on_turn + [
+            item.feedback
+            for item in self.items.values()
+            if self._target(item.feedback, job) == place and item.feedback.metric
+        ]
+
+    def _target(self, feedback: Feedback, job: OnlineJob) -> int:
+        """Return the turn that an item on the episode refers to; the last turn for the whole episode."""
+        is_numbered = 0 <= feedback.turn < len(self.turns) and not _is_of_whole(feedback, job)
+        return feedback.turn if is_numbered else len(self.turns) - 1
+
+    def _outcome(
+        self, job: OnlineJob, feedback_by_turn: Sequence[Sequence[Feedback]], decisions: list[Decision]
+    ) -> EpisodeOutcome[Trajectory]:
+        trial_sample = trial_sample_of(job, self.turns, decisions, _judging_keys(self._all_feedback(), job))
+        if any(turn.refusal in (CANARY, NOT_COMPARED) for turn in self.turns):
+            # No turn may learn from what followed it.
+            return EpisodeOutcome([], same_reason(self.turns, CANARY), trial_sample)
+        counts = [
+            decision.verdict == "train" or bool(counted_feedback(items, job.online))
+            for decision, items in zip(decisions, feedback_by_turn, strict=True)
+        ]  # fmt: skip
+        values = returns(self._rewards(job, feedback_by_turn, decisions), job.online.gamma, self.tree, counts)
+        decisions = [_only_if_good(decision, value, job) for decision, value in zip(decisions, values, strict=True)]
+        kinds = {
+            place: TurnKind(one.objective, one.objective == "policy" and one.reason not in MASKED)
+            for place, one in enumerate(decisions)
+            if one.verdict == "train"
+        }
+        tokens = [(one.sampling.temperature, len(one.token_ids)) for one in (turn.interaction for turn in self.turns)]
+        parts = form_trajectories(
+            job, self.tree, kinds, values=values, turns=tokens, owners=lambda places: self._owners(places, job)
+        )  # fmt: skip
+        trained = {place for places, _ in parts for place in places}
+        refused = {place: turn for place, turn in enumerate(self.turns) if place not in trained}
+        trajectories = []
+        for places, share in parts:
+            feedback = {name: item for place in places for name, item in self.turns[place].items.items()}
+            if places[-1] == max(trained):  # feedback on refused turns counts by credit
+                feedback |= self.items | {name: item for turn in refused.values() for name, item in turn.items.items()}
+            judges = _judging_keys(self._feedback_reaching(places[0], job), job)
+            reason = _reason([decisions[place] for place in places], [values[place] for place in places], judges)
+            turns, objective = tuple(self.turns[place] for place in places), kinds[places[0]].objective
+            trajectories.append(Trajectory(turns, values[places[-1]], reason, feedback, judges, objective, share))
+        reasons = {
+            canonical_id(turn.interaction.id): OVER_SHARE if place in kinds else decisions[place].reason
+            for place, turn in refused.items()
+        }
+        return EpisodeOutcome(trajectories, reasons, trial_sample)
+
+    def _rewards(
+        self, job: OnlineJob, feedback_by_turn: Sequence[Sequence[Feedback]], decisions: Sequence[Decision]
+    ) -> list[float]:
+        """Return the reward of each turn; the end of every branch also gets the reward of the whole episode."""
+        rewards, whole = [decision.reward for decision in decisions], reward_of_whole(feedback_by_turn[-1], job)
+        last = len(rewards) - 1
+        for place in branch_ends(self.tree.parents) - {last}:  # the last turn has the episode's reward already
+            if not is_invalid(self.turns[place].interaction, job):
+                rewards[place] += whole
+        return rewards
+
+    def _owners(self, places: Sequence[int], job: OnlineJob) -> Owners:
+        """Return the owners of a trajectory of these turns."""
+        judges = _judging_keys(self._feedback_reaching(places[0], job), job)
+        return owners_of_turns([self.turns[place] for place in places], judges)
+
+    def _feedback_reaching(self, place: int, job: OnlineJob) -> list[FeedbackItem]:
+        """Return the feedback that reaches a turn by credit: on it, its descendants, the whole, or its conversation."""
+        roots = self.tree.roots
+        of_episode = [
+            item
+            for item in self.items.values()
+            if _is_of_whole(item.feedback, job) or roots[self._target(item.feedback, job)] == roots[place]
+        ]
+        return of_episode + [item for later in self.tree.below(place) for item in self.turns[later].items.values()]
+
+
+def _is_of_whole(feedback: Feedback, job: OnlineJob) -> bool:
+    return level_of(feedback, job.online) == "episode"
+
+
+def _judging_keys(items: Iterable[FeedbackItem], job: OnlineJob) -> tuple[str, ...]:
+    """Return the API keys whose feedback counts."""
+    counting = (one.feedback for one in items if level_of(one.feedback, job.online) and one.feedback.weight > 0)
+    return tuple(sorted({item.key_id for item in counting}))
+
+
+def _reason(decisions: Sequence[Decision], values: Sequence[float], judges: Collection[str]) -> str:
+    """Return the reason of a trajectory whose turns have these returns.
+
+    `invalid` is only returned without feedback, or if every return is the reward of an invalid turn alone. Otherwise an
+    invalid turn would hide that a new source contributed to the return.
+    """
+    reasons = [decision.reason for decision in decisions]
+    alone = all(
+        decision.reason == "invalid" and decision.reward == value
+        for decision, value in zip(decisions, values, strict=True)
+    )
+    if judges and not alone:
+        reasons = [reason for reason in reasons if reason != "invalid"]
+    return next((name for name in REASONS if name in reasons), "credit")
+
+
+def _unfinished(decision: Decision) -> Decision:
+    """Mask a turn of an episode that no client ended."""
+    if decision.verdict != "train":
+        return decision
+    if decision.objective == "policy":
+        return replace(decision, reason=UNFINISHED)
+    return replace(decision, verdict="reject", reason=decision.denied, compared=True)  # as in the arm on trial
+
+
+def _only_if_good(decision: Decision, value: float, job: OnlineJob) -> Decision:
+    """Reject a turn for imitation if its return is too low."""
+    off_policy = job.online.off_policy
+    if decision.objective == "policy" or off_policy is None or off_policy.supervised is None:
+        return decision
+    if value >= off_policy.supervised.min_reward:
+        return decision
+    return Decision("reject", decision.denied, decision.reward)
+
+
+@dataclass(slots=True)
+class PostedEpisode:
+    """Undecided turns by the ids of their items; ``key`` is the episode's name, scoped to its API key."""
+
+    key: str
+    turns: dict[str, PostedTurn] = field(default_factory=dict)
+    due: float = math.inf
+    """While a turn may still arrive: the time at which the episode times out; otherwise infinity."""
+    _credit: tuple[tuple[tuple[int, float, int], ...], _EpisodeCredit | None] = ((), None)
+
+    @property
+    def ordered(self) -> list[PostedTurn]:
+        """Turns in the order of the episode."""
+        return sorted(self.turns.values(), key=lambda turn: turn.order)
+
+    def is_over(self, job: OnlineJob, now: float) -> bool:
+        """Return True if no further turn is awaited; otherwise set ``due`` to the time at which the wait ends."""
+        arrivals = Arrivals()
+        for turn in self.turns.values():
+            arrivals.add(turn.item.feedback)
+        is_over = arrivals.is_over(job, now)
+        self.due = math.inf if is_over else arrivals.due(job)
+        return is_over
+
+    def late_turns(self, job: OnlineJob) -> dict[str, str]:
+        """Return the turns that arrived after the episode was over, or above the limit, each with its reason.
+
+        The result depends only on the stream, so a leader that reads all turns at once gets the same one. Items of one
+        message arrived together. A revised turn arrived with its first revision.
+        """
+        items = sorted(
+            (turn.item for turn in self.turns.values()), key=lambda one: (not one.feedback.revision, one.seq)
+        )
+        arrivals, found = Arrivals(), {one.feedback.id: TOO_MANY_TURNS for one in items[MAX_TURNS:]}
+        came = sorted(items[:MAX_TURNS], key=lambda one: one.seq)
+        for _, message in groupby(came, key=lambda one: one.seq):
+            items_of_message = [one.feedback for one in message]
+            behind = [
+                one
+                for one in items_of_message
+                if not one.revision and arrivals.numbers and arrivals.is_over(job, one.received)
+            ]
+            found |= {one.id: EPISODE_OVER for one in behind}
+            for one in items_of_message:
+                if one.id not in found:
+                    arrivals.add(one)
+        return found
+
+    def credit(self, job: OnlineJob) -> _EpisodeCredit:
+        """Return the tree and the returns of its turns; cached until the turns change."""
+        turns = self.ordered
+        orders = tuple(turn.order for turn in turns)
+        if self._credit[1] is None or self._credit[0] != orders:
+            self._credit = orders, _credit_of(turns, job)
+        assert self._credit[1] is not None
+        return self._credit[1]
+
+    def settle(self, job: OnlineJob, policy: PolicyState) -> EpisodeOutcome[OffPolicyExample] | None:
+        """Return the outcome of an episode that is over, or None while a version is awaited.
+
+        Turns that are not trained count by credit; they are refused only if no turn is trained.
+        """
+        turns = self.ordered
+        key_id = turns[0].item.feedback.key_id
+        best = [admit_posted_for(turn.facts, key_id, job, policy, math.inf) for turn in turns]
+        if any(one.verdict == "wait" for one in best):
+            return None
+        if all(one.verdict == "reject" for one in best):  # no reward can change this, so the tree is not needed
+            return EpisodeOutcome([], {turn.name: one.reason for turn, one in zip(turns, best, strict=True)})
+        credit = self.credit(job)
+        decisions = [
+            admit_posted_for(turn.facts, key_id, job, policy, value if rated else None)
+            for turn, value, rated in zip(turns, credit.values, credit.rated, strict=True)
+        ]
+        rules = {place: one for place, one in enumerate(decisions) if one.verdict == "train"}
+        if not rules:
+            return EpisodeOutcome([], {turn.name: one.reason for turn, one in zip(turns, decisions, strict=True)})
+        parts = self.trajectories(
+            job, {place: (one.objective, one.reason) for place, one in rules.items()},
+            lambda places: Owners((key_id,), (key_id,), (turns[places[0]].item.feedback.user,)),
+        )  # fmt: skip
+        trained = {place for places, _ in parts for place in places}
+        untrained = tuple(turn.item for place, turn in enumerate(turns) if place not in trained)
+        examples = []
+        for places, share in parts:
+            used, rest = [turns[place] for place in places], untrained if places[-1] == max(trained) else ()
+            examples.append(self._example(used, rules[places[0]], policy, share=share, untrained=rest))
+        return EpisodeOutcome(examples, {})
+
+    def trajectories(
+        self,
+        job: OnlineJob,
+        rules: Mapping[int, tuple[Objective, str]],
+        owners: Callable[[Sequence[int]], Owners] | None = None,
+    ) -> list[tuple[list[int], float]]:
+        """Return the places and the weight of each trajectory; see ``form_trajectories``.
+
+        ``rules`` has the loss and the rule of each trained turn.
+        """
+        turns, credit = self.ordered, self.credit(job)
+        kinds = {
+            place: TurnKind(
+                objective, objective == "policy",
+                (rule, turns[place].item.feedback.user, -1 if rule in AS_SAMPLED else place),
+            )
+            for place, (objective, rule) in rules.items()
+        }  # fmt: skip
+        tokens = [(turn.facts.temperature, turn.facts.num_tokens) for turn in turns]
+        return form_trajectories(job, credit.tree, kinds, values=credit.values, turns=tokens, owners=owners)
+
+    def _example(
+        self,
+        turns: Sequence[PostedTurn],
+        decision: Decision,
+        policy: PolicyState,
+        *,
+        share: float,
+        untrained: tuple[FeedbackItem, ...],
+    ) -> OffPolicyExample:
+        """Build the example of one trajectory."""
+        first = turns[0]
+        versions = [sampler_version(turn.facts, decision.reason, policy) for turn in turns]
+        return OffPolicyExample(
+            first.item, decision.objective, decision.reason, decision.reward, (first.item.feedback.user,),
+            version=min((version for version in versions if version is not None), default=None),
+            settled_at=(policy.version, policy.newest),
+            group=first.facts.group if decision.objective == "policy" else "",
+            episode=self.key, later=tuple(turn.item for turn in turns[1:]), untrained=untrained, share=share,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _EpisodeCredit:
+    """Tree and returns of a posted episode, and for each turn whether these include feedback."""
+
+    tree: TurnTree
+    values: list[float]
+    rated: list[bool]
+
+
+def _credit_of(turns: Sequence[PostedTurn], job: OnlineJob) -> _EpisodeCredit:
+    """Compute returns along the branches; the reward of the whole episode counts at the end of each branch."""
+    tree, of_turn = turn_tree([turn.tokens for turn in turns]), job.online.of_level("interaction")
+    of_whole = {name: metric for name, metric in job.online.of_level("episode").items() if name not in of_turn}
+    rewards_of_whole = {name: value for turn in turns for name, value in turn.facts.rewards.items() if name in of_whole}
+    rewards = [reward_of_posted(turn.facts.rewards, of_turn) for turn in turns]
+    whole = reward_of_posted(rewards_of_whole, of_whole)
+    for place in branch_ends(tree.parents):
+        rewards[place] += whole
+    has_feedback = [has_reward(turn.facts, job.online) for turn in turns]
+    usable = [not refusal_of_posted(turn.facts, job) for turn in turns]
+    counts = [one or other for one, other in zip(has_feedback, usable, strict=True)]
+    values = returns(rewards, job.online.gamma, tree, counts)
+    return _EpisodeCredit(tree, values, tree.rated(has_feedback, whole=bool(rewards_of_whole)))
