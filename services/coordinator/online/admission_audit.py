@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from penstock.services.coordinator.online.admission import facts_of
+from penstock.services.coordinator.online.admission import Decision, facts_of
 from penstock.services.coordinator.online.episode import PostedEpisode, ServedEpisode
 from penstock.services.coordinator.online.fairness import flaws_of_shares, owners_of
 from penstock.services.coordinator.online.turns import (
@@ -298,10 +298,13 @@ def _posted_episode(
 
 def _posted_differences(group: Sequence[Admission], episode: PostedEpisode, job: OnlineJob) -> list[str]:
     names = [turn.name for turn in episode.ordered]
-    rules = {
-        names.index(name): (one.objective, one.reason) for one in group for name in one.origin[1:] if name in names
+    taken = {
+        names.index(name): Decision("train", one.reason, one.reward, one.objective)
+        for one in group
+        for name in one.origin[1:]
+        if name in names
     }
-    parts = {tuple(names[place] for place in found[0]): found for found in episode.trajectories(job, rules)}
+    parts = {tuple(names[place] for place in found[0]): found for found in episode.trajectories(job, taken)}
     values = episode.credit(job).values
     flaws = []
     for one in group:

@@ -76,7 +76,7 @@ from penstock.services.coordinator.online.credit import (
     returns,
     turn_tree,
 )
-from penstock.services.coordinator.online.examples import OffPolicyExample, sampler_version
+from penstock.services.coordinator.online.examples import OffPolicyExample, posted_example
 from penstock.services.coordinator.online.fairness import OVER_SHARE, Owners
 from penstock.services.coordinator.online.statuses import same_reason
 from penstock.services.coordinator.online.trials import TrialSample, trial_sample_of
@@ -96,7 +96,6 @@ from penstock.services.coordinator.online.turns import (
 )
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.live.interaction import CANARY, MAX_TURNS, NOT_COMPARED, Feedback, Interaction
-from penstock.shared.protocol.objective import Objective
 
 __all__ = [
     "EPISODE_OVER",
@@ -432,7 +431,7 @@ class PostedEpisode:
     turns: dict[str, PostedTurn] = field(default_factory=dict)
     due: float = math.inf
     """While a turn may still arrive: the time at which the episode times out; otherwise infinity."""
-    _credit: tuple[tuple[tuple[int, float, int], ...], _EpisodeCredit | None] = ((), None)
+    _credit: _EpisodeCredit | None = None
 
     @property
     def ordered(self) -> list[PostedTurn]:
@@ -475,11 +474,9 @@ class PostedEpisode:
     def credit(self, job: OnlineJob) -> _EpisodeCredit:
         """Return the tree and the returns of its turns; cached until the turns change."""
         turns = self.ordered
-        orders = tuple(turn.order for turn in turns)
-        if self._credit[1] is None or self._credit[0] != orders:
-            self._credit = orders, _credit_of(turns, job)
-        assert self._credit[1] is not None
-        return self._credit[1]
+        if self._credit is None or self._credit.orders != [turn.order for turn in turns]:
+            self._credit = _credit_of(turns, job)
+        return self._credit
 
     def settle(self, job: OnlineJob, policy: PolicyState) -> EpisodeOutcome[OffPolicyExample] | None:
         """Return the outcome of an episode that is over, or None while a version is awaited.
@@ -488,77 +485,52 @@ class PostedEpisode:
         """
         turns = self.ordered
         key_id = turns[0].item.feedback.key_id
-        best = [admit_posted_for(turn.facts, key_id, job, policy, math.inf) for turn in turns]
-        if any(one.verdict == "wait" for one in best):
+        decisions = [admit_posted_for(turn.facts, key_id, job, policy, math.inf) for turn in turns]
+        if any(one.verdict == "wait" for one in decisions):
             return None
-        if all(one.verdict == "reject" for one in best):  # no reward can change this, so the tree is not needed
-            return EpisodeOutcome([], {turn.name: one.reason for turn, one in zip(turns, best, strict=True)})
-        credit = self.credit(job)
-        decisions = [
-            admit_posted_for(turn.facts, key_id, job, policy, value if rated else None)
-            for turn, value, rated in zip(turns, credit.values, credit.rated, strict=True)
-        ]
-        rules = {place: one for place, one in enumerate(decisions) if one.verdict == "train"}
-        if not rules:
+        if any(one.verdict == "train" for one in decisions):  # otherwise no reward matters, and the tree is not needed
+            credit = self.credit(job)
+            decisions = [
+                admit_posted_for(turn.facts, key_id, job, policy, value if rated else None)
+                for turn, value, rated in zip(turns, credit.values, credit.rated, strict=True)
+            ]
+        taken = {place: one for place, one in enumerate(decisions) if one.verdict == "train"}
+        if not taken:
             return EpisodeOutcome([], {turn.name: one.reason for turn, one in zip(turns, decisions, strict=True)})
         parts = self.trajectories(
-            job, {place: (one.objective, one.reason) for place, one in rules.items()},
-            lambda places: Owners((key_id,), (key_id,), (turns[places[0]].item.feedback.user,)),
-        )  # fmt: skip
+            job, taken, lambda places: Owners((key_id,), (key_id,), (turns[places[0]].item.feedback.user,))
+        )
         trained = {place for places, _ in parts for place in places}
         untrained = tuple(turn.item for place, turn in enumerate(turns) if place not in trained)
-        examples = []
-        for places, share in parts:
-            used, rest = [turns[place] for place in places], untrained if places[-1] == max(trained) else ()
-            examples.append(self._example(used, rules[places[0]], policy, share=share, untrained=rest))
+        examples = [
+            posted_example(
+                [(turns[place].item, turns[place].facts) for place in places], taken[places[0]], policy,
+                episode=self.key, share=share, untrained=untrained if places[-1] == max(trained) else (),
+            )
+            for places, share in parts
+        ]  # fmt: skip
         return EpisodeOutcome(examples, {})
 
     def trajectories(
-        self,
-        job: OnlineJob,
-        rules: Mapping[int, tuple[Objective, str]],
-        owners: Callable[[Sequence[int]], Owners] | None = None,
+        self, job: OnlineJob, taken: Mapping[int, Decision], owners: Callable[[Sequence[int]], Owners] | None = None
     ) -> list[tuple[list[int], float]]:
-        """Return the places and the weight of each trajectory; see ``form_trajectories``.
-
-        ``rules`` has the loss and the rule of each trained turn.
-        """
+        """Return the places and the weight of each trajectory of the turns ``taken``; see ``form_trajectories``."""
         turns, credit = self.ordered, self.credit(job)
-        kinds = {
-            place: TurnKind(
-                objective, objective == "policy",
-                (rule, turns[place].item.feedback.user, -1 if rule in AS_SAMPLED else place),
-            )
-            for place, (objective, rule) in rules.items()
-        }  # fmt: skip
+        kinds = {}
+        for place, one in taken.items():
+            apart = -1 if one.reason in AS_SAMPLED else place
+            group = one.reason, turns[place].item.feedback.user, apart
+            kinds[place] = TurnKind(one.objective, one.objective == "policy", group)
         tokens = [(turn.facts.temperature, turn.facts.num_tokens) for turn in turns]
         return form_trajectories(job, credit.tree, kinds, values=credit.values, turns=tokens, owners=owners)
-
-    def _example(
-        self,
-        turns: Sequence[PostedTurn],
-        decision: Decision,
-        policy: PolicyState,
-        *,
-        share: float,
-        untrained: tuple[FeedbackItem, ...],
-    ) -> OffPolicyExample:
-        """Build the example of one trajectory."""
-        first = turns[0]
-        versions = [sampler_version(turn.facts, decision.reason, policy) for turn in turns]
-        return OffPolicyExample(
-            first.item, decision.objective, decision.reason, decision.reward, (first.item.feedback.user,),
-            version=min((version for version in versions if version is not None), default=None),
-            settled_at=(policy.version, policy.newest),
-            group=first.facts.group if decision.objective == "policy" else "",
-            episode=self.key, later=tuple(turn.item for turn in turns[1:]), untrained=untrained, share=share,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _EpisodeCredit:
     """Tree and returns of a posted episode, and for each turn whether these include feedback."""
 
+    orders: list[tuple[int, float, int]]
+    """Orders of the turns that it was computed for."""
     tree: TurnTree
     values: list[float]
     rated: list[bool]
@@ -577,4 +549,6 @@ def _credit_of(turns: Sequence[PostedTurn], job: OnlineJob) -> _EpisodeCredit:
     usable = [not refusal_of_posted(turn.facts, job) for turn in turns]
     counts = [one or other for one, other in zip(has_feedback, usable, strict=True)]
     values = returns(rewards, job.online.gamma, tree, counts)
-    return _EpisodeCredit(tree, values, tree.rated(has_feedback, whole=bool(rewards_of_whole)))
+    return _EpisodeCredit(
+        [turn.order for turn in turns], tree, values, tree.rated(has_feedback, whole=bool(rewards_of_whole))
+    )

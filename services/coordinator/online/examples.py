@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 import msgspec
 import xxhash
 
-from penstock.services.coordinator.online.admission import AS_SAMPLED, PolicyState, PostedFacts
+from penstock.services.coordinator.online.admission import AS_SAMPLED, Decision, PolicyState, PostedFacts
 from penstock.services.coordinator.online.fairness import Owners
 from penstock.services.coordinator.online.turns import FeedbackItem
 from penstock.shared.protocol.events import Admission
@@ -20,7 +20,7 @@ __all__ = [
     "InteractionRecord",
     "KeyQuota",
     "OffPolicyExample",
-    "sampler_version",
+    "posted_example",
     "targets_of",
     "text_preference",
 ]
@@ -113,7 +113,27 @@ class OffPolicyExample:
         )  # fmt: skip
 
 
-def sampler_version(facts: PostedFacts, reason: str, policy: PolicyState) -> int | None:
+def posted_example(
+    posts: Sequence[tuple[FeedbackItem, PostedFacts]],
+    decision: Decision,
+    policy: PolicyState,
+    *,
+    episode: str = "",
+    share: float = 1.0,
+    untrained: tuple[FeedbackItem, ...] = (),
+) -> OffPolicyExample:
+    """Build the example of one posted interaction, or of turns of an ``episode`` that form one trajectory."""
+    (first, facts), is_policy = posts[0], decision.objective == "policy"
+    versions = [_sampler_version(one, decision.reason, policy) for _, one in posts]
+    return OffPolicyExample(
+        first, decision.objective, decision.reason, decision.reward, (first.feedback.user,),
+        version=min((version for version in versions if version is not None), default=None),
+        settled_at=(policy.version, policy.newest), group=facts.group if is_policy else "",
+        episode=episode, later=tuple(item for item, _ in posts[1:]), untrained=untrained, share=share,
+    )  # fmt: skip
+
+
+def _sampler_version(facts: PostedFacts, reason: str, policy: PolicyState) -> int | None:
     """Return the version that counts as the sampler of an answer used for ``reason``; None if no loss needs one."""
     return facts.version if reason in AS_SAMPLED else policy.newest if reason == "assumed" else None
 

@@ -26,7 +26,7 @@ from penstock.services.coordinator.online.examples import (
     InteractionRecord,
     KeyQuota,
     OffPolicyExample,
-    sampler_version,
+    posted_example,
     targets_of,
     text_preference,
 )
@@ -431,11 +431,7 @@ class OffPolicyExamples:
         decision = admit_posted(facts, feedback.key_id, self._job, policy)
         if decision.verdict != "train":
             return decision.reason if decision.verdict == "reject" else None
-        return OffPolicyExample(
-            item, decision.objective, decision.reason, decision.reward, (feedback.user,),
-            version=sampler_version(facts, decision.reason, policy), settled_at=(version, newest),
-            group=facts.group if decision.objective == "policy" else "",
-        )  # fmt: skip
+        return posted_example([(item, facts)], decision, policy)
 
     def _example_about_served(self, item: FeedbackItem) -> OffPolicyExample | str | None:
         names = targets_of(item.feedback)

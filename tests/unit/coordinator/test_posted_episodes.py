@@ -315,7 +315,7 @@ def test_an_episode_of_an_untrusted_key_is_refused_without_its_tree() -> None:
     outcome = episode.settle(config, present)
     assert outcome is not None
     assert (outcome.trajectories, outcome.refused) == ([], dict.fromkeys(turns, "source_not_trusted"))
-    assert episode._credit[1] is None
+    assert episode._credit is None
 
 
 def test_interleaved_agents_share_no_credit_and_weigh_as_one() -> None:
