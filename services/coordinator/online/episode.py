@@ -140,7 +140,9 @@ def without_objectors(
     left, out = list[Trajectory](), list[Trajectory]()
     for one in outcome.trajectories:
         (out if any(objects(turn.interaction.user) for turn in one.turns) else left).append(one)
-    if left and out:
+    if not out:
+        return outcome
+    if left:
         feedback_by_turn = {name: item for one in out for name, item in one.feedback.items()}
         left[-1] = replace(left[-1], feedback=left[-1].feedback | feedback_by_turn)
     refused = outcome.refused | same_reason((turn for one in out for turn in one.turns), reason)
