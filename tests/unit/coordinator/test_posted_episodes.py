@@ -304,6 +304,16 @@ def test_untrained_turns_count_by_credit_and_are_decided_with_the_rest() -> None
     assert refused.fates["t3"] == ("rejected", "episode_over")
 
 
+def test_assumed_turns_form_no_trajectory_together() -> None:
+    """They have no log-probs of their own: each draw takes those of the newest policy for one answer."""
+    items = [replace(one, body=one.body | {"policy_version": None, "logprobs": None}) for one in conversation()]
+    leader = Leader(job(posted=off_policy.TRUSTED | {"assume_on_policy": True}), items)
+    admissions = leader.decide()
+    assert rewards(admissions) == {"t0": 0.5, "t1": 0.5, "t2": 0.5}
+    assert {one.reason for one in admissions} == {"assumed"}
+    assert replay(leader, admissions) == (3, [])
+
+
 def test_an_episode_of_an_untrusted_key_is_refused_without_its_tree() -> None:
     config = job(posted={}, off_policy=None)
     turns = {
