@@ -324,11 +324,11 @@ class LedgerState:
         assert event.number == self.next_number, f"batch {event.number} sealed out of turn"
         assert event.revision == self.revisions.get(event.number, 0) + 1, "revisions count up"
         assert event.start_version == self.start_version(event.number)
-        number, opened = event.number, self.open
+        opened = self.open
         for draw in [group.draw for group in event.groups]:
             info = opened[draw]
             assert not info.batch, f"draw {draw} is sealed already"
-            opened[draw] = info.sealed_in(number)
+            opened[draw] = info.sealed_in(event.number)
         self.heard = max([self.heard, *(group.seq for group in event.groups)])
         self.sealed[event.number] = event
         self.revisions[event.number] = event.revision
