@@ -71,8 +71,11 @@ class _Stored(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(_Stored)
 
 
-class JobEntry(msgspec.Struct, frozen=True):
-    """A job's summary; ``record`` decodes the whole record."""
+class JobEntry(msgspec.Struct, frozen=True, gc=False):
+    """A job's summary; ``record`` decodes the whole record.
+
+    The garbage collector skips entries: they form no cycles, and a pass over ten thousand of them holds up a page.
+    """
 
     id: str
     name: str
