@@ -12,7 +12,8 @@ from typing import Any
 from penstock.services.env.session import EnvSession
 from penstock.services.env.simulators import describe_simulator
 from penstock.services.env.tool_session import ToolSession
-from penstock.services.env.trials import try_environment
+from penstock.services.env.verifiers import try_verifiers
+from penstock.shared.config.environment import VerifiersConfig
 from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
@@ -20,6 +21,7 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.embodied.environment import EnvOpened, OpenEnv
 from penstock.shared.protocol.trials import TrialRequest
 from penstock.shared.runtime.jobs import watch_jobs
+from penstock.shared.runtime.user_process import run_trial
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.serve import Server
@@ -125,7 +127,12 @@ class EnvService:
     async def _on_try(self, data: bytes) -> bytes:
         """Try code of the user in a process of its own."""
         request, envelope = unpack(data, TrialRequest)
-        return pack(await try_environment(request), job=envelope.job, id=envelope.id, trace=envelope.trace)
+        section = request.parts["environment"]
+        if section.get("type") == "verifiers":
+            reply = await try_verifiers(VerifiersConfig.model_validate(section), request)
+        else:
+            reply = await run_trial("penstock.services.env.tools.trial", request)
+        return pack(reply, job=envelope.job, id=envelope.id, trace=envelope.trace)
 
     async def _serve(self, name: str, session: EnvSession, serving: asyncio.Event) -> None:
         """Serve one session until it is closed or idle."""

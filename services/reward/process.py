@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 from collections import deque
 
 from penstock.services.reward.channel import Decoder, FromProcess, Open, Opened, Result, Score, encode
 from penstock.shared.config.rewards.reward import RewardConfig
 from penstock.shared.errors import ProtocolError, ScoringError
+from penstock.shared.runtime.user_process import start_with_channel
 
 __all__ = ["ScorerProcess"]
 
@@ -80,17 +80,9 @@ class ScorerProcess:
         Raises:
             ScoringError: a scorer cannot be opened; the text gives the reason.
         """
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *("-m", "penstock.services.reward.worker", str(theirs.fileno()), str(os.getpid())),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # output of user code goes to the log
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # killing the group then also kills processes of user code
-            )
-        ours.setblocking(False)
+        process, ours = await start_with_channel(
+            lambda fd: (sys.executable, "-m", "penstock.services.reward.worker", fd, str(os.getpid()))
+        )
         transport, channel = await asyncio.get_running_loop().create_unix_connection(_Channel, sock=ours)
         self = cls(process, transport, channel)
         opened = False

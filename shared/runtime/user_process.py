@@ -16,7 +16,7 @@ import struct
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.trials import Finding, TrialReply, TrialRequest
 
-__all__ = ["Attempts", "described", "die_with", "kill_group", "run_trial", "serve_trial"]
+__all__ = ["Attempts", "described", "die_with", "kill_group", "run_trial", "serve_trial", "start_with_channel"]
 
 _LENGTH = struct.Struct("<I")
 _PR_SET_PDEATHSIG = 1
@@ -62,28 +62,52 @@ async def run_trial(module: str, request: TrialRequest) -> TrialReply:
     """
     if bus_time() > request.start_by:
         raise Unavailable("nobody waits for this trial any more")
-    ours, theirs = socket.socketpair()
-    with theirs, contextlib.ExitStack() as undo:
-        undo.callback(ours.close)
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # output of user code goes to the log
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # killing the group then also kills processes of user code
-            )
-        except OSError as error:
-            raise Unavailable(f"no process can be started for the trial: {error}") from None
-        undo.pop_all()
-    ours.setblocking(False)
-    reader, writer = await asyncio.open_unix_connection(sock=ours)
+    try:
+        process, channel = await start_with_channel(lambda fd: (sys.executable, "-m", module, fd, str(os.getpid())))
+    except OSError as error:
+        raise Unavailable(f"no process can be started for the trial: {error}") from None
+    reader, writer = await asyncio.open_unix_connection(sock=channel)
     try:
         writer.write(_encode(request))
         return TrialReply(findings=await _findings(reader, process, request.limit_s))
     finally:
         writer.transport.abort()
         await kill_group(process)
+
+
+async def start_with_channel(
+    command: Callable[[str], Sequence[str]],
+    *,
+    env: Mapping[str, str] | None = None,
+    kind: socket.SocketKind = socket.SOCK_STREAM,
+) -> tuple[asyncio.subprocess.Process, socket.socket]:
+    """Start a process for user code that inherits one end of a pair of sockets.
+
+    Args:
+        command: arguments, given the descriptor of the socket in the new process.
+        env: variables of the process; None: those of this one.
+        kind: of the pair.
+
+    Returns:
+        The process, which leads a group of its own for ``kill_group``, and our end of the pair, which does not block.
+
+    Raises:
+        OSError: the process does not start.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, kind)
+    with theirs, contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
+        process = await asyncio.create_subprocess_exec(
+            *command(str(theirs.fileno())),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=2,  # output of user code goes to the log
+            env=env,
+            pass_fds=(theirs.fileno(),),
+            start_new_session=True,
+        )
+        undo.pop_all()
+    ours.setblocking(False)
+    return process, ours
 
 
 async def _findings(reader: asyncio.StreamReader, process: asyncio.subprocess.Process, limit_s: float) -> list[Finding]:

@@ -18,9 +18,9 @@ from penstock.services.env.tools.channel import LENGTH, encode
 from penstock.shared.config.tools import ToolConfig
 from penstock.shared.errors import ToolError
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
-from penstock.shared.runtime.user_process import kill_group
+from penstock.shared.runtime.user_process import kill_group, start_with_channel
 
-__all__ = ["OPEN_LIMIT_S", "ToolProcess", "start_module"]
+__all__ = ["OPEN_LIMIT_S", "ToolProcess", "tools_command"]
 
 OPEN_LIMIT_S = 60.0
 _BROKEN = (OSError, ValueError, RecursionError, msgspec.MsgspecError)
@@ -50,12 +50,8 @@ class ToolProcess:
 
     @classmethod
     async def _start(cls, tools: Sequence[ToolConfig]) -> ToolProcess:
-        ours, theirs = socket.socketpair()
-        with theirs, contextlib.ExitStack() as undo:
-            undo.callback(ours.close)
-            process = await start_module("penstock.services.env.tools.worker", theirs, tools)
-            undo.pop_all()
-        self = await cls.over(ours, partial(kill_group, process))
+        process, channel = await start_with_channel(tools_command("penstock.services.env.tools.worker", tools))
+        self = await cls.over(channel, partial(kill_group, process))
         opened = False
         try:
             error = (await self._receive(OPEN_LIMIT_S, "opening the tools"))["error"]
@@ -114,14 +110,7 @@ class ToolProcess:
         return message
 
 
-async def start_module(module: str, channel: socket.socket, tools: Sequence[ToolConfig]) -> asyncio.subprocess.Process:
-    """Start ``python -m MODULE FD PARENT TOOLS`` in its own process group. Raises OSError if that fails."""
+def tools_command(module: str, tools: Sequence[ToolConfig]) -> Callable[[str], Sequence[str]]:
+    """Return ``python -m MODULE FD PARENT TOOLS`` as a function of FD."""
     configs = json.dumps([tool.model_dump(mode="json") for tool in tools])
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", module, str(channel.fileno()), str(os.getpid()), configs),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=2,  # output of user code goes to the log
-        pass_fds=(channel.fileno(),),
-        start_new_session=True,  # killing the group then also kills processes of user code
-    )
+    return lambda fd: (sys.executable, "-m", module, fd, str(os.getpid()), configs)

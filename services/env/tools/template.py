@@ -12,12 +12,12 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from penstock.services.env.tools.process import OPEN_LIMIT_S, ToolProcess, start_module
+from penstock.services.env.tools.process import OPEN_LIMIT_S, ToolProcess, tools_command
 from penstock.shared.config.tools import MethodTool
 from penstock.shared.errors import ToolError
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.tools import EpisodeState, ToolReply, ToolRequest
-from penstock.shared.runtime.user_process import kill_group
+from penstock.shared.runtime.user_process import kill_group, start_with_channel
 
 __all__ = ["ObjectTemplate"]
 
@@ -140,16 +140,12 @@ class _Forker:
     @classmethod
     async def start(cls, tools: Sequence[MethodTool]) -> _Forker:
         """Start the process. Raises ToolError if the tools cannot be opened."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        with theirs, contextlib.ExitStack() as undo:
-            undo.callback(ours.close)
-            try:
-                process = await start_module("penstock.services.env.tools.forks", theirs, tools)
-            except OSError as error:
-                raise ToolError(f"a process for tools cannot be started: {error!r}") from None
-            undo.pop_all()
-        self = cls(process, ours)
+        command = tools_command("penstock.services.env.tools.forks", tools)
+        try:
+            process, control = await start_with_channel(command, kind=socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise ToolError(f"a process for tools cannot be started: {error!r}") from None
+        self = cls(process, control)
         opened = False
         try:
             problem = json.loads(await self._receive(OPEN_LIMIT_S, "opening the tools"))["error"]

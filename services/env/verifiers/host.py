@@ -7,20 +7,22 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from penstock.services.env.tools.channel import LENGTH, encode
 from penstock.shared.config.environment import VerifiersConfig
-from penstock.shared.errors import ToolError
+from penstock.shared.errors import ToolError, Unavailable
 from penstock.shared.protocol.bus_clock import bus_time
-from penstock.shared.protocol.tools import MAX_STEP_BYTES, EpisodeState, ToolReply, ToolRequest
-from penstock.shared.runtime.user_process import kill_group
+from penstock.shared.protocol.tools import MAX_STEP_BYTES, EpisodeState, Step, ToolReply, ToolRequest
+from penstock.shared.protocol.trials import Finding, TrialReply, TrialRequest
+from penstock.shared.runtime.user_process import kill_group, start_with_channel
 
-__all__ = ["VerifiersHost"]
+__all__ = ["VerifiersHost", "try_verifiers"]
 
 REOPEN_S = 5.0
 """Pause before another attempt to open an environment that failed to open."""
@@ -29,6 +31,8 @@ OPEN_LIMIT_S = 180.0
 CLOSE_LIMIT_S = 5.0
 """Time that the process has to end its work before it is killed."""
 CHILD = Path(__file__).with_name("child.py")
+OPENING = "environment.env"
+"""Key of the job file that findings of a trial name."""
 
 
 class VerifiersHost:
@@ -122,27 +126,18 @@ class _Process:
     async def start(cls, config: VerifiersConfig) -> _Process:
         """Start the process. Raises ToolError if the environment cannot be opened; the text gives the reason."""
         python = config.python or sys.executable
-        ours, theirs = socket.socketpair()
-        with theirs, contextlib.ExitStack() as undo:
-            undo.callback(ours.close)
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *(python, "-P", str(CHILD), str(theirs.fileno()), json.dumps(config.env)),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=2,  # output of the environment goes to the log
-                    env={
-                        **{name: text for name, text in os.environ.items() if not name.startswith("PENSTOCK_")},
-                        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
-                        "PENSTOCK_POLICY_API_KEY": secrets.token_urlsafe(24),
-                    },
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
-            except OSError as error:
-                raise ToolError(f"environment.python: '{python}' does not start: {error.strerror or error}") from None
-            undo.pop_all()
-        ours.setblocking(False)
-        self = cls(process, *(await asyncio.open_unix_connection(sock=ours)))
+        env = {
+            **{name: text for name, text in os.environ.items() if not name.startswith("PENSTOCK_")},
+            "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+            "PENSTOCK_POLICY_API_KEY": secrets.token_urlsafe(24),
+        }
+        try:
+            process, channel = await start_with_channel(
+                lambda fd: (python, "-P", str(CHILD), fd, json.dumps(config.env)), env=env
+            )
+        except OSError as error:
+            raise ToolError(f"environment.python: '{python}' does not start: {error.strerror or error}") from None
+        self = cls(process, *(await asyncio.open_unix_connection(sock=channel)))
         opened = False
         try:
             await self._check_opened()
@@ -215,3 +210,38 @@ class _Process:
         (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
         message: dict[str, Any] = json.loads(await self._reader.readexactly(size))
         return message
+
+
+async def try_verifiers(config: VerifiersConfig, request: TrialRequest) -> TrialReply:
+    """Open an environment before its job is submitted and begin one episode; then kill the process.
+
+    Raises:
+        Unavailable: the sender no longer waits.
+    """
+    if bus_time() > request.start_by:
+        raise Unavailable("nobody waits for this trial any more")
+    host = VerifiersHost(config)
+    try:
+        async with asyncio.timeout(request.limit_s):
+            findings = await _first_step(host, request.limit_s)
+    except TimeoutError:
+        text = f"the environment had not begun an episode after {request.limit_s:g} s, when the trial ended"
+        findings = [Finding(key=OPENING, text=text, fatal=False)]
+    finally:
+        await host.close()
+    return TrialReply(findings=findings)
+
+
+async def _first_step(host: VerifiersHost, limit_s: float) -> list[Finding]:
+    """Let the environment begin its first task, until it asks for a turn of the policy."""
+    try:
+        episode = await host.begin(EpisodeState(episode="trial", seed=0))
+    except ToolError as error:
+        return [Finding(key=OPENING, text=str(error), fatal=True)]
+    what = "the first task, tried before a turn of the policy:"
+    try:
+        reply = await episode.ask(ToolRequest(purpose="begin", arguments={"task": 0}), limit_s)
+    except ToolError as error:
+        return [Finding(key=OPENING, text=f"{what} {error}", fatal=False)]
+    problem = msgspec.json.decode(reply.text, type=Step).error if reply.status == "ok" else reply.text
+    return [Finding(key=OPENING, text=f"{what} {problem}", fatal=False)] if problem else []
