@@ -66,7 +66,7 @@ def test_experts_by_group_are_experts_by_token(model: PreTrainedModel, dtype: to
     narrow = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
     narrow.load_state_dict(model.state_dict())
     found = layers(narrow)[0](h_TD.to(dtype), None).float()
-    bound = 1e-6 if dtype == torch.float32 else 0.05
+    bound = 1e-5 if dtype == torch.float32 else 0.05  # CPUs differ in the order of sums
     close = ((found - torch.stack(expected)).abs() < bound).all(-1)
     assert close.float().mean() > (0.999 if dtype == torch.float32 else 0.9), (
         "bfloat16 may choose other experts at a tie"
