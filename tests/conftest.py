@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import os
@@ -68,6 +69,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         own = [path for path in files if path in some]
         place |= {path: share * number / len(own) for number, path in enumerate(own)}
     items.sort(key=lambda item: place[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Exempt all that was imported and collected from garbage collection: passes over it took a third of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -71,6 +71,7 @@ def test_text_similarity() -> None:
     assert (str(long).partition(":")[0], good) == ("other_error", 0.0)
 
 
+@pytest.mark.long
 def test_python_runs_in_the_sandbox() -> None:
     found = graded(PYTHON, ["abc", "nan", "text", "exit", "slow", "abcdef"], {"most": 6}, time_limit_s=1.0)
     assert (found[0], found[-1]) == (0.5, 1.0)

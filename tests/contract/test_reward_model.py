@@ -125,6 +125,7 @@ def test_digest_knows_every_byte(copy: Path) -> None:
     assert weights_digest(copy) != before
 
 
+@pytest.mark.long
 async def test_model_is_loaded_once_per_process_and_reported(classifier: Path) -> None:
     spec = {"type": "reward_model", "path": str(classifier), "weight": 0.5}
     pool = ScorerPool(RewardConfig.parse({"scorers": [spec], "timeout_s": 60.0, "open_timeout_s": 110.0}), 1)

@@ -79,6 +79,7 @@ def test_a_pixel_is_the_mean_of_those_that_it_covers(height: int, width: int) ->
 
 
 @SLOW_TO_START
+@pytest.mark.long
 def test_a_robot_observes_pictures() -> None:
     """Meta-World's camera: equal for equal states in two environments of one process, and different where the arm is
     elsewhere."""

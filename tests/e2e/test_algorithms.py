@@ -12,6 +12,7 @@ from penstock.shared.protocol.events import BatchTrained, Checkpointed, LineageF
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
+@pytest.mark.long
 def test_actor_and_critic_continue_after_a_crash(stack: Any) -> None:
     """Critic, KL coefficient and reward statistics come from the checkpoint: repeated batches give the same bits."""
     total = 100  # some dozen updates pass before the status tells of the fifth

@@ -121,6 +121,7 @@ def test_a_directory_and_a_port_that_are_taken(stack: Any, tmp_path: Path) -> No
     assert not (tmp_path / "other").exists(), "nothing was started"
 
 
+@pytest.mark.long
 def test_an_api_and_a_bus_that_are_not_there(submit: Any) -> None:
     with socket.socket() as probe:  # bound and not listening: refuses every connection
         probe.bind(("127.0.0.1", 0))

@@ -22,6 +22,7 @@ def smallest_budget(job: dict[str, Any]) -> int:
     return 2 * (config.train.max_lag + 2) * config.groups_per_batch * config.max_group_bytes
 
 
+@pytest.mark.long
 def test_a_small_budget_is_kept_by_checkpoints(stack: Any, make_job: Callable[..., Any]) -> None:
     changes = ["train.max_updates=80", "checkpoint.every=1000"]
     budget = smallest_budget(make_job(*changes))
@@ -63,7 +64,9 @@ async def fill(bus: Bus, junk: str) -> None:
     ("stream", "told"),
     [
         (subjects.EXPERIENCE, "stream EXPERIENCE is full"),
-        (subjects.LEDGER, "the bus, for an entry of the ledger (stream LEDGER is full"),
+        pytest.param(
+            subjects.LEDGER, "the bus, for an entry of the ledger (stream LEDGER is full", marks=pytest.mark.long
+        ),
     ],
     ids=[subjects.EXPERIENCE, subjects.LEDGER],
 )

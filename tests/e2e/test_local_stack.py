@@ -79,6 +79,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         penstock("down", "--data-dir", str(directory))
 
 
+@pytest.mark.long
 def test_a_deployment_from_up_to_down(directory: Path) -> None:
     """Refusals, a killed service, a killed supervisor in the middle of a job, a second life that ends it, the end."""
     state = up(directory)

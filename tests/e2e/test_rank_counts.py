@@ -119,6 +119,7 @@ def test_ranks_come_and_go(stack_without_trainer: Any) -> None:
     assert f"within the bound of {BOUNDS['float32']:g}" in done["summary"]
 
 
+@pytest.mark.long
 def test_an_error_of_one_rank_fails_the_job(stack_without_trainer: Any) -> None:
     """Rank 1 lacks a module that the others have, while these wait for it in a collective of the warm start."""
     stack = stack_without_trainer

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 TOTAL = 30
 
 
+@pytest.mark.long
 def test_a_rank_is_killed_and_another_one_hangs(stack_of_ranks: Any) -> None:
     stack = stack_of_ranks
     job = stack.submit(

@@ -133,6 +133,7 @@ def follow(urls: list[str], job: str, connections: int) -> list[int]:
     return seen
 
 
+@pytest.mark.long
 def test_the_lease_moves_and_the_job_goes_on(stack: Any, replica: Replica, make_job: Any, capsys: Any) -> None:
     changes = ("train.max_updates=100000", "checkpoint.every=1")
     job = replica.client.submit(make_job(*changes, reward=PACED)).id
@@ -206,6 +207,7 @@ class Agent(threading.Thread):
         raise AssertionError(f"no answer to {path}")
 
 
+@pytest.mark.long
 def test_live_requests_and_feedback_outlive_either_coordinator(stack: Any, replica: Replica, make_job: Any) -> None:
     spec = {**make_job(), **LIVE}
     spec = {name: section for name, section in spec.items() if name not in ("data", "reward")}

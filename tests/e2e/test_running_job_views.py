@@ -19,6 +19,7 @@ LEAST = {"train.max_updates": 1, "checkpoint.every": 1, "checkpoint.keep": 1, "l
 """Borders that are not 0."""
 
 
+@pytest.mark.long
 def test_what_is_changed_of_a_running_job_is_sent_and_nothing_else(stack: Any, page: Any, enter: Any) -> None:
     """Fields have present values and the ranges of the job file; what is out of range does not leave the dialog."""
     kl = {"group_size": 4, "kl": {"coef": 0.05}}
@@ -80,6 +81,7 @@ def is_refused(data: dict[str, Any]) -> bool:
     return False
 
 
+@pytest.mark.long
 def test_the_strips_of_workers_begin_before_the_page_was_opened(stack: Any, page: Any, enter: Any) -> None:
     job = stack.submit(*LONG, name="strips")
     stack.reach(job, 1)

@@ -11,6 +11,7 @@ from penstock.shared.protocol import subjects
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
 
 
+@pytest.mark.long
 def test_slow_scorers_work_from_a_stream(stack: Any) -> None:
     total = 150  # more than it makes between two looks
     job = stack.submit(f"train.max_updates={total}", "reward.slow=true", "reward.processes=2")

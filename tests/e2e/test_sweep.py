@@ -13,6 +13,7 @@ import yaml
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
+@pytest.mark.long
 def test_rates_and_seeds_are_compared(stack: Any, make_job: Any, tmp_path: Path) -> None:
     file, plot = tmp_path / "job.yaml", tmp_path / "curves.svg"
     file.write_text(yaml.safe_dump(make_job(name="swept", metadata={"team": "a"})))

@@ -124,6 +124,7 @@ reward:
 """
 
 
+@pytest.mark.long
 def test_a_dry_run_tries_all_code_of_a_job(stack: Any, folder: Path) -> None:
     """Each service imports and calls the code that it would run; files and lines of mistakes are named."""
     file, code = folder / "job.yaml", folder / "code.py"
@@ -178,6 +179,7 @@ def test_a_dry_run_tries_all_code_of_a_job(stack: Any, folder: Path) -> None:
     assert "grade() raised ModuleNotFoundError: No module named 'nothing_of_that_name'" in warned.output
 
 
+@pytest.mark.long
 def test_a_dry_run_imports_an_engine_and_does_not_open_it(stack: Any) -> None:
     def dry_run(*words: str) -> Any:
         return stack.cli("submit", str(EXAMPLES / "own-engine.yaml"), "--dry-run", "--json", *words)

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
 SECOND = "rollout-attached"
 
 
+@pytest.mark.long
 def test_two_workers_share_a_job_and_one_may_die(stack: Any) -> None:
     total = 80
     with stack.attached("penstock.services.rollout", SECOND) as second:
@@ -35,6 +36,7 @@ def test_two_workers_share_a_job_and_one_may_die(stack: Any) -> None:
     assert workers[-1] == {"rollout-0"}
 
 
+@pytest.mark.long
 def test_workers_are_started_and_drained_on_request(stack: Any) -> None:
     job = stack.submit("train.max_updates=60")
     result = stack.client.scale(job, "rollout", 2)

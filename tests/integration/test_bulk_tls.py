@@ -141,6 +141,7 @@ def test_without_authorities_a_server_asks_nobody_for_a_certificate(near: Servic
         assert set(blob.data[::4096]) == {ord("1")}
 
 
+@pytest.mark.long
 def test_strangers_that_never_shake_hands_shut_nobody_out(
     store: BulkStore, far: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

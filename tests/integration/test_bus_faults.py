@@ -177,6 +177,7 @@ async def test_subscriptions_and_servers_come_back(bus: Bus, nats_server: NatsSe
         await until(lambda: seen == [b"v1"], "the notification arrives")
 
 
+@pytest.mark.long
 async def test_a_silent_peer_is_noticed(nats_server: NatsServer) -> None:
     """The cable is cut: bytes go into the void, and no packet says so."""
     frozen = asyncio.Event()

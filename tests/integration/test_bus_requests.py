@@ -41,6 +41,7 @@ async def test_errors_cross_the_wire_by_name(bus: Bus, caplog: pytest.LogCapture
         await bus.request("command.j", b"bug", deadline_s=1)
 
 
+@pytest.mark.long
 async def test_a_slow_answer_is_given_up_with_its_name(bus: Bus) -> None:
     async def slow(_: bytes) -> bytes:
         await asyncio.sleep(3)

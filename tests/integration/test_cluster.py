@@ -292,6 +292,7 @@ async def test_a_start_raises_replicas_and_never_lowers_them(cluster: Cluster) -
 # -- drills ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 async def test_acknowledged_appends_survive_the_end_of_a_leader(cluster: Cluster) -> None:
     async with connected(cluster) as bus:
         await ensured(bus, 3)

@@ -174,6 +174,7 @@ async def test_a_tool_of_a_user_is_imported_checked_and_called(modules: Path) ->
     assert "No module named 'no_such_module'" in by_place["environment.tools[7] (look7)"].text
 
 
+@pytest.mark.long
 async def test_a_tool_that_hangs_or_dies_ends_its_trial(modules: Path) -> None:
     (late,) = await tried(tools("trial_functions:hangs"), limit_s=8.0)
     assert (late.fatal, "was not over after 8 s" in late.text) == (False, True), late

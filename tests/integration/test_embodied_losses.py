@@ -56,6 +56,7 @@ async def test_a_group_without_any_episode_says_why(
 
 
 @pytest.mark.parametrize(("sign", "reason"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "hung for 2 s")])
+@pytest.mark.long
 async def test_the_episodes_of_a_broken_process_have_failed_alone(
     bus: Bus, tmp_path: Path, sign: signal.Signals, reason: str
 ) -> None:
@@ -91,6 +92,7 @@ async def env_process(nats_server: NatsServer) -> AsyncIterator[asyncio.subproce
         await process.wait()
 
 
+@pytest.mark.long
 async def test_episodes_of_an_env_worker_that_is_killed_are_lost(
     bus: Bus, nats_server: NatsServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,6 +116,7 @@ async def test_episodes_of_an_env_worker_that_is_killed_are_lost(
             assert "waiting_for" not in worker.session.status()
 
 
+@pytest.mark.long
 async def test_an_idle_worker_keeps_its_sessions(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that waits for tickets is not dead; the lease of one that is gone ends its session."""
     keep, kept = EnvClient.keep, Counter[str]()

@@ -45,6 +45,9 @@ CASES = {
 }
 
 
+SLOW_CASES = {"pictures of more than a message", "metaworld, chunks"}
+
+
 def always(action: int) -> Any:
     """Makes a categorical policy choose one action."""
 
@@ -122,7 +125,9 @@ def normal(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np
     return generator.standard_normal(shape, np.float32)
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in SLOW_CASES else name for name in CASES]
+)
 async def test_episodes_equal_those_of_a_plain_loop(bus: Bus, tmp_path: Path, name: str) -> None:
     """More episodes than lanes: they take their turns, and neither batching nor place shows in them."""
     config = CASES[name]

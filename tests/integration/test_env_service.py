@@ -263,6 +263,7 @@ async def ready(service: EnvService) -> bool:
     return service.ready
 
 
+@pytest.mark.long
 async def test_a_client_that_is_still_there_keeps_its_session(bus: Bus, tmp_path: Path) -> None:
     """The request does not count: the next one has the number that it would have had."""
     async with run_env(bus) as service:

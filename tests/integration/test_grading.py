@@ -62,6 +62,7 @@ async def run(client: httpx.AsyncClient, grader: dict[str, Any], sample: str, it
     return reply.json()
 
 
+@pytest.mark.long
 async def test_a_reward_worker_grades(client: httpx.AsyncClient, reward: RewardService, monkeypatch: Any) -> None:
     both = {"type": "multi", "name": "all", "graders": {"right": CHECK, "length": PYTHON},
             "calculate_output": "right + length / 10"}  # fmt: skip

@@ -175,6 +175,7 @@ def test_calculator_example_holds_out_what_it_trains_on(files: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
+@pytest.mark.long
 def test_full_example_trains_in_a_demo(
     files: Path, nursery: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

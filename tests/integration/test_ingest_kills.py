@@ -11,6 +11,7 @@ from penstock.local.ingest_rates import Front, kill_test
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.long
 def test_nothing_acknowledged_is_lost_or_twice(tmp_path: Path) -> None:
     with Front(tmp_path) as front:
         losses = kill_test(front, connections=16, kills=2)

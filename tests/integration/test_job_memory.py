@@ -49,6 +49,7 @@ async def until(holds: Callable[[], bool], what: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_weights_of_jobs_that_ended_are_given_back(bus: Bus, tmp_path: Path) -> None:
     shm = tmp_path / "shm"
     shm.mkdir()

@@ -132,6 +132,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
+@pytest.mark.long
 async def test_a_job_that_stands_still_is_looked_at_ever_more_rarely(bus: Bus, looks: list[float]) -> None:
     """A coordinator leads hundreds of jobs whose workers are away."""
     store = JobStore(bus)

@@ -35,6 +35,7 @@ async def store(bus: Bus, job: str, *, temperature: float = 1.0, **status: str) 
     await bus.kv(subjects.JOBS).put(job, record.model_dump_json().encode())
 
 
+@pytest.mark.long
 async def test_sessions_come_and_go_with_their_jobs(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
     opened: Counter[str] = Counter()
     closed: set[str] = set()
@@ -104,6 +105,7 @@ async def test_a_changed_job_file_reaches_the_session_and_the_one_after_it(bus: 
     await asyncio.gather(watching, return_exceptions=True)
 
 
+@pytest.mark.long
 async def test_nothing_of_a_session_that_broke_lives_on(bus: Bus, caplog: pytest.LogCaptureFixture) -> None:
     """Its models would fill the memory that the next one needs."""
     caplog.set_level(logging.CRITICAL, "penstock.shared.runtime.jobs")  # what is captured holds the traceback

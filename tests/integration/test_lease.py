@@ -60,6 +60,7 @@ async def test_silence_is_taken_over_and_the_old_holder_is_fenced(bus: Bus) -> N
     assert b.held
 
 
+@pytest.mark.long
 async def test_two_holders_are_never_valid_together(bus: Bus) -> None:
     """Holders that stall at random: whenever one believes it holds the lease, no other does."""
     leases = [lease(bus, name) for name in "abc"]

@@ -48,6 +48,7 @@ async def test_a_job_that_runs_keeps_what_its_checkpoint_does_not_cover(bus: Bus
     assert len(await bus.read(subjects.BATCHES, subjects.batches("job_b"))) == 5
 
 
+@pytest.mark.long
 async def test_cleaning_up_after_a_job_waits_for_the_bus(
     bus: Bus, nats_server: NatsServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

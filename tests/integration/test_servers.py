@@ -114,6 +114,7 @@ def _slow(server: NatsServer, monkeypatch: pytest.MonkeyPatch, seconds: float, w
 
 
 @pytest.mark.parametrize("work", ["pass", "print('restoring', flush=True); time.sleep(0.1)"], ids=["busy", "log"])
+@pytest.mark.long
 def test_a_server_that_takes_long_is_waited_for(work: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "REPORT_S", 0.5)
     told: list[str] = []

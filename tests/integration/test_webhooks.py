@@ -224,6 +224,7 @@ async def test_the_same_key_is_the_same_webhook(bus: Bus, receiver: Receiver) ->
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_a_killed_coordinator_loses_no_delivery(
     nats_server: NatsServer, bus: Bus, receiver: Receiver, tmp_path: Path
 ) -> None:

@@ -9,6 +9,8 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(
     path
@@ -35,6 +37,13 @@ def text_of(path: Path) -> str:
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(text_of(path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees() -> Iterator[None]:
+    """Syntax trees are millions of objects; the tests behind these would pay for them in each garbage collection."""
+    yield
+    tree_of.cache_clear()
 
 
 def name_of(path: Path) -> str:

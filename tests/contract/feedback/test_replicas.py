@@ -75,6 +75,7 @@ async def test_a_deletion_that_another_replica_left_is_finished(
         assert not await second.bus.read("INTERACTIONS", "interactions.>")
 
 
+@pytest.mark.long
 async def test_a_deletion_that_takes_long_is_carried_out_by_one_replica(
     open_desk: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

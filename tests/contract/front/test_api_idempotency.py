@@ -118,6 +118,7 @@ async def test_requests_in_flight_are_shared_over_valkey(connect: Any, books: An
     assert books.submitted == 1
 
 
+@pytest.mark.long
 async def test_kill_valkey_under_load(connect: Any, books: Any, job: Any, valkey: Any) -> None:
     """Every request succeeds before, during and after; retries with a key keep having one effect."""
     async with connect(redis_url=valkey.url) as client:

@@ -370,6 +370,7 @@ async def test_readers_that_wait_share_what_is_encoded_and_take_turns(books: Any
     assert crowd.busiest <= 2 * PER_TURN
 
 
+@pytest.mark.long
 async def test_a_connection_that_is_gone_is_not_written_to(
     books: Any, job: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

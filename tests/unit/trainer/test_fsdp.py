@@ -154,6 +154,7 @@ def test_ranks_train_the_same_policy(ranks: Any, make_config: Config, batches: B
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_crash_and_resume_on_other_numbers_of_ranks(
     ranks: Any, make_config: Config, batches: Batches, tmp_path: Path
 ) -> None:

@@ -58,6 +58,7 @@ async def _watch(world: World, victim: int) -> str:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.long
 def test_a_stopped_rank_is_noticed(ranks: Any, victim: int) -> None:
     said = ranks.run(2, watch, victim)[1 - victim]
     assert f"rank {victim} of 2 gave no sign for {SILENCE_S:g} s" in said
@@ -224,5 +225,6 @@ async def _intrude(world: World) -> bytes:
     return told
 
 
+@pytest.mark.long
 def test_a_connection_that_says_nothing_learns_nothing_and_is_closed(ranks: Any) -> None:
     assert ranks.run(2, intrude) == [b"", b""]
