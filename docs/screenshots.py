@@ -7,8 +7,10 @@ Needs Chromium (``PENSTOCK_CHROMIUM`` may name it). Every picture is a PNG of at
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
 import shutil
 import signal
 import struct
@@ -27,6 +29,7 @@ import numpy as np
 import yaml
 from playwright.sync_api import Page, sync_playwright
 
+from penstock.cli.demo.agent import Agent, demonstrations, voices
 from penstock.client import Client
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +58,7 @@ def main() -> None:
         sys.exit("no Chromium on this machine; PENSTOCK_CHROMIUM may name one")
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="penstock-shots-") as directory, deployment(Path(directory)) as (url, key):
-        jobs = prepare(url, key)
+        jobs = prepare(url, key, Path(directory))
         with sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
             for size, viewport in SIZES.items():
@@ -97,11 +100,12 @@ def deployment(directory: Path) -> Iterator[tuple[str, str]]:
         process.wait(60)
 
 
-def prepare(url: str, key: str) -> dict[str, str]:
-    """Submit jobs that end in every way; the ids of those that views show."""
+def prepare(url: str, key: str, directory: Path) -> dict[str, str]:
+    """Submit jobs that end in every way, and let an agent judge a served one; the ids of those that views show."""
     addition = yaml.safe_load((ROOT / "examples" / "addition.yaml").read_text())
     live = yaml.safe_load((ROOT / "examples" / "online.yaml").read_text())
-    live = {name: part for name, part in live.items() if name != "warm_start"}
+    demonstrations(directory / "demonstrations.jsonl")
+    live["warm_start"]["data"] = [{"type": "file", "path": str(directory / "demonstrations.jsonl")}]
     with Client(url, api_key=key, retries=10) as client:
 
         def submit(name: str, **changes: Any) -> str:
@@ -121,7 +125,18 @@ def prepare(url: str, key: str) -> dict[str, str]:
                      checkpoint={"every": 20, "keep": 3})  # fmt: skip
         wait_for(lambda: client.get(job).status.step >= 40, "forty updates")
         wait_for(lambda: client.get(router).status.phase == "running", "the online job")
+        asyncio.run(judge(url, key, live["name"], lambda: client.get(router).status.step >= 8))
     return {"job": job, "other": other, "live": router}
+
+
+async def judge(url: str, key: str, model: str, enough: Callable[[], bool]) -> None:
+    """Let the agent of the online demo ask a model and judge its answers until it has learnt enough from them."""
+    async with voices(url, model, [key], each=8) as some:
+        agent = Agent(some, random.Random(0))
+        running = asyncio.create_task(agent.run())
+        await asyncio.to_thread(wait_for, enough, "updates from feedback")
+        agent.stopped.set()
+        await running
 
 
 def answers(address: str) -> bool:
