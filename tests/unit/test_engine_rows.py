@@ -1,10 +1,12 @@
-"""The cost of a step does not depend on how much a client asks for."""
+"""Rows of the embedded engine: how they close ranks, and that a step costs the same however much a client asks for."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.services.rollout.engines.completion import Completion
@@ -31,11 +33,30 @@ def biased(number: int) -> tuple[torch.Tensor, int]:
     rows = Rows(2, torch.device("cpu"))
     rows.reserve(8)
     rows.add([Completion(0, index, (1, 2), sampling, (3,), index) for index in range(2)], 0, "")
-    rows.drop([0])
+    rows.drop([0], 2)
     with Ops() as ops:
         nudge = rows.draws(0, 1, VOCAB).nudge_RV
     assert nudge is not None
     return nudge, ops.count
+
+
+@given(data=st.data())
+def test_rows_that_are_computed_stay_in_front_and_the_others_in_order(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 12))
+    fresh = data.draw(st.integers(0, count))
+    gone = data.draw(st.lists(st.integers(0, count - 1), unique=True))
+    rows = Rows(12, torch.device("cpu"))
+    rows.reserve(4)
+    rows.add([Completion(number, 0, (number,), Sampling(max_new_tokens=2), (), 0) for number in range(count)], 0, "")
+    moves = rows.drop(gone, fresh)
+    left = [completion.request for completion in rows.completions]
+    assert left == rows.tokens_RC[: rows.count, 0].tolist()
+    num_fresh = fresh - sum(row < fresh for row in gone)
+    assert sorted(left[:num_fresh]) == [row for row in range(fresh) if row not in gone]
+    assert left[num_fresh:] == [row for row in range(fresh, count) if row not in gone]
+    stayed = {row for row in range(count) if row not in gone} - {source for source, _ in moves}
+    assert all(left[target] == source for source, target in moves)
+    assert all(left[row] == row for row in stayed), "no other row moved"
 
 
 def test_many_biases_cost_as_many_operations_as_one() -> None:

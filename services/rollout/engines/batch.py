@@ -1,8 +1,9 @@
 """Decoding core: admits completions, decodes all of them one token at a time, drops stale caches. One thread only.
 
 Rows [0, fresh) have their keys and values in the cache. Rows [fresh, count) are stale: the same forward pass computes
-them from all their tokens, or only from those after the prefix that was held for their session. New rows are appended
-as stale rows. A new policy version makes every row stale and drops all held prefixes: no token comes from an old cache.
+them from all their tokens, or only from those after the prefix that is in the cache. New rows are appended as stale
+rows. A step computes a bounded number of tokens of stale rows, so that long prompts do not hold up the fresh rows.
+A new policy version makes every row stale and drops all held prefixes: no token comes from an old cache.
 
 Shape legend: R = rows, V = vocabulary, T = flat tokens, D = model width, L = positions, N = layers with experts,
 K = experts of a token.
@@ -23,7 +24,7 @@ from penstock.services.rollout.engines.cache import KVCache
 from penstock.services.rollout.engines.completion import Completion, Finish, Finished
 from penstock.services.rollout.engines.grouping import Grouping, groups_of, joined
 from penstock.services.rollout.engines.held import HeldSequence, HeldSequences
-from penstock.services.rollout.engines.parts import Part, passes, together
+from penstock.services.rollout.engines.parts import Part, next_pass, together
 from penstock.services.rollout.engines.routes import RouteTable
 from penstock.services.rollout.engines.rows import Rows
 from penstock.services.rollout.engines.sampling import draw, likeliest
@@ -197,37 +198,34 @@ class Batch:
         if order is not None:
             self._arrange(order)
             lengths = [lengths[row] for row in order]
-        codes: list[Tensor] = []
-        try:
-            groups = joined(groups_of(lengths, self._grouping.size))
-            for parts in passes(self._rows, self._cache, self._fresh, groups):
-                codes.append(self._advance(parts))
-                self._computed(parts[-1].stop)
-        finally:  # if a pass fails, keep the tokens of the passes before it
-            if codes:
-                code_R = torch.cat(codes)
-                outcome.tokens += len(code_R)
-                self._finish(code_R, outcome)
+        groups = joined(groups_of(lengths, self._grouping.size))
+        parts = next_pass(self._rows, self._cache, self._fresh, groups)
+        code_R = self._advance(parts)
+        self._computed(parts)
+        outcome.tokens += len(code_R)
+        self._finish(code_R, outcome)
 
-    def _computed(self, stop: int) -> None:
-        """Mark all rows before ``stop`` as fresh: their keys and values are in the cache."""
-        for completion in self._rows.completions[self._fresh : stop]:
-            completion.num_cached = 0
-        self._fresh = stop
+    def _computed(self, parts: Sequence[Part]) -> None:
+        """Mark the rows of a pass as fresh, or note how many of their tokens are in the cache."""
+        for part in parts:
+            for completion in self._rows.completions[max(part.start, self._fresh) : part.stop]:
+                completion.num_cached = part.num_cached
+            if not part.num_cached:
+                self._fresh = part.stop
 
     def _advance(self, parts: Sequence[Part]) -> Tensor:
-        """Sample the next token of the rows of one pass; returns their codes, see ``Rows.append``."""
-        start, stop = parts[0].start, parts[-1].stop
+        """Sample the next token of the first R rows, as many as the pass completes; returns their codes [R], see
+        ``Rows.append``."""
         self._check_weights()
         logits_RV = self._logits(parts)
-        how = self._rows.draws(start, stop, logits_RV.shape[-1])
+        how = self._rows.draws(0, len(logits_RV), logits_RV.shape[-1])
         token_R, logprob_R = draw(logits_RV, how)
         num_top = self._rows.num_top()
         top = likeliest(logits_RV, how, num_top) if num_top else None
         self._check_weights()
         if top is not None:
-            self._rows.keep_top(start, *top)
-        return self._rows.append(start, token_R, logprob_R)
+            self._rows.keep_top(0, *top)
+        return self._rows.append(0, token_R, logprob_R)
 
     def _check_weights(self) -> None:
         if self.guard is not None and not self.guard():
@@ -305,23 +303,23 @@ class Batch:
         self._held.keep(session, HeldSequence(token_ids, *self._cache.copied(row, len(token_ids))))
 
     def _drop(self, rows: Sequence[int]) -> None:
-        longest = int(self._rows.length_R[: self.count].max()) if rows else 0
-        moved, fresh = self._rows.drop(rows), self._fresh
-        self._fresh = min(fresh, self.count)
-        if moved is not None:
-            sources, targets = moved
-            self._cache.move(sources, targets, longest)
-            if self._routes is not None:
-                self._routes.move(sources, targets)
-            stale = [t for s, t in zip(sources.tolist(), targets.tolist(), strict=True) if s >= fresh]
-            self._fresh = min([self._fresh, *stale])
+        fresh = self._fresh
+        moved = self._rows.drop(rows, fresh)
+        self._fresh = fresh - sum(row < fresh for row in rows)
+        self._move(moved, [(s, t) for s, t in moved if s < fresh or self._rows.completions[t].num_cached])
 
     def _arrange(self, order: Sequence[int]) -> None:
         """Reorder the rows; see ``Grouping.order``."""
-        sources, targets = self._rows.rearrange(order)
-        self._cache.move(sources, targets, int(self._rows.length_R[targets].max()))
-        if self._routes is not None:
-            self._routes.move(sources, targets)
+        moved = self._rows.rearrange(order)
+        self._move(moved, moved)
+
+    def _move(self, moved: Sequence[tuple[int, int]], cached: Sequence[tuple[int, int]]) -> None:
+        """Move what is stored beside ``Rows``, from sources to targets; of ``cached``, also keys and values."""
+        if cached:
+            source_M, target_M = torch.tensor(cached, device=self._device).T
+            self._cache.move(source_M, target_M, int(self._rows.length_R[target_M].max()))
+        if moved and self._routes is not None:
+            self._routes.move(*torch.tensor(moved, device=self._device).T)
 
     def _reserve(self, length: int) -> None:
         self._rows.reserve(length)

@@ -1,7 +1,8 @@
 """Parts of a forward pass: rows that decode, rows computed from all their tokens, rows that extend a cached prefix.
 
 A pass computes the tokens of all its parts together; only attention differs per part. The prompt of a new request is
-therefore computed in the same step in which running rows get their next token: neither waits for the other.
+therefore computed in the same step in which running rows get their next token: neither waits for the other. A pass has
+a bounded number of tokens; a longer prompt takes several passes, in each of which the running rows get a token.
 
 Shape legend: R = rows of a part, T = flat tokens of a part, W = keys and values to write, S = new tokens of a row,
 L = positions, H = query heads, K = key/value heads, d = head width.
@@ -9,7 +10,7 @@ L = positions, H = query heads, K = key/value heads, d = head width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +26,10 @@ from penstock.shared.models.attention import CausalBlocks
 from penstock.shared.models.decoder import Attend
 from penstock.shared.models.packed import pack
 
-__all__ = ["Part", "decoding", "extending", "passes", "prefilling", "together"]
+__all__ = ["Part", "decoding", "extending", "next_pass", "prefilling", "together"]
 
 PASS_TOKENS = 2048
-"""Maximum number of tokens of rows that are not decoding, per pass; a single row may have more."""
+"""Maximum number of tokens of rows that are not decoding, per pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,15 @@ class Part:
     token_T: Tensor
     position_T: Tensor
     last_R: Tensor
-    """Index in T of each row's last token, after which the next token is sampled."""
+    """Index in T of each row's last token, after which the next token is sampled; empty if ``num_cached``."""
     row_W: Tensor
     position_W: Tensor
     source_W: Tensor | None
     """Index in T of the token whose keys and values go to each place W; None: W equals T."""
     attend: Attend
     """Writes keys and values of the tokens to the cache and computes attention: [T, H, d]."""
+    num_cached: int = 0
+    """Number of the rows' first tokens that are then in the cache; 0: all, the pass completes the rows."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,19 +61,34 @@ class Part:
         return x_T if self.source_W is None else x_T[self.source_W]
 
 
-def passes(rows: Rows, cache: KVCache, fresh: int, groups: Sequence[Group]) -> Iterator[list[Part]]:
-    """Yield the parts of each forward pass, covering all rows in order: the first ``fresh`` rows decode, in ``groups``;
-    the others are computed from their tokens."""
+def next_pass(rows: Rows, cache: KVCache, fresh: int, groups: Sequence[Group]) -> list[Part]:
+    """Return the parts of the next forward pass, of adjacent rows from the first one on.
+
+    The first ``fresh`` rows decode, in ``groups``. Of the others, the first ones are computed, as many as
+    ``PASS_TOKENS`` has room for. The last part may be the beginning of rows that are longer than that.
+    """
     parts = [decoding(rows, cache, groups)] if fresh else []
-    row, num_tokens = fresh, 0
+    row, room = fresh, PASS_TOKENS
     while row < rows.count:
-        part = (extending if rows.completions[row].num_cached else prefilling)(rows, cache, row)
-        if num_tokens and num_tokens + part.num_tokens > PASS_TOKENS:
-            yield parts
-            parts, num_tokens = [], 0
+        make = extending if rows.completions[row].num_cached else prefilling
+        part = make(rows, cache, row, room)
+        if part is None:
+            break
         parts.append(part)
-        row, num_tokens = part.stop, num_tokens + part.num_tokens
-    yield parts
+        row, room = part.stop, room - part.num_tokens
+        if part.num_cached:
+            break
+    return parts
+
+
+def _take(length: int, room: int) -> int:
+    """Return how many tokens of a row of ``length`` to compute in a pass that has ``room``: all, a share, or none.
+
+    Only a row that fits into no pass is divided: attention to a cached prefix is slower than one over a whole prompt.
+    """
+    if length <= room:
+        return length
+    return room if length > PASS_TOKENS and 2 * room >= PASS_TOKENS else 0
 
 
 def together(parts: Sequence[Part]) -> Attend:
@@ -120,33 +138,49 @@ def _masks(position_R: Tensor, groups: Sequence[Group], dtype: torch.dtype) -> l
     ]
 
 
-def prefilling(rows: Rows, cache: KVCache, start: int) -> Part:
-    """Build a part of rows from ``start`` on without cached tokens: at least one, as many as fit in ``PASS_TOKENS``.
+def prefilling(rows: Rows, cache: KVCache, start: int, room: int) -> Part | None:
+    """Build a part of rows from ``start`` on without cached tokens: at least one, as many as fit in ``room`` tokens.
 
-    Identical sequences are computed once.
+    Identical sequences are computed once. Returns None if the first row has to wait for the next pass.
     """
+    whole = tuple(rows.sequence(start))
+    first = whole[: _take(len(whole), room)]
+    if not first:
+        return None
+    divided = len(first) < len(whole)
     found: dict[tuple[int, ...], int] = {}
     owners: list[int] = []
     num_tokens = 0
     for row in range(start, rows.count):
+        sequence = tuple(rows.sequence(row))
         if owners and rows.completions[row].num_cached:
             break
-        sequence = tuple(rows.sequence(row))
+        if divided:
+            if len(sequence) <= len(first) or sequence[: len(first)] != first:
+                break
+            sequence = first
         if sequence not in found:
             num_tokens += len(sequence)
-            if owners and num_tokens > PASS_TOKENS:
+            if owners and num_tokens > room:
                 break
         owners.append(found.setdefault(sequence, len(found)))
-    device, owner_R = rows.length_R.device, np.array(owners)
-    packed = pack(list(found)[: max(owners) + 1])
+    return _prefilled(rows, cache, start, list(found)[: max(owners) + 1], np.array(owners), divided=divided)
+
+
+def _prefilled(
+    rows: Rows, cache: KVCache, start: int, sequences: list[tuple[int, ...]], owner_R: NDArray[Any], *, divided: bool
+) -> Part:
+    """Build the part of rows from ``start`` on whose tokens are ``sequences[owner_R]``, or only begin with them."""
+    device = rows.length_R.device
+    packed = pack(sequences)
     length_R = np.asarray(packed.lengths)[owner_R]
     first_R = packed.cu_seqlens_S1.numpy()[owner_R]
     position_W = _offsets(length_R)
-    shared = len(packed.lengths) < len(owners)
+    shared = len(packed.lengths) < len(owner_R)
     source_W = torch.from_numpy(np.repeat(first_R, length_R) + position_W).to(device) if shared else None
     tokens = packed.to(device)
     blocks = CausalBlocks.of(tokens)
-    at_W = torch.from_numpy(np.repeat(np.arange(start, start + len(owners)), length_R)).to(device)
+    at_W = torch.from_numpy(np.repeat(np.arange(start, start + len(owner_R)), length_R)).to(device)
     offset_W = torch.from_numpy(position_W).to(device)
     place_W = cache.places(at_W, offset_W)
 
@@ -155,44 +189,74 @@ def prefilling(rows: Rows, cache: KVCache, start: int) -> Part:
         return blocks.attend(q_THd, k_TKd, v_TKd)
 
     last_R = torch.from_numpy(first_R + length_R - 1).to(device)
-    stop = start + len(owners)
-    part = Part(start, stop, tokens.token_ids_T, tokens.position_ids_T, last_R, at_W, offset_W, source_W, attend)
+    part = Part(
+        start, start + len(owner_R), tokens.token_ids_T, tokens.position_ids_T, last_R[:0] if divided else last_R,
+        at_W, offset_W, source_W, attend, num_cached=len(sequences[0]) if divided else 0,
+    )  # fmt: skip
     return part
 
 
-def extending(rows: Rows, cache: KVCache, start: int) -> Part:
-    """Build a part of rows from ``start`` on that have a cached prefix: at least one, as many as fit in
-    ``PASS_TOKENS``."""
-    new: list[list[int]] = []
-    cached: list[int] = []
-    for row in range(start, rows.count):
-        known = rows.completions[row].num_cached
-        tokens = list(rows.sequence(row)[known:])
-        longest = max(len(tokens), *map(len, new)) if new else len(tokens)
-        if not known or (new and longest * (len(new) + 1) > PASS_TOKENS):
+def extending(rows: Rows, cache: KVCache, start: int, room: int) -> Part | None:
+    """Build a part of rows from ``start`` on with a cached prefix: at least one, as many as fit in ``room`` tokens.
+
+    Rows that are identical to the first one are computed once, and then no others are in the part. Returns None if the
+    first row has to wait for the next pass.
+    """
+    known = rows.completions[start].num_cached
+    whole = list(rows.sequence(start))
+    take = _take(len(whole) - known, room)
+    if not take:
+        return None
+    new, cached, copies = [whole[known : known + take]], [known], 1
+    divided = known + take < len(whole)
+    for row in range(start + 1, rows.count):
+        known, sequence = rows.completions[row].num_cached, list(rows.sequence(row))
+        if len(new) == 1 and known == cached[0] and sequence == whole:
+            copies += 1
+            continue
+        longest = max(len(sequence) - known, *map(len, new))
+        if not known or divided or copies > 1 or longest * (len(new) + 1) > room:
             break
-        new.append(tokens)
+        new.append(sequence[known:])
         cached.append(known)
+    return _extended(rows, cache, start, new, np.array(cached), copies=copies, divided=divided)
+
+
+def _extended(
+    rows: Rows, cache: KVCache, start: int, new: list[list[int]], cached_R: NDArray[Any], *, copies: int, divided: bool
+) -> Part:
+    """Build the part of rows from ``start`` on whose tokens after ``cached_R`` are ``new``, or only begin with them.
+
+    Args:
+        copies: number of rows that are identical; above 1, ``new`` has the tokens of the first of them alone.
+    """
     device, length_R = rows.length_R.device, np.array([len(tokens) for tokens in new])
     offset_T = _offsets(length_R)
-    position_T = torch.from_numpy(np.repeat(cached, length_R) + offset_T).to(device)
+    position_T = torch.from_numpy(np.repeat(cached_R, length_R) + offset_T).to(device)
     row_T = torch.from_numpy(np.repeat(np.arange(len(new)), length_R)).to(device)
-    place_T = cache.places(start + row_T, position_T)
-    num_new, length = int(length_R.max()), int((np.array(cached) + length_R).max())
+    row_W = start + torch.cat([row_T + copy for copy in range(copies)])
+    position_W = position_T.repeat(copies)
+    source_W = torch.arange(len(position_T), device=device).repeat(copies) if copies > 1 else None
+    place_W = cache.places(row_W, position_W)
+    num_new, length = int(length_R.max()), int((cached_R + length_R).max())
     at = row_T, torch.from_numpy(offset_T).to(device)
     hidden_TL = torch.arange(length, device=device) > position_T[:, None]
     mask_RSL = torch.zeros((len(new), num_new, length), dtype=cache.dtype, device=device)
     mask_RSL[at] = mask_RSL[at].masked_fill(hidden_TL, float("-inf"))
 
     def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        cache.write(layer, place_T, k_TKd, v_TKd)
+        cache.write(layer, place_W, part.written(k_TKd), part.written(v_TKd))
         q_RSHd = q_THd.new_zeros((len(new), num_new, *q_THd.shape[1:]))
         q_RSHd[at] = q_THd
         return cache.attend_more(layer, start, q_RSHd, length, mask_RSL)[at]
 
     token_T = torch.tensor([token for tokens in new for token in tokens], device=device)
-    last_R = torch.from_numpy(np.cumsum(length_R) - 1).to(device)
-    return Part(start, start + len(new), token_T, position_T, last_R, start + row_T, position_T, None, attend)
+    last_R = torch.from_numpy(np.cumsum(length_R) - 1).to(device).repeat(copies)
+    part = Part(
+        start, start + len(new) + copies - 1, token_T, position_T, last_R[:0] if divided else last_R,
+        row_W, position_W, source_W, attend, num_cached=int(cached_R[0] + length_R[0]) if divided else 0,
+    )  # fmt: skip
+    return part
 
 
 def _offsets(length_R: NDArray[Any]) -> NDArray[Any]:

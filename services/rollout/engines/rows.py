@@ -20,7 +20,7 @@ __all__ = ["Rows"]
 
 
 class Rows:
-    """Rows [0, count) of static tensors. Removing rows moves the last rows into the gaps."""
+    """Rows [0, count) of static tensors. Removing rows moves others into the gaps."""
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self.completions: list[Completion] = []
@@ -186,34 +186,40 @@ class Rows:
         tokens, logprobs = self.tokens_RC[row, output].tolist(), self._logprobs_RC[row, output].tolist()
         return finished(completion, tokens, logprobs, finish)
 
-    def drop(self, rows: Sequence[int]) -> tuple[Tensor, Tensor] | None:
-        """Remove rows; returns (sources, targets) of the rows that moved, so that the cache can move them too."""
-        gone, left = set(rows), self.count - len(rows)
-        targets = [row for row in rows if row < left]
-        sources = [row for row in range(left, self.count) if row not in gone]
+    def drop(self, rows: Sequence[int], fresh: int) -> list[tuple[int, int]]:
+        """Remove rows; returns (source, target) of each row that moved, so that the cache can move it too.
+
+        The last of the first ``fresh`` rows fill the gaps among these; the other rows follow, in the order they had.
+        """
+        gone = set(rows)
+        front, back = ([row for row in some if row not in gone] for some in (range(fresh), range(fresh, self.count)))
+        gaps = [row for row in range(len(front)) if row in gone]
+        moves = list(zip((row for row in front if row >= len(front)), gaps, strict=True))
+        moves += [(row, place) for place, row in enumerate(back, start=len(front)) if row != place]
         for row in rows:
             self._features.subtract(_features(self.completions[row]))
             self._biases.pop(self.completions[row], None)
-        for source, target in zip(sources, targets, strict=True):
-            self.completions[target] = self.completions[source]
-        del self.completions[left:]
-        if not sources:
-            return None
-        return self._copy(sources, targets)
+        if moves:
+            self._copy(moves)
+        del self.completions[len(front) + len(back) :]
+        return moves
 
-    def rearrange(self, order: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Move row ``order[place]`` to each place; at least one row must move. Returns (sources, targets)."""
-        self.completions[: len(order)] = [self.completions[row] for row in order]
-        targets = [place for place, row in enumerate(order) if row != place]
-        return self._copy([order[place] for place in targets], targets)
+    def rearrange(self, order: Sequence[int]) -> list[tuple[int, int]]:
+        """Move row ``order[place]`` to each place; at least one row must move. Returns (source, target) of these."""
+        moves = [(row, place) for place, row in enumerate(order) if row != place]
+        self._copy(moves)
+        return moves
 
-    def _copy(self, sources: Sequence[int], targets: Sequence[int]) -> tuple[Tensor, Tensor]:
-        source_M, target_M = (torch.tensor(moved, device=self._device) for moved in (sources, targets))
+    def _copy(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy rows from sources to targets; all sources are read before any write."""
+        moving = [(self.completions[source], target) for source, target in moves]
+        for completion, target in moving:
+            self.completions[target] = completion
+        source_M, target_M = torch.tensor(moves, device=self._device).T
         self._ints[:, target_M] = self._ints[:, source_M]
         self._floats[:, target_M] = self._floats[:, source_M]
         for tensor in (self._stops_RK, self.tokens_RC, self._logprobs_RC):
             tensor[target_M] = tensor[source_M]
-        return source_M, target_M
 
 
 def _features(completion: Completion) -> list[str]:

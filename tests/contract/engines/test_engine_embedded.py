@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -173,7 +174,7 @@ async def test_what_is_new_is_computed_with_what_runs(bench: Any, monkeypatch: p
 
 
 async def test_a_torn_pass_takes_nothing_from_the_one_before(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PASS_TOKENS", 4)  # so that two new prompts are two passes of one step
+    monkeypatch.setattr(parts, "PASS_TOKENS", 4)  # so that two new prompts are two passes
     passes: list[int] = []
     monkeypatch.setattr(batch, "decode", _counted(batch.decode, passes))
     await bench.update(1, seed=1, guard=lambda: len(passes) < 2)
@@ -182,6 +183,75 @@ async def test_a_torn_pass_takes_nothing_from_the_one_before(bench: Any, monkeyp
     assert [len(answer.samples[0].token_ids) for answer in (first, second)] == [1, 0]
     assert [answer.samples[0].finish for answer in (first, second)] == ["length", "abort"]
     assert bench.error(first.samples[0], seeds=(0, 1)) < 1e-4
+
+
+@pytest.mark.parametrize("room", [4, 5, 7, 16])
+async def test_long_prompts_are_divided_and_hold_up_nobody(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """Groups that share a prompt, prompts that share a beginning, and short ones, beside a completion that runs."""
+    prompts = [[(3 * i + 5 * j) % 50 for j in range(length)] for i, length in enumerate((23, 2, 40, 9))]
+    prompts.append([*prompts[2][:30], 1, 2, 3])
+    asked = [
+        bench.ask(f"{i}-{room}", prompt=prompt, n=1 + i % 3, max_new_tokens=6, seed=i, temperature=0.9)
+        for i, prompt in enumerate(prompts)
+    ]
+    whole = [await bench.engine.generate(request) for request in asked]
+
+    passes: list[int] = []
+    monkeypatch.setattr(parts, "PASS_TOKENS", room)
+    monkeypatch.setattr(batch, "decode", _counted(batch.decode, passes))
+    long = asyncio.create_task(bench.engine.generate(bench.ask("long")))
+    await bench.until_tokens(20)
+    before = len(passes)
+    divided = await asyncio.gather(*map(bench.engine.generate, asked))
+    [sample] = (await long).samples
+    assert max(passes[before:]) <= room + bench.max_running
+    assert len(passes) == bench.length, "every pass gave the completion that ran one of its tokens"
+    assert bench.error(sample) < 1e-4
+    for request, one, other in zip(asked, whole, divided, strict=True):
+        for first, second in zip(one.samples, other.samples, strict=True):
+            assert first.token_ids == second.token_ids
+            assert bench.error(second, prompt=request.prompt_ids, temperature=0.9) < 1e-4
+
+
+async def test_a_prompt_shared_by_a_group_is_computed_once_although_divided(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: list[int] = []
+    monkeypatch.setattr(parts, "PASS_TOKENS", 8)
+    monkeypatch.setattr(batch, "decode", _counted(batch.decode, passes))
+    await bench.engine.generate(bench.ask("group", prompt=[7] * 30, n=4, max_new_tokens=1))
+    assert passes == [8, 8, 8, 6]
+
+
+async def test_an_update_between_the_parts_of_a_prompt_leaves_nothing_of_the_old_weights(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "PASS_TOKENS", 4)
+    prompt, passes, reached, go_on = [5] * 41, [0], threading.Event(), threading.Event()
+    decode = batch.decode
+
+    def held_up(plan: Any, token_ids_T: torch.Tensor, *rest: Any) -> Any:
+        found = decode(plan, token_ids_T, *rest)
+        passes[0] += 1
+        if passes[0] == 5:
+            reached.set()
+            assert go_on.wait(60)
+        return found
+
+    monkeypatch.setattr(batch, "decode", held_up)
+    answer = asyncio.create_task(bench.engine.generate(bench.ask("new", prompt=prompt, n=2, max_new_tokens=5)))
+    assert await asyncio.to_thread(reached.wait, 60)
+    update = asyncio.create_task(bench.update(1, seed=1))
+    while not bench.engine._interrupt:  # the update waits for the end of this pass
+        await asyncio.sleep(0.001)
+    go_on.set()
+    await update
+    for sample in (await answer).samples:
+        assert [span.version for span in sample.spans if span.end > span.start] == [1]
+        assert bench.error(sample, prompt=prompt, seeds=(0, 1)) < 1e-4
+    assert passes[0] == 5 + 11 + 4, "the whole prompt again, in eleven passes, and four more tokens"
 
 
 def _counted(decode: Any, passes: list[int]) -> Any:

@@ -49,8 +49,8 @@ def extensions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     extending = parts.extending
 
-    def spy(rows: Any, cache: Any, start: int) -> Any:
-        part = extending(rows, cache, start)
+    def spy(rows: Any, cache: Any, start: int, room: int) -> Any:
+        part = extending(rows, cache, start, room)
         seen.append(part.stop - part.start)
         return part
 
