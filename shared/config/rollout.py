@@ -14,19 +14,23 @@ from penstock.shared.protocol.generation import Caps
 __all__ = [
     "ENGINE_PACKAGES",
     "ENVIRONMENTS",
+    "ENVIRONMENT_OF",
     "ClassConfig",
     "EmbeddedConfig",
     "RolloutConfig",
     "SglangConfig",
     "VllmConfig",
+    "VllmServerConfig",
     "check_engine",
 ]
 
 ENGINE_PACKAGES = ("vllm",)
 """Import names of engine packages that run inside a rollout worker and need an interpreter of their own."""
-ENVIRONMENTS = (*ENGINE_PACKAGES, "sglang")
-"""Names of engines with an interpreter of their own: those of ``ENGINE_PACKAGES`` run inside the rollout worker, the
-rest in a child process of it."""
+ENVIRONMENT_OF = {"vllm": "vllm", "vllm_server": "vllm", "sglang": "sglang"}
+"""Environment (interpreter with packages) of each engine that has one of its own: engines of ``ENGINE_PACKAGES`` run
+inside the rollout worker, the rest in a child process of it."""
+ENVIRONMENTS = tuple(dict.fromkeys(ENVIRONMENT_OF.values()))
+"""Names of the environments that ``penstock engines install`` makes."""
 
 
 class EmbeddedConfig(StrictModel):
@@ -39,14 +43,9 @@ class EmbeddedConfig(StrictModel):
     )
 
 
-class VllmConfig(StrictModel):
-    """vLLM, started by the rollout worker, which then runs in an interpreter of its own (`penstock up --engine vllm`).
+class _VllmOptions(StrictModel):
+    """Options and capabilities of vLLM, wherever it runs."""
 
-    Log-probs are vLLM's `processed_logprobs`: with `top_p`, `top_k`, penalties or `min_new_tokens` they are those of
-    the modified distribution. `evaluation.sampling` may set such parameters; the sampling for training may not.
-    """
-
-    engine: Literal["vllm"] = "vllm"
     kv_cache_gib: float = Field(1.0, gt=0)
     """Memory for the key/value cache, in GiB. Sequences that do not fit are recomputed later, which costs time."""
     max_length: int | None = Field(None, ge=2)
@@ -58,6 +57,26 @@ class VllmConfig(StrictModel):
         staging="reference", adapters=False, routers=False, held=False, candidates=False, fp32_head=False, forms=False,
         plain_logprobs=False,
     )  # fmt: skip
+
+
+class VllmConfig(_VllmOptions):
+    """vLLM, started by the rollout worker, which then runs in an interpreter of its own (`penstock up --engine vllm`).
+
+    Log-probs are vLLM's `processed_logprobs`: with `top_p`, `top_k`, penalties or `min_new_tokens` they are those of
+    the modified distribution. `evaluation.sampling` may set such parameters; the sampling for training may not.
+    """
+
+    engine: Literal["vllm"] = "vllm"
+
+
+class VllmServerConfig(_VllmOptions):
+    """vLLM's HTTP server, which the rollout worker starts as a child process. The worker keeps Penstock's interpreter;
+    the server has that of `penstock engines install vllm` (`penstock up --engine vllm_server`).
+
+    Log-probs are those of `vllm`.
+    """
+
+    engine: Literal["vllm_server"] = "vllm_server"
 
 
 class SglangConfig(StrictModel):
@@ -107,7 +126,7 @@ def _embedded_unless_named(data: Any) -> Any:
     return {"engine": "embedded", **data}
 
 
-AnyRollout = EmbeddedConfig | VllmConfig | SglangConfig | ClassConfig
+AnyRollout = EmbeddedConfig | VllmConfig | VllmServerConfig | SglangConfig | ClassConfig
 RolloutConfig = Annotated[AnyRollout, Field(discriminator="engine"), BeforeValidator(_embedded_unless_named)]
 
 

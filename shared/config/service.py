@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import ssl
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -52,6 +54,9 @@ class ServiceSettings(BaseSettings):
     engines_dir: Path = Path.home() / ".penstock" / "engines"
     """Directory in which `penstock engines install` keeps a Python environment for each rollout engine that needs
     its own."""
+    vllm_python: Path | None = None
+    """Interpreter with which the rollout worker starts vLLM's server; default: the worker's own if it has vLLM, else
+    that of `penstock engines install vllm`."""
     sglang_python: Path | None = None
     """Interpreter with which the rollout worker starts SGLang; default: that of `penstock engines install sglang`."""
     sglang_url: str = ""
@@ -237,15 +242,25 @@ class ServiceSettings(BaseSettings):
         return _tls_context("BULK", self.bulk_tls_ca, self.bulk_tls_cert, self.bulk_tls_key, serves=True)
 
     @property
+    def vllm_interpreter(self) -> Path | None:
+        """Interpreter that starts vLLM's server; None if it does not exist."""
+        own = Path(sys.executable) if importlib.util.find_spec("vllm") is not None else None
+        return self._interpreter("vllm", self.vllm_python or own)
+
+    @property
     def sglang_interpreter(self) -> Path | None:
         """Interpreter that starts SGLang; None if it does not exist."""
-        found = self.sglang_python or self.engines_dir.expanduser() / "sglang" / "bin" / "python"
+        return self._interpreter("sglang", self.sglang_python)
+
+    def _interpreter(self, environment: str, chosen: Path | None) -> Path | None:
+        found = chosen or self.engines_dir.expanduser() / environment / "bin" / "python"
         return found if found.is_file() else None
 
     @property
     def engines(self) -> list[str]:
         """Rollout engines that run in an environment or server of their own beside this process."""
-        return ["sglang"] if self.sglang_url or self.sglang_interpreter is not None else []
+        has_sglang = self.sglang_url or self.sglang_interpreter is not None
+        return [*(["vllm_server"] if self.vllm_interpreter is not None else []), *(["sglang"] if has_sglang else [])]
 
     @property
     def ledger_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Jobs that vLLM decodes, through the whole system: rollout workers run in its interpreter."""
+"""Jobs that vLLM decodes, through the whole system: rollout workers run in its interpreter, or start its server."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from penstock.shared.protocol.events import BatchTrained
@@ -23,6 +24,7 @@ MISMATCH = 1e-4
 
 
 VLLM = {"engine": "vllm", "kv_cache_gib": 0.25}
+SERVER = {**VLLM, "engine": "vllm_server"}
 HEADS = ("model.config.num_heads=1", "model.config.num_kv_heads=1")
 """Heads of 32, the smallest that vLLM has on a CPU."""
 LIVE: dict[str, Any] = {
@@ -46,12 +48,44 @@ def stack(
 
 
 def test_a_job_learns_from_what_vllm_writes(stack: Any, make_job: Callable[..., Any]) -> None:
+    check_learning(stack, make_job, VLLM)
+
+
+def test_a_job_learns_from_what_the_server_of_vllm_writes(
+    deploy: Callable[..., Any], make_job: Callable[..., Any], tmp_path: Path, python_with: Callable[[str], Path]
+) -> None:
+    """Rollout workers keep this interpreter, as after ``penstock up --engine vllm_server``; a server dies meanwhile."""
+    python = python_with("vllm")
+    deployment = deploy(tmp_path / "run")
+    deployment.environment["PENSTOCK_VLLM_PYTHON"] = str(python)
+    with deployment as stack:
+        check_learning(stack, make_job, SERVER, meanwhile=partial(end_server, stack))
+
+
+def end_server(stack: Any, job: str) -> None:
+    """Kill the server of the rollout worker in mid-job; all its processes end, and the worker starts another one."""
+    stack.until(lambda: stack.status(job).step >= 5, "five updates", 400, lambda: stack.client.why(job))
+    family = psutil.Process(stack.pid("rollout-0")).children(recursive=True)
+    server = next(process for process in family if "vllm.entrypoints.openai.api_server" in process.cmdline())
+    server.kill()
+    stack.until(
+        lambda: not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family),
+        "the end of every process of the server", 120, lambda: str(family),
+    )  # fmt: skip
+
+
+def check_learning(
+    stack: Any, make_job: Callable[..., Any], rollout: dict[str, Any], meanwhile: Callable[[str], None] | None = None
+) -> None:
+    """Train a job and check rewards, log-probs, books and labels; ``meanwhile`` is called with its id."""
     job = stack.client.submit(
         make_job(
             f"train.max_updates={UPDATES}", "train.draw_timeout_s=600", "train.batch_size=64",
-            "optimizer.learning_rate=1e-3", *HEADS, rollout=VLLM,
+            "optimizer.learning_rate=1e-3", *HEADS, rollout=rollout,
         )
     ).id  # fmt: skip
+    if meanwhile is not None:
+        meanwhile(job)
     assert stack.finish(job, 900).status.step == UPDATES
     series = stack.client.metrics(job, names="reward/mean,mismatch/logprob")["series"]
     rewards = series["reward/mean"]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from penstock.cli import app
+from penstock.cli.deployment import engines as command
 from penstock.cli.deployment.engines import interpreter_with
+from penstock.cli.deployment.machine import _pythons as pythons_of
 from penstock.local import engines
 from penstock.local.engines import engine_problem, engine_python, install_engine
 from penstock.shared.config.rollout import ENVIRONMENTS
@@ -41,6 +45,27 @@ def test_an_interpreter_of_the_user_must_be_there(tmp_path: Path) -> None:
     assert interpreter_with(f"vllm={sys.executable}") == Path(sys.executable)
     with pytest.raises(ConfigError, match="--engine vllm: there is no"):
         interpreter_with(f"vllm={tmp_path}/python")
+    with pytest.raises(ConfigError, match="no engine 'warp'"):
+        interpreter_with(f"warp={sys.executable}")
+
+
+def test_engines_of_one_library_have_one_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of ``vllm`` run in it; those of ``vllm_server`` are told where it is."""
+    monkeypatch.setenv("PENSTOCK_ENGINES_DIR", str(tmp_path))
+    monkeypatch.setenv("PENSTOCK_VLLM_PYTHON", "")
+    told: list[str] = []
+
+    def install(name: str, engines_dir: Path, **_: Any) -> Path:
+        told.append(f"{engines_dir}/{name}")
+        return Path(sys.executable)
+
+    monkeypatch.setattr(command, "install_engine", install)
+    assert pythons_of("vllm") == {"rollout": Path(sys.executable)}
+    assert os.environ["PENSTOCK_VLLM_PYTHON"] == ""
+    assert pythons_of("vllm_server") == {}
+    assert os.environ["PENSTOCK_VLLM_PYTHON"] == sys.executable
+    assert CliRunner().invoke(app, ["engines", "install", "vllm_server"]).exit_code == 0
+    assert told == [f"{tmp_path}/vllm"] * 3
 
 
 @pytest.mark.long

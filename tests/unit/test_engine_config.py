@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.submission import check_packages
-from penstock.services.rollout.engines import weights_alone
+from penstock.services.rollout.engines import lacks_engine, weights_alone
 from penstock.shared.config.base import load_yaml
 from penstock.shared.config.jobs.kinds import parse_job
-from penstock.shared.config.rollout import EmbeddedConfig, SglangConfig, VllmConfig
+from penstock.shared.config.rollout import EmbeddedConfig, SglangConfig, VllmConfig, VllmServerConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.messages import Heartbeat
@@ -44,6 +45,9 @@ def test_a_job_names_its_engine_and_options() -> None:
     assert parse_job({**JOB, "rollout": {}}).rollout == EmbeddedConfig()
     assert parse_job({k: v for k, v in JOB.items() if k != "rollout"}).rollout == EmbeddedConfig()
     assert parse_job({**JOB, "rollout": {"engine": "vllm"}}).rollout == VllmConfig()
+    assert parse_job({**JOB, "rollout": {"engine": "vllm_server", "kv_cache_gib": 2}}).rollout == VllmServerConfig(
+        kv_cache_gib=2
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +65,7 @@ def test_a_wrong_engine_or_option_is_named(rollout: dict[str, Any], said: str) -
     assert said in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang", "class"])
+@pytest.mark.parametrize("name", ["vllm", "vllm_server", "sglang", "class"])
 @pytest.mark.parametrize(
     ("job", "key"),
     [
@@ -111,7 +115,7 @@ def workers(**packages: list[str]) -> Members:
     return found
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang"])
+@pytest.mark.parametrize("name", ["vllm", "vllm_server", "sglang"])
 def test_a_job_whose_engine_no_worker_has_is_refused_with_the_command_that_adds_one(name: str) -> None:
     job = parse_job(engine(name, JOB))
     with pytest.raises(ConfigError, match=f"penstock up --engine {name}"):
@@ -122,10 +126,24 @@ def test_a_job_whose_engine_no_worker_has_is_refused_with_the_command_that_adds_
 def test_a_worker_has_the_engines_beside_it(tmp_path: Path) -> None:
     assert ServiceSettings(engines_dir=tmp_path).engines == []
     assert ServiceSettings(engines_dir=tmp_path, sglang_url="http://127.0.0.1:30000").engines == ["sglang"]
-    python = tmp_path / "sglang" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.touch()
-    assert ServiceSettings(engines_dir=tmp_path).engines == ["sglang"]
+    for environment, engines in {"sglang": ["sglang"], "vllm": ["vllm_server", "sglang"]}.items():
+        python = tmp_path / environment / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.touch()
+        assert ServiceSettings(engines_dir=tmp_path).engines == engines
+
+
+def test_a_worker_in_the_interpreter_of_vllm_starts_its_server_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").touch()
+    settings = ServiceSettings(engines_dir=tmp_path / "engines")
+    assert (settings.vllm_interpreter, lacks_engine(VllmServerConfig(), settings)) == (None, True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert (settings.vllm_interpreter, lacks_engine(VllmServerConfig(), settings)) == (Path(sys.executable), False)
+    chosen = settings.model_copy(update={"vllm_python": tmp_path / "vllm" / "__init__.py"})
+    assert chosen.vllm_interpreter == tmp_path / "vllm" / "__init__.py"
 
 
 def test_an_engine_reads_the_model_of_a_checkpoint_alone(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from penstock.services.rollout.engines.completion import Completion
-from penstock.services.rollout.engines.sglang_calls import Stream, generate_body, name_of, read_scores
-from penstock.services.rollout.engines.sglang_server import SglangServer
+from penstock.services.rollout.engines.server import EngineServer
+from penstock.services.rollout.engines.server_stream import name_of
+from penstock.services.rollout.engines.sglang_calls import Stream, generate_body, read_scores
 from penstock.shared.errors import ConfigError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Sampling
 
@@ -86,29 +87,29 @@ def test_the_server_says_which_weights_made_which_token() -> None:
     found = stream()
     found.take(event(4, ROWS, STOP), "1:b")
     spans = [{"version": "0:a", "start": 0, "end": 3}, {"version": "1:b", "start": 3, "end": 4}]
-    found.settle({"weight_versions": spans})
+    found.settle(spans)
     assert found.completion.starts == [(0, "a", 0), (1, "b", 3)]
-    found.settle({"weight_versions": [*spans, {"version": "2:c", "start": 4, "end": 9}]})
+    found.settle([*spans, {"version": "2:c", "start": 4, "end": 9}])
     assert found.completion.starts == [(0, "a", 0), (1, "b", 3)], "tokens after a stop string are not ours"
     with pytest.raises(WeightsError, match="somebody else"):
-        found.settle({"weight_versions": [{"version": "default", "start": 0, "end": 4}]})
+        found.settle([{"version": "default", "start": 0, "end": 4}])
 
 
 def test_a_token_that_was_told_with_another_label_fails_its_completion() -> None:
     found = stream(streamed=True)
     found.take(event(4, ROWS, STOP), "1:b")
-    found.settle({"weight_versions": [{"version": "1:b", "start": 0, "end": 4}]})
+    found.settle([{"version": "1:b", "start": 0, "end": 4}])
     with pytest.raises(WeightsError, match="were told with the labels"):
-        found.settle({"weight_versions": [{"version": "0:a", "start": 0, "end": 4}]})
+        found.settle([{"version": "0:a", "start": 0, "end": 4}])
 
 
 def test_a_server_without_spans_may_serve_one_version_alone() -> None:
     found = stream()
     found.take(event(2, ROWS[:2]), "0:a")
-    found.settle({})
+    found.settle(())
     found.take(event(4, ROWS[2:], STOP), "1:b")
     with pytest.raises(WeightsError, match="does not say which weights"):
-        found.settle({})
+        found.settle(())
 
 
 @pytest.mark.parametrize(
@@ -148,7 +149,7 @@ async def test_a_url_that_leads_elsewhere_is_named() -> None:
         await writer.wait_closed()
 
     async with await asyncio.start_server(page, "127.0.0.1", 0) as elsewhere:
-        server = SglangServer(f"http://127.0.0.1:{elsewhere.sockets[0].getsockname()[1]}")
+        server = EngineServer("SGLang", f"http://127.0.0.1:{elsewhere.sockets[0].getsockname()[1]}")
         with pytest.raises(Unavailable, match=r"/model_info answers with no JSON object: is that a server of SGLang\?"):
             await server.get("/model_info", "say what it serves")
         await server.close()

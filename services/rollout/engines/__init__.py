@@ -19,12 +19,13 @@ from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.rollout import (
     ENGINE_PACKAGES,
-    ENVIRONMENTS,
+    ENVIRONMENT_OF,
     ClassConfig,
     EmbeddedConfig,
     RolloutConfig,
     SglangConfig,
     VllmConfig,
+    VllmServerConfig,
 )
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.user_code import import_named
@@ -56,7 +57,7 @@ def lacks_engine(rollout: RolloutConfig, settings: ServiceSettings) -> bool:
     """Return True if the engine is installed neither in this worker's interpreter nor in one of its own."""
     if rollout.engine in ENGINE_PACKAGES:
         return importlib.util.find_spec(rollout.engine) is None
-    return rollout.engine in ENVIRONMENTS and rollout.engine not in settings.engines
+    return rollout.engine in ENVIRONMENT_OF and rollout.engine not in settings.engines
 
 
 def open_job_engine(
@@ -124,7 +125,7 @@ def _detokenizer(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[int]], st
 
 def _open_adapter(
     config: TextJob | ServingJob,
-    options: VllmConfig | SglangConfig | ClassConfig,
+    options: VllmConfig | VllmServerConfig | SglangConfig | ClassConfig,
     tokenizer: PreTrainedTokenizerFast,
     settings: ServiceSettings,
 ) -> Engine:
@@ -148,12 +149,16 @@ def _open_adapter(
     )  # fmt: skip
 
 
-def _adapter_of(options: VllmConfig | SglangConfig | ClassConfig) -> Callable[..., Engine]:
+def _adapter_of(options: VllmConfig | VllmServerConfig | SglangConfig | ClassConfig) -> Callable[..., Engine]:
     """Return the adapter class. It is imported lazily: most workers lack the packages of external engines."""
     if isinstance(options, VllmConfig):
         from penstock.services.rollout.engines.vllm import VllmEngine
 
         return VllmEngine
+    if isinstance(options, VllmServerConfig):
+        from penstock.services.rollout.engines.vllm_server import VllmServerEngine
+
+        return VllmServerEngine
     if isinstance(options, SglangConfig):
         from penstock.services.rollout.engines.sglang import SglangEngine
 

@@ -30,7 +30,7 @@ from penstock.services.rollout.engines.requests import check_request, check_text
 from penstock.services.rollout.engines.updates import ServedWeights
 from penstock.services.rollout.held_weights import HeldWeights
 from penstock.shared.config.base import StrictModel
-from penstock.shared.config.rollout import ClassConfig, SglangConfig, VllmConfig
+from penstock.shared.config.rollout import ClassConfig, SglangConfig, VllmConfig, VllmServerConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConstraintError, PenstockError, WeightsError
 from penstock.shared.protocol.generation import (
@@ -50,7 +50,7 @@ from penstock.shared.weights.open import Receiver
 __all__ = ["EngineAdapter", "ModelFiles"]
 
 S = TypeVar("S", bound=Written)
-C = TypeVar("C", bound=VllmConfig | SglangConfig | ClassConfig)
+C = TypeVar("C", bound=VllmConfig | VllmServerConfig | SglangConfig | ClassConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -479,17 +479,20 @@ class EngineAdapter(ABC, Generic[S, C]):
     async def _fail_update(self, *, dirty: bool) -> None:
         self._served.give_up(dirty=dirty)
         self._dispatch.is_dirty = self._served.dirty
-        with contextlib.suppress(PenstockError):  # if the engine is dead, the caller's error already reports it
-            if dirty:  # before the engine continues, so that it samples no token with half-loaded weights
+        if dirty:  # before the engine continues, so that it samples no token with half-loaded weights
+            try:
                 await self._dispatch.end_started()
-        with contextlib.suppress(PenstockError):
+            except PenstockError as error:
+                self._dispatch.failure = self._dispatch.failure or f"requests may have half-loaded weights: {error}"
+        with contextlib.suppress(PenstockError):  # if the engine is dead, the caller's error already reports it
             await self._let_go()
 
     async def _let_go(self) -> None:
-        """Release the staged version, end the update and continue decoding."""
+        """Release the staged version, end the update and continue decoding, unless the engine has failed."""
         self._staged = None
         try:
             await self._release()
         finally:
             self._dispatch.is_updating = False
-        await self._go_on()
+        if self._dispatch.failure is None:
+            await self._go_on()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from penstock.services.rollout.engines.completion import Completion
+from penstock.services.rollout.engines.completion import Completion, Finish
 from penstock.shared.errors import WeightsError
 from penstock.shared.protocol.generation import Likely, Token
 from penstock.shared.protocol.weights import Layout
@@ -47,6 +47,28 @@ class Written:
         if completion.top_logprobs:
             completion.top.append(top)
         return Token(completion.index, token_id, logprob, int(version), top, weights)
+
+    def book(
+        self, rows: Iterable[tuple[int, float, str, Likely]], finish: Finish | None
+    ) -> tuple[list[Token], Finish | None]:
+        """Record new tokens up to a stop string.
+
+        Args:
+            rows: arguments of ``add`` for each new token.
+            finish: how the engine ended the completion after these tokens; None: it continues.
+
+        Returns:
+            New tokens except the one that ends the completion, and how it ended; None while it continues.
+        """
+        told = []
+        for token_id, logprob, label, top in rows:
+            told.append(self.add(token_id, logprob, label, top))
+            if self.ends_with_stop_string():
+                finish = "stop"
+                break
+        if told and finish in ("stop", "length"):
+            told.pop()
+        return told, finish
 
     def ends_with_stop_string(self) -> bool:
         """Return True if the last tokens contain a stop string.

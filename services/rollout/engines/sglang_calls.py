@@ -7,27 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.services.rollout.engines.completion import Completion, Finish
-from penstock.services.rollout.engines.remote import Written
-from penstock.shared.errors import ConfigError, Unavailable, WeightsError
+from penstock.services.rollout.engines.server_stream import ServerStream, raise_error
+from penstock.shared.errors import Unavailable
 from penstock.shared.protocol.generation import Likely, Sampling, Token
 
-__all__ = ["Stream", "generate_body", "name_of", "read_scores", "score_body"]
+__all__ = ["Stream", "generate_body", "read_scores", "score_body"]
 
 _FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
 _SEEDS = 1 << 63
 _ALL_TOKENS = -1
 """SGLang's ``top_k`` value for no truncation."""
-_REFUSED, _FAILED = 400, 500
-"""HTTP status codes in [``_REFUSED``, ``_FAILED``) mean an invalid request."""
-
-
-def name_of(owner: str, completion: Completion) -> str:
-    """Return the ``rid`` of a completion. No rid is a prefix of another: SGLang aborts all requests with a rid prefix.
-
-    Args:
-        owner: unique name of the engine, for servers with several clients.
-    """
-    return f"{owner}-{completion.request}-{completion.index}."
 
 
 def generate_body(rid: str, completion: Completion) -> dict[str, Any]:
@@ -83,43 +72,37 @@ def _likely(row: Sequence[Sequence[Any]] | None) -> Likely:
 
 
 @dataclass(slots=True, eq=False)
-class Stream(Written):
+class Stream(ServerStream):
     """A completion that an SGLang server decodes, with its tokens so far."""
 
-    rid: str = ""
-
     def take(self, part: Mapping[str, Any], label: str) -> tuple[list[Token], Finish | None]:
-        """Record the new tokens of an event.
+        """Record the new tokens of an event; see ``ServerStream``.
 
         Depending on the options of the server, events repeat earlier tokens or not; the final event of a completion
         that was waiting repeats its last token. The total number of tokens therefore determines which ones are new.
-
-        Args:
-            label: label of the weights that are served now.
-
-        Returns:
-            New tokens except the one that ends the completion, and how it ended; None while it continues.
 
         Raises:
             ConfigError: SGLang rejects the request.
             Unavailable: SGLang failed to serve the request, or left out tokens.
         """
-        _raise_error(part)
+        raise_error("SGLang", part)
         meta = part["meta_info"]
         reason = meta.get("finish_reason")
         _raise_failure(reason)
         finish = _FINISH.get(reason["type"], "abort") if reason else None
         rows, top_rows = self._new(meta, "output_token_logprobs"), self._new(meta, "output_top_logprobs")
-        told = []
-        for place, row in enumerate(rows):
-            top = _likely(top_rows[place]) if self.completion.top_logprobs else []
-            told.append(self.add(int(row[1]), float(row[0]), label, top))
-            if self.ends_with_stop_string():
-                finish = "stop"
-                break
-        if told and finish in ("stop", "length"):
-            told.pop()
-        return told, finish
+        return self.book(
+            (
+                (int(row[1]), float(row[0]), label, _likely(top_rows[place]) if self.completion.top_logprobs else [])
+                for place, row in enumerate(rows)
+            ),
+            finish,
+        )
+
+    def final(self, part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
+        """Return the spans of the last event; earlier versions of SGLang report none."""
+        meta = part.get("meta_info") or {}
+        return (meta.get("weight_versions") or ()) if meta.get("finish_reason") else None
 
     def _new(self, meta: Mapping[str, Any], key: str) -> Sequence[Any]:
         """Return the entries of the tokens not recorded yet: the last ones of the list, which may also have earlier
@@ -132,50 +115,10 @@ class Stream(Written):
             raise Unavailable(f"SGLang left out {num - len(rows)} of {num} new tokens of a completion ({key})")
         return rows[len(rows) - num :] if num > 0 else ()
 
-    def settle(self, meta: Mapping[str, Any]) -> None:
-        """Replace the weight labels by those of the final event: only the server knows when its weights changed.
-
-        Raises:
-            WeightsError: a token was streamed with another label, or there are several labels and the server does not
-                report which token has which.
-        """
-        completion, num = self.completion, len(self.token_ids)
-        spans = meta.get("weight_versions")
-        before = list(completion.starts)
-        if not spans:
-            if len(before) > 1:
-                raise WeightsError("this SGLang does not say which weights made which token: take 0.5.19 or later")
-            return
-        completion.starts.clear()
-        for span in spans:
-            if span["start"] < num:
-                version, weights = _parse(span["version"])
-                completion.adopt(version, weights, span["start"])
-        if completion.streamed and completion.starts != before and num:
-            raise WeightsError(f"tokens were told with the labels {before}, and SGLang says {completion.starts}")
-
-
-def _parse(label: str) -> tuple[int, str]:
-    version, colon, weights = label.partition(":")
-    if not colon or not version.isdecimal():
-        raise WeightsError(f"somebody else gave SGLang weights with the label '{label}'")
-    return int(version), weights
-
-
-def _raise_error(part: Mapping[str, Any]) -> None:
-    error = part.get("error")
-    if error is None:
-        return
-    message = error.get("message", error) if isinstance(error, dict) else error
-    code = error.get("code", _REFUSED) if isinstance(error, dict) else _REFUSED
-    if _REFUSED <= code < _FAILED:
-        raise ConfigError(f"SGLang refuses a request: {message}")
-    raise Unavailable(f"SGLang failed at a request: {message}")
-
 
 def _raise_failure(reason: Mapping[str, Any] | None) -> None:
     """Raise an error if the finish reason has a status code: then the server itself ended the request."""
     code = (reason or {}).get("status_code")
     if reason is None or code is None:
         return
-    _raise_error({"error": {"message": reason.get("message", ""), "code": code}})
+    raise_error("SGLang", {"error": {"message": reason.get("message", ""), "code": code}})

@@ -6,39 +6,29 @@ Weights are passed by reference: ``vllm_plugin`` opens them in the worker proces
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
-import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-import msgspec
-
-from penstock.services.rollout.engines.adapter import EngineAdapter
+from penstock.services.rollout.engines.adapter import EngineAdapter, ModelFiles
 from penstock.services.rollout.engines.completion import Completion, Finish
 from penstock.services.rollout.engines.remote import CALL_S
-from penstock.services.rollout.engines.vllm_calls import (
-    Stream,
-    likely,
-    sampling_params,
-    score_params,
-    settings_of,
+from penstock.services.rollout.engines.vllm_calls import Stream, likely, sampling_params, score_params
+from penstock.services.rollout.engines.vllm_workers import (
+    SlotWorkers,
+    check_heads,
+    check_version,
+    engine_options,
+    variables,
 )
 from penstock.shared.config.rollout import VllmConfig
-from penstock.shared.errors import ConfigError, PenstockError, Unavailable, WeightsError
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import PenstockError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Likely
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
 from penstock.shared.weights import Way
 
-__all__ = ["KNOWN_VERSIONS", "VllmEngine"]
-
-logger = logging.getLogger(__name__)
-
-KNOWN_VERSIONS = ("0.32.0",)
-"""Versions of vLLM with which the contract tests of this adapter passed."""
-STAGE_S = 300.0
-"""Timeout in seconds for opening a version in vLLM's worker processes."""
-_POLL_S = 0.01
+__all__ = ["VllmEngine"]
 
 T = TypeVar("T")
 
@@ -50,6 +40,10 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
     _llm: Any = None
     """``AsyncLLM``; its module is imported only when the engine starts."""
 
+    def __init__(self, model: ModelFiles, config: VllmConfig, settings: ServiceSettings, **options: Any) -> None:
+        super().__init__(model, config, settings, **options)
+        self._slots = SlotWorkers(self._workers, settings)
+
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def _open(self) -> None:
@@ -58,29 +52,17 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
 
     def _start_processes(self) -> Any:
         """Start vLLM and return its ``AsyncLLM``. Blocks for about 15 s on an idle CPU."""
-        os.environ |= _variables(self._threads)
+        os.environ |= variables(self._threads)
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from penstock.services.rollout.engines.vllm_plugin import BACKEND, SlotWorker
+        from penstock.services.rollout.engines.vllm_plugin import head_sizes
 
-        if vllm.__version__.split("+")[0] not in KNOWN_VERSIONS:
-            logger.warning(
-                "this adapter was tested with vLLM %s, not with this %s: look at `mismatch/logprob` of the first batch",
-                " and ".join(KNOWN_VERSIONS), vllm.__version__,
-            )  # fmt: skip
+        check_version(vllm.__version__)
         model = self.model
-        _check_heads(model.head_dim)
-        args = AsyncEngineArgs(
-            model=str(model.path), skip_tokenizer_init=True, dtype=model.dtype, max_model_len=model.max_length,
-            max_num_seqs=self._max_running, enforce_eager=True, enable_prefix_caching=True,
-            logprobs_mode="processed_logprobs", max_logprobs=-1, disable_log_stats=True, generation_config="vllm",
-            trust_remote_code=model.trusted,
-            kv_cache_memory_bytes=int(self._config.kv_cache_gib * (1 << 30)),
-            worker_extension_cls=f"{SlotWorker.__module__}.{SlotWorker.__qualname__}",
-            weight_transfer_config={"backend": BACKEND},
-        )  # fmt: skip
+        check_heads(model.head_dim, head_sizes())
+        args = AsyncEngineArgs(**engine_options(model, self._config, max_running=self._max_running))
         try:
             return AsyncLLM.from_engine_args(args)
         except (RuntimeError, ValueError, OSError) as error:
@@ -154,30 +136,13 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
     # -- weights -----------------------------------------------------------------------------------------------------
 
     async def _fetch(self, manifest: WeightManifest, routes: WeightRoutes | None) -> Way:
-        """Open a version in vLLM's worker processes; returns the transport and the sum of fetched bytes."""
-        request = {"manifest": manifest, "routes": routes, "settings": settings_of(self._settings)}
-        await self._workers("penstock_stage", msgspec.msgpack.encode(request))
-        end = time.monotonic() + STAGE_S
-        while True:
-            answers = await self._workers("penstock_staged")
-            if all(answers):
-                break
-            if time.monotonic() > end:
-                raise WeightsError(f"version {manifest.version} was not opened by vLLM's processes in {STAGE_S:g} s")
-            await asyncio.sleep(_POLL_S)
-        replies = [msgspec.msgpack.decode(answer) for answer in answers]
-        if failed := [reply["error"] for reply in replies if reply["error"]]:
-            await self._release()
-            raise WeightsError(failed[0])
-        ways = [msgspec.convert(reply["way"], Way) for reply in replies]
-        return Way(ways[0].transport, sum(way.fetched_bytes for way in ways))
+        return await self._slots.open(manifest, routes)
 
     async def _release(self) -> None:
-        await self._workers("penstock_release")
+        await self._slots.release()
 
     async def _check_fetched(self, version: int) -> None:
-        if not all(await self._workers("penstock_intact")):
-            raise WeightsError(f"the memory of version {version} was overwritten before it was loaded")
+        await self._slots.check_intact(version)
 
     async def _load(self, label: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -198,7 +163,7 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
     # -- vLLM --------------------------------------------------------------------------------------------------------
 
     async def _workers(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of ``SlotWorker`` in each worker process; returns one result per process."""
+        """Call a method of ``SlotWorker`` in each worker process; see ``SlotWorkers``."""
         answer: list[Any] = await self._call(self._llm.collective_rpc(method, args=args), method, WeightsError)
         return answer
 
@@ -226,26 +191,3 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
         self._check_alive()
         reason = (str(error).strip().splitlines() or [repr(error)])[-1]
         raise kind(f"vLLM could not {what}: {reason}") from error
-
-
-def _check_heads(head_dim: int) -> None:
-    """Raise ConfigError if vLLM does not support this head size here; vLLM itself fails only at the first token."""
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes() if current_platform.is_cpu() else []
-    if head_dim and sizes and head_dim not in sizes:
-        raise ConfigError(
-            f"on a CPU rollout.engine 'vllm' computes attention heads of {', '.join(map(str, sizes))}, and those of "
-            f"this model have {head_dim}: take another model, or rollout.engine embedded"
-        )
-
-
-def _variables(threads: int) -> dict[str, str]:
-    """Return environment variables for vLLM: no usage statistics, no compiler, no pinning to cores others use."""
-    from penstock.services.rollout.engines.vllm_plugin import OWNER
-
-    return {
-        "OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1",
-        "VLLM_NO_USAGE_STATS": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", OWNER: str(os.getpid()),
-    }  # fmt: skip

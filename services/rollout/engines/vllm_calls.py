@@ -8,39 +8,51 @@ from typing import Any
 
 from penstock.services.rollout.engines.completion import Completion, Finish
 from penstock.services.rollout.engines.remote import Written
-from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import WeightsError
 from penstock.shared.protocol.generation import Likely, Token
 
-__all__ = ["Stream", "likely", "sampling_params", "score_params", "settings_of"]
+__all__ = ["Stream", "finish_of", "likely", "sampling_fields", "sampling_params", "score_fields", "score_params"]
 
 _SEEDS = 1 << 63
-_FINISH: dict[str | None, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
-_RECEIVING = (
-    "host_id", "worker_id", "data_dir", "shm_dir", "bulk_host", "bulk_tls_ca", "bulk_tls_cert", "bulk_tls_key",
-)  # fmt: skip
+_FINISH: dict[str, Finish] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+def finish_of(reason: str | None) -> Finish | None:
+    """Return how a completion ended with this finish reason of vLLM; None while it continues."""
+    return None if reason is None else _FINISH.get(reason, "abort")
+
+
+def sampling_fields(completion: Completion) -> dict[str, Any]:
+    """Return the fields of vLLM's ``SamplingParams`` for one completion, without stop strings: this vLLM has no
+    tokenizer to check them."""
+    wanted = completion.sampling
+    return {
+        "max_tokens": wanted.max_new_tokens, "min_tokens": wanted.min_new_tokens, "temperature": wanted.temperature,
+        "top_p": wanted.top_p, "top_k": wanted.top_k, "frequency_penalty": wanted.frequency_penalty,
+        "presence_penalty": wanted.presence_penalty, "logit_bias": dict(wanted.logit_bias) or None,
+        "stop_token_ids": list(completion.stop_ids), "ignore_eos": True, "seed": completion.seed % _SEEDS,
+        "logprobs": completion.top_logprobs, "detokenize": False,
+    }  # fmt: skip
+
+
+def score_fields(top_logprobs: int) -> dict[str, Any]:
+    """Return the fields for the log-probs of a prompt; vLLM always samples at least one token after it."""
+    return {"max_tokens": 1, "prompt_logprobs": top_logprobs, "detokenize": False}
 
 
 def sampling_params(completion: Completion) -> Any:
-    """Return vLLM's parameters for one completion, without stop strings: this vLLM has no tokenizer to check them."""
+    """Return vLLM's parameters for one completion."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    wanted = completion.sampling
-    return SamplingParams(
-        max_tokens=wanted.max_new_tokens, min_tokens=wanted.min_new_tokens, temperature=wanted.temperature,
-        top_p=wanted.top_p, top_k=wanted.top_k, frequency_penalty=wanted.frequency_penalty,
-        presence_penalty=wanted.presence_penalty, logit_bias=dict(wanted.logit_bias) or None,
-        stop_token_ids=list(completion.stop_ids), ignore_eos=True, seed=completion.seed % _SEEDS,
-        logprobs=completion.top_logprobs, detokenize=False, output_kind=RequestOutputKind.DELTA,
-    )  # fmt: skip
+    return SamplingParams(**sampling_fields(completion), output_kind=RequestOutputKind.DELTA)
 
 
 def score_params(top_logprobs: int) -> Any:
-    """Return vLLM's parameters for the log-probs of a prompt; vLLM always samples at least one token after it."""
+    """Return vLLM's parameters for the log-probs of a prompt."""
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=1, prompt_logprobs=top_logprobs, detokenize=False)
+    return SamplingParams(**score_fields(top_logprobs))
 
 
 def likely(row: Mapping[int, Any], num: int) -> Likely:
@@ -67,28 +79,16 @@ class Stream(Written):
         Raises:
             WeightsError: vLLM does not report which weights produced a token.
         """
-        finish = _FINISH.get(part.finish_reason, "abort") if part.finish_reason is not None else None
         spans = part.weight_versions
         labels = self.starts or [(span.version, span.start) for span in spans or ()]
-        told = []
-        for token_id, row in zip(part.token_ids, part.logprobs or (), strict=True):
-            told.append(self._add(token_id, row, labels))
-            if self.ends_with_stop_string():
-                finish = "stop"
-                break
-        if told and finish in ("stop", "length"):
-            told.pop()
-        return told, finish
+        rows = zip(part.token_ids, part.logprobs or (), strict=True)
+        return self.book((self._row(token_id, row, labels) for token_id, row in rows), finish_of(part.finish_reason))
 
-    def _add(self, token_id: int, row: Mapping[int, Any], labels: Sequence[tuple[str, int]]) -> Token:
+    def _row(
+        self, token_id: int, row: Mapping[int, Any], labels: Sequence[tuple[str, int]]
+    ) -> tuple[int, float, str, Likely]:
         place, num = len(self.token_ids), self.completion.top_logprobs
         known = [label for label, start in labels if start <= place]
         if not known:
             raise WeightsError(f"vLLM does not say which weights made token {place} of a completion")
-        return self.add(token_id, float(row[token_id].logprob), known[-1], likely(row, num) if num else [])
-
-
-def settings_of(settings: ServiceSettings) -> dict[str, str]:
-    """Return the environment variables with which another process receives weights like this one."""
-    given = ((name, getattr(settings, name)) for name in _RECEIVING)
-    return {f"PENSTOCK_{name.upper()}": str(value) for name, value in given if value}
+        return token_id, float(row[token_id].logprob), known[-1], likely(row, num) if num else []

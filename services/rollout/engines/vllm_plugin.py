@@ -6,6 +6,7 @@ registers the weight transfer engine under ``BACKEND`` before vLLM creates it.
 
 from __future__ import annotations
 
+import base64
 import os
 import select
 import threading
@@ -24,33 +25,23 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from penstock.services.rollout.engines.remote import checkpoint_tensors
+from penstock.services.rollout.engines.vllm_workers import BACKEND, OWNER, StageReply, StageRequest
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import WeightsError
-from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
-from penstock.shared.weights import Staged, Way, open_receiver
+from penstock.shared.weights import Staged, open_receiver
 from penstock.shared.weights.open import Receiver
 
-__all__ = ["BACKEND", "OWNER", "SlotWeights", "SlotWorker", "StageReply", "StageRequest"]
+__all__ = ["SlotWeights", "SlotWorker", "head_sizes"]
 
-BACKEND = "penstock"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-OWNER = "PENSTOCK_ENGINE_OWNER"
-"""Environment variable with the process id of the rollout worker; vLLM's worker processes exit when it ends."""
 
 
-class StageRequest(msgspec.Struct, frozen=True):
-    """Request to open a version. ``settings``: environment variables of the rollout worker for receiving weights."""
+def head_sizes() -> list[int]:
+    """Return the widths of attention heads that vLLM computes on this machine; empty: any."""
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    manifest: WeightManifest
-    routes: WeightRoutes | None
-    settings: dict[str, str]
-
-
-class StageReply(msgspec.Struct, frozen=True):
-    """Result of a ``StageRequest``: ``way`` of the version, or a non-empty ``error``."""
-
-    way: Way | None = None
-    error: str = ""
+    return list(CPUAttentionBackend.get_supported_head_sizes()) if current_platform.is_cpu() else []
 
 
 class _Slots:
@@ -101,20 +92,25 @@ _slots = _Slots()
 
 
 class SlotWorker:
-    """Methods added to vLLM's workers, called through ``collective_rpc``."""
+    """Methods added to vLLM's workers, called through ``collective_rpc``; see ``SlotWorkers``."""
 
-    def penstock_stage(self, request: bytes) -> None:
-        """Start opening a version; ``request`` is a ``StageRequest`` in msgpack."""
-        _slots.open(msgspec.msgpack.decode(request, type=StageRequest))
+    def penstock_stage(self, request: str) -> None:
+        """Start opening a version; ``request`` is a ``StageRequest`` in msgpack and base64."""
+        _slots.open(msgspec.msgpack.decode(base64.b64decode(request), type=StageRequest))
 
-    def penstock_staged(self) -> bytes:
-        """Return a ``StageReply`` in msgpack, or b'' while the version is being opened."""
+    def penstock_staged(self) -> dict[str, Any]:
+        """Return a ``StageReply``, or {} while the version is being opened."""
         reply = _slots.reply()
-        return b"" if reply is None else msgspec.msgpack.encode(reply)
+        found: dict[str, Any] = {} if reply is None else msgspec.to_builtins(reply)
+        return found
 
-    def penstock_intact(self) -> bool:
-        """Return True if this process has a version open and its memory was not overwritten."""
-        return _slots.staged is not None and _slots.staged.intact()
+    def penstock_intact(self) -> dict[str, bool]:
+        """Return True as ``intact`` if this process has a version open and its memory was not overwritten."""
+        return {"intact": _slots.staged is not None and _slots.staged.intact()}
+
+    def penstock_heads(self) -> dict[str, list[int]]:
+        """Return ``head_sizes`` as ``sizes``."""
+        return {"sizes": head_sizes()}
 
     def penstock_release(self) -> None:
         """Release the open version."""

@@ -11,7 +11,7 @@ from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.jobs.kinds import AnyJob, TextJob
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.rewards.scorers import MathScorer, RewardModelScorer
-from penstock.shared.config.rollout import ENGINE_PACKAGES, ENVIRONMENTS
+from penstock.shared.config.rollout import ENGINE_PACKAGES, ENVIRONMENT_OF
 
 __all__ = ["ANNOUNCED", "OPTIONAL", "Need", "needs"]
 
@@ -49,14 +49,14 @@ class Need:
     @property
     def is_engine(self) -> bool:
         """True if the package is an engine, for which one process suffices."""
-        return self.package in ENVIRONMENTS
+        return self.package in ENVIRONMENT_OF
 
 
 def needs(spec: AnyJob) -> list[Need]:
     """Return the packages that a job needs and that a service may lack; its weights and data sets may need more."""
     if isinstance(spec, EmbodiedJob):
         return []
-    found = [Need("rollout.engine", spec.rollout.engine, "rollout")] if spec.rollout.engine in ENVIRONMENTS else []
+    found = [Need("rollout.engine", spec.rollout.engine, "rollout")] if spec.rollout.engine in ENVIRONMENT_OF else []
     if isinstance(spec, ServingJob):
         return found
     found += _of_rollouts(spec)

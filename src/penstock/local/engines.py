@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 from penstock.services import rollout
-from penstock.shared.config.rollout import ENGINE_PACKAGES, ENVIRONMENTS
+from penstock.shared.config.rollout import ENGINE_PACKAGES, ENVIRONMENT_OF, ENVIRONMENTS
 from penstock.shared.errors import ConfigError, DeadlineError, Unavailable
 
-__all__ = ["engine_problem", "engine_python", "install_engine"]
+__all__ = ["engine_problem", "engine_python", "environment_of", "install_engine"]
 
 LOCKS = Path(rollout.__file__).parent / "engines" / "requirements"
 IMPORT_LIMIT_S = 180.0
@@ -43,8 +43,16 @@ class _Made(msgspec.Struct):
     complete: bool = False
 
 
+def environment_of(engine: str) -> str:
+    """Return the environment that has an engine. Raises ConfigError: no such engine."""
+    if engine not in ENVIRONMENT_OF:
+        known = ", ".join(ENVIRONMENT_OF)
+        raise ConfigError(f"no engine '{engine}' has an environment of its own; there is: {known}")
+    return ENVIRONMENT_OF[engine]
+
+
 def engine_python(name: str, engines_dir: Path) -> Path:
-    """Return the interpreter that has an engine.
+    """Return the interpreter of an environment.
 
     Raises:
         ConfigError: there is none, it is incomplete, or it has other versions than this Penstock pins.
@@ -63,7 +71,7 @@ def engine_python(name: str, engines_dir: Path) -> Path:
 
 
 def engine_problem(name: str, engines_dir: Path) -> str:
-    """Return why an engine does not work here, or ''. Imports the engine, which takes some seconds."""
+    """Return why an environment does not work here, or ''. Imports its engine, which takes some seconds."""
     try:
         python = engine_python(name, engines_dir)
         _check(python, name)
@@ -73,7 +81,7 @@ def engine_problem(name: str, engines_dir: Path) -> str:
 
 
 def install_engine(name: str, engines_dir: Path, *, base: Path, tell: Tell, again: bool = False) -> Path:
-    """Create the environment of an engine, or complete an interrupted one; a complete one is left as it is. Blocks.
+    """Create an environment, or complete an interrupted one; a complete one is left as it is. Blocks.
 
     Args:
         base: interpreter from which the environment is created.
@@ -84,7 +92,6 @@ def install_engine(name: str, engines_dir: Path, *, base: Path, tell: Tell, agai
         The interpreter.
 
     Raises:
-        ConfigError: no such engine.
         Unavailable: a step failed; ``tell`` received pip's errors. The next call continues from that step.
     """
     pins, folder = _pins(name), engines_dir.expanduser() / name
@@ -130,8 +137,7 @@ def _steps(pins: list[str]) -> list[list[str]]:
 
 
 def _pins(name: str) -> list[str]:
-    if name not in ENVIRONMENTS:
-        raise ConfigError(f"no engine '{name}' has an environment of its own; there is: {', '.join(ENVIRONMENTS)}")
+    assert name in ENVIRONMENTS, name
     lines = (LOCKS / f"{name}.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in (line.partition("#")[0].strip() for line in lines) if line]
 

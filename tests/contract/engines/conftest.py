@@ -11,7 +11,7 @@ import asyncio
 import functools
 import os
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -24,15 +24,17 @@ from transformers import PreTrainedModel
 from penstock.services.rollout.engines import EmbeddedEngine, Engine, UpdatableByReference, UpdateMode
 from penstock.services.rollout.engines.adapter import EngineAdapter, ModelFiles
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
-from penstock.shared.config.rollout import ClassConfig, SglangConfig, VllmConfig
+from penstock.shared.config.rollout import ClassConfig, SglangConfig, VllmConfig, VllmServerConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.user_code import import_named
-from penstock.shared.errors import ConfigError, Unavailable
+from penstock.shared.errors import ConfigError, Unavailable, WeightsError
 from penstock.shared.models import build_model, build_tokenizer
 from penstock.shared.protocol.generation import GenRequest, Sample, Sampling
 from penstock.shared.protocol.weights import WeightManifest
+from penstock.shared.transport.bulk_segment import LockedFile
 from penstock.shared.weights import layout_of, open_publisher
 from penstock.shared.weights.open import Publisher
+from penstock.shared.weights.slots import slot_paths
 
 JOB = "job_engines"
 OWN = os.environ.get("PENSTOCK_TEST_ENGINE", "embedded")
@@ -114,6 +116,33 @@ class Bench:
         async with asyncio.timeout(60):
             while self.engine.generated_tokens < goal:
                 await asyncio.sleep(0.001)
+
+    async def fail_half_way(self, update: Callable[[], Awaitable[object]], match: str) -> None:
+        """An update that fails with weights half changed: what runs ends, and nothing is served until a full update."""
+        asking = asyncio.create_task(self.engine.generate(self.ask("cut")))
+        await self.until_tokens(20)
+        with pytest.raises(WeightsError, match=match):
+            await update()
+        cut = (await asking).samples[0]
+        assert cut.finish == "abort"
+        assert self.error(cut) < 1e-4
+        assert (await self.engine.weight_info()).dirty
+        with pytest.raises(WeightsError, match="dirty"):
+            await self.engine.generate(self.ask("refused"))
+        await self.update(2, seed=2)
+        clean = (await self.engine.generate(self.ask("clean", max_new_tokens=30))).samples[0]
+        assert [span.version for span in clean.spans] == [2]
+        assert self.error(clean, seeds=(0, 1, 2)) < 1e-4
+
+    async def until_unavailable(self, asking: asyncio.Task[Any]) -> None:
+        """Wait until a request and the engine have failed, for 120 s at most."""
+        async with asyncio.timeout(120):
+            with pytest.raises(Unavailable):
+                await asking
+            with pytest.raises(Unavailable):
+                while True:
+                    await self.engine.health()
+                    await asyncio.sleep(0.05)
 
     async def update(
         self,
@@ -251,6 +280,13 @@ def vllm(settings: ServiceSettings) -> Engine:
     return adapter(VllmEngine, VllmConfig(kv_cache_gib=0.25), settings)
 
 
+def vllm_server(settings: ServiceSettings) -> Engine:
+    """vLLM's HTTP server."""
+    from penstock.services.rollout.engines.vllm_server import VllmServerEngine
+
+    return adapter(VllmServerEngine, VllmServerConfig(kv_cache_gib=0.25), settings)
+
+
 def sglang(settings: ServiceSettings) -> Engine:
     """SGLang, on the device PENSTOCK_TEST_DEVICE."""
     from penstock.services.rollout.engines.sglang import SglangEngine
@@ -264,11 +300,26 @@ def of_class(settings: ServiceSettings) -> Engine:
     return adapter(found, ClassConfig(path=OWN), settings)
 
 
-OUTSIDE = {"vllm": vllm, "sglang": sglang}
+OUTSIDE = {"vllm": vllm, "vllm_server": vllm_server, "sglang": sglang}
 IN_PROCESS = ":" in OWN
 """The engine is a class of which each test makes one."""
 _shared: list[Engine] = []
 """The engine of the run, once it is started."""
+
+
+@pytest.fixture
+def holders(settings: ServiceSettings) -> Callable[[], set[int]]:
+    """Processes that hold the lock of a slot."""
+
+    def find() -> set[int]:
+        found: set[int] = set()
+        for path in slot_paths(settings.shm_dir, JOB):
+            file = LockedFile.open(path)
+            found.update(file.holders())
+            file.close()
+        return found
+
+    return find
 
 
 @pytest.fixture

@@ -17,9 +17,7 @@ import torch
 
 from penstock.shared.errors import Conflict, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Token, WeightInfo
-from penstock.shared.transport.bulk_segment import LockedFile
 from penstock.shared.weights import layout_of, open_publisher
-from penstock.shared.weights.slots import slot_paths
 
 LONG = tuple(5 + i % 40 for i in range(200))
 JOB = "job_engines"
@@ -29,16 +27,6 @@ ELSEWHERE = pytest.mark.usefixtures("elsewhere")
 async def completion(bench: Any, name: str, **sampling: Any) -> Any:
     request = bench.ask(name, **{"max_new_tokens": 30, **sampling})
     return (await bench.engine.generate(request)).samples[0]
-
-
-def holders(settings: Any) -> set[int]:
-    """Processes that hold the lock of a slot."""
-    found: set[int] = set()
-    for path in slot_paths(settings.shm_dir, JOB):
-        file = LockedFile.open(path)
-        found.update(file.holders())
-        file.close()
-    return found
 
 
 async def test_no_cached_prefix_outlives_an_update(bench: Any) -> None:
@@ -116,7 +104,9 @@ async def test_a_version_of_another_model_is_refused_and_the_old_one_stays(
     assert bench.error(await completion(bench, "after")) < 1e-4
 
 
-async def test_damaged_bytes_are_refused_by_the_process_that_reads_them(bench: Any, settings: Any) -> None:
+async def test_damaged_bytes_are_refused_by_the_process_that_reads_them(
+    bench: Any, settings: Any, holders: Any
+) -> None:
     manifest = await asyncio.to_thread(bench.publish, 1, 1)
     path = settings.shm_dir / manifest.refs[0].handle
     with path.open("r+b") as file:
@@ -126,23 +116,23 @@ async def test_damaged_bytes_are_refused_by_the_process_that_reads_them(bench: A
         file.write(bytes([byte[0] ^ 1]))
     with pytest.raises(WeightsError, match="do not match digest"):
         await bench.engine.stage(manifest, None)
-    assert holders(settings) == set()
+    assert holders() == set()
     assert (await bench.engine.weight_info()).version == 0
 
 
 @ELSEWHERE
-async def test_a_staged_version_is_held_until_its_update_is_over(bench: Any, settings: Any) -> None:
+async def test_a_staged_version_is_held_until_its_update_is_over(bench: Any, holders: Any) -> None:
     manifest = await asyncio.to_thread(bench.publish, 1, 1)
     way = await bench.engine.stage(manifest, None)
     assert (way.transport, way.fetched_bytes) == ("shm", 0)
-    assert len(holders(settings)) == 1
-    assert os.getpid() not in holders(settings), "the lock is that of the process that reads"
+    assert len(holders()) == 1
+    assert os.getpid() not in holders(), "the lock is that of the process that reads"
     await bench.engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
     with pytest.raises(Conflict, match="version 1"):
         await bench.engine.begin_update(version=2, digest="", mode="in_place")
     await bench.engine.abort_update()
     await bench.engine.abort_update()
-    assert holders(settings) == set()
+    assert holders() == set()
     with pytest.raises(WeightsError, match="not staged"):
         await bench.engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
     assert not (await bench.engine.weight_info()).dirty
@@ -178,25 +168,52 @@ async def test_a_load_that_fails_makes_the_engine_dirty_until_a_full_update(
     strange = list(dict(strange).items())
     other = open_publisher("job_strange", layout_of(strange), settings)
     manifest = await asyncio.to_thread(other.publish, strange, version=1, epoch=1)
-    asking = asyncio.create_task(bench.engine.generate(bench.ask("cut")))
-    await bench.until_tokens(20)
-    with monkeypatch.context() as patch:
-        patch.setattr("penstock.services.rollout.engines.adapter.check_layout", lambda layout, expected: None)
-        await bench.engine.stage(manifest, None)
-    await bench.engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
-    with pytest.raises(WeightsError, match="load weights"):
+
+    async def half_way() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr("penstock.services.rollout.engines.adapter.check_layout", lambda layout, expected: None)
+            await bench.engine.stage(manifest, None)
+        await bench.engine.begin_update(version=1, digest=manifest.digest, mode="in_place")
         await bench.engine.commit_update()
+
+    await bench.fail_half_way(half_way, "load weights")
     other.close()
-    cut = (await asking).samples[0]
-    assert cut.finish == "abort"
-    assert bench.error(cut) < 1e-4
-    assert (await bench.engine.weight_info()).dirty
-    with pytest.raises(WeightsError, match="dirty"):
-        await bench.engine.generate(bench.ask("refused"))
-    await bench.update(2, seed=2)
-    clean = await completion(bench, "clean")
-    assert [span.version for span in clean.spans] == [2]
-    assert bench.error(clean, seeds=(0, 1, 2)) < 1e-4
+
+
+async def test_requests_that_cannot_be_ended_after_a_failed_load_get_no_more_tokens(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would come from half-loaded weights. Ends the engine: the worker opens another one."""
+    engine = bench.engine
+    heard: list[Token] = []
+    asking = asyncio.create_task(engine.generate(bench.ask("cut"), heard.append))
+    await bench.until_tokens(20)
+
+    async def fail(label: str) -> None:
+        raise WeightsError("half loaded")
+
+    async def unreachable() -> None:
+        raise Unavailable("out of reach")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_load", fail)
+        patch.setattr(engine._dispatch, "end_started", unreachable)
+        with pytest.raises(WeightsError, match="half loaded"):
+            await bench.update(1, seed=1)
+    known = len(heard)
+    with pytest.raises(Unavailable, match="half-loaded weights: out of reach"):
+        await engine.health()
+    assert not await settled(asking)
+    assert len(heard) == known
+    await engine.close()
+    with pytest.raises(Unavailable):
+        await asking
+
+
+async def settled(task: asyncio.Task[Any]) -> bool:
+    """True if a task ends within a moment."""
+    done, _ = await asyncio.wait([task], timeout=0.3)
+    return bool(done)
 
 
 async def test_scores_are_those_of_a_plain_forward(bench: Any) -> None:
@@ -211,21 +228,15 @@ async def test_scores_are_those_of_a_plain_forward(bench: Any) -> None:
 
 @ELSEWHERE
 async def test_a_process_that_dies_with_a_version_open_frees_it_and_the_engine_says_so(
-    bench: Any, settings: Any
+    bench: Any, holders: Any
 ) -> None:
     manifest = await asyncio.to_thread(bench.publish, 1, 1)
     await bench.engine.stage(manifest, None)
-    (holder,) = holders(settings)
+    (holder,) = holders()
     assert holder in {child.pid for child in psutil.Process().children(recursive=True)}
     asking = asyncio.create_task(bench.engine.generate(bench.ask("lost")))
     await bench.until_tokens(5)
     os.kill(holder, signal.SIGKILL)
-    async with asyncio.timeout(120):
-        with pytest.raises(Unavailable):
-            await asking
-        with pytest.raises(Unavailable):
-            while True:
-                await bench.engine.health()
-                await asyncio.sleep(0.05)
-    assert holders(settings) == set()
+    await bench.until_unavailable(asking)
+    assert holders() == set()
     await bench.engine.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ from typing import Any
 import pytest
 
 from penstock.services.rollout.engines import sglang_files
+from penstock.services.rollout.engines.server import EngineServer
 from penstock.services.rollout.engines.sglang import SglangEngine
-from penstock.services.rollout.engines.sglang_server import SglangServer
 from penstock.shared.config.rollout import SglangConfig
-from penstock.shared.errors import ConfigError, Unavailable, WeightsError
+from penstock.shared.errors import Unavailable, WeightsError
 from penstock.shared.protocol.generation import Token, WeightInfo
 
 LONG = tuple(5 + i % 40 for i in range(200))
@@ -80,20 +79,12 @@ async def test_a_flush_that_is_refused_makes_the_engine_dirty(bench: Any, monkey
     async def refused(path: str, body: dict[str, Any], *rest: Any) -> Any:
         return await post("/no_such_route" if path == "/flush_cache" else path, body, *rest)
 
-    task = asyncio.create_task(bench.engine.generate(bench.ask("cut")))
-    await bench.until_tokens(20)
-    with monkeypatch.context() as patch:
-        patch.setattr(bench.engine, "_post", refused)
-        with pytest.raises(WeightsError, match="could not drop its caches"):
+    async def half_way() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(bench.engine, "_post", refused)
             await bench.update(1, seed=1)
-    cut = (await task).samples[0]
-    assert cut.finish == "abort"
-    assert bench.error(cut) < 1e-4
-    assert (await bench.engine.weight_info()).dirty
-    with pytest.raises(WeightsError, match="dirty"):
-        await completion(bench, "refused")
-    await bench.update(2, seed=2)
-    assert bench.error(await completion(bench, "clean"), seeds=(0, 1, 2)) < 1e-4
+
+    await bench.fail_half_way(half_way, "could not drop its caches")
 
 
 async def test_a_staged_version_is_a_file_until_its_update_is_over(bench: Any, settings: Any) -> None:
@@ -138,64 +129,18 @@ async def test_a_file_that_is_not_what_was_announced_is_refused(
     assert await bench.engine.weight_info() == WeightInfo(version=0, digest=bench.digests[0], dirty=False)
 
 
-async def test_the_end_of_one_completion_ends_no_other(bench: Any) -> None:
-    """SGLang ends every request whose rid begins with the given one: serial numbers 1 and 10 must not meet."""
-    tasks = [
-        asyncio.create_task(bench.engine.generate(bench.ask(f"r{i}", max_new_tokens=120)))
-        for i in range(bench.max_running)
-    ]
-    await bench.until_tokens(5 * bench.max_running)
-    assert await bench.engine.abort(["r0", "r1"]) == 2
-    ends = [(await task).samples[0].finish for task in tasks]
-    assert ends == ["abort"] * 2 + ["length"] * (bench.max_running - 2)
-
-
-async def test_what_waits_in_the_server_ends_with_its_tokens(bench: Any) -> None:
-    """The server repeats the last token of a retracted completion when it is ended."""
-    task = asyncio.create_task(bench.engine.generate(bench.ask("held")))
-    await bench.until_tokens(20)
-    await bench.engine.pause("keep")
-    known = bench.engine.generated_tokens
-    assert await bench.engine.abort(["held"]) == 1
-    sample = (await task).samples[0]
-    assert sample.finish == "abort"
-    assert bench.engine.generated_tokens == known
-    assert bench.error(sample) < 1e-4
-    await bench.engine.resume()
-
-
-async def test_a_request_that_the_server_refuses_fails_alone(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "penstock.services.rollout.engines.sglang.generate_body"
-    other = asyncio.create_task(completion(bench, "other", max_new_tokens=100))
-    await bench.until_tokens(5)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, lambda rid, one: {"rid": rid, "input_ids": [5], "sampling_params": {"max_tokens": 3}})
-        with pytest.raises(ConfigError, match="SGLang refuses a request"):
-            await completion(bench, "strange")
-    assert (await other).finish == "length"
-
-
-async def test_likely_tokens_come_with_the_sampled_one(bench: Any) -> None:
-    heard: list[Token] = []
-    request = bench.ask("top", max_new_tokens=8)
-    request = type(request)(request_id="top", prompt_ids=request.prompt_ids, sampling=request.sampling, top_logprobs=2)
-    sample = (await bench.engine.generate(request, heard.append)).samples[0]
-    plain = bench.plain([*bench.prompt, *sample.token_ids])[len(bench.prompt) - 1 : -1]
-    assert [row[0][0] for row in sample.top] == plain.argmax(-1).tolist()
-    assert [token.top for token in heard] == sample.top[:-1]
-
-
 @pytest.fixture
 async def joined(bench: Any, settings: Any) -> AsyncIterator[Callable[[], SglangEngine]]:
     """Makes engines on a server that runs already, repeats what it told, and has other weights; see ``start``."""
     model = bench.engine.model
     words = [
+        "-m", "sglang.launch_server",
         "--model-path", str(model.path), "--tokenizer-path", str(model.tokenizer), "--dtype", "float32",
         "--context-length", "512", "--max-running-requests", "8", "--weight-version", "default",
         "--log-level", "warning", "--skip-server-warmup", "--enable-deterministic-inference",
     ]  # fmt: skip
-    server = await SglangServer.start(settings.sglang_interpreter, words, {})
-    await server.ready()
+    server = await EngineServer.start("SGLang", settings.sglang_interpreter, words, {})
+    await server.ready("/server_info")
     made: list[SglangEngine] = []
 
     def make() -> SglangEngine:
@@ -227,19 +172,3 @@ async def test_a_server_that_runs_already_gets_the_model_and_works_for_one_job(b
     again = joined()
     await again.start()
     assert (await again.generate(bench.ask("again", max_new_tokens=40))).samples[0].token_ids == sample.token_ids
-
-
-async def test_a_server_that_dies_makes_the_engine_unavailable(bench: Any, settings: Any) -> None:
-    """The last test: it ends the server of the run."""
-    asking = asyncio.create_task(bench.engine.generate(bench.ask("lost")))
-    await bench.until_tokens(5)
-    os.kill(bench.engine._server._process.pid, signal.SIGKILL)
-    async with asyncio.timeout(120):
-        with pytest.raises(Unavailable):
-            await asking
-        with pytest.raises(Unavailable):
-            while True:
-                await bench.engine.health()
-                await asyncio.sleep(0.05)
-    await bench.engine.close()
-    assert list(settings.shm_dir.glob("penstock-sglang-*")) == []

@@ -30,8 +30,14 @@ async def test_abort_answers_with_what_is_there(bench: Any) -> None:
 
 
 async def test_abort_of_all_reaches_what_waits(bench: Any) -> None:
-    tasks = [asyncio.create_task(bench.engine.generate(bench.ask(str(i), n=bench.max_running))) for i in range(2)]
-    await bench.until_tokens(20)
+    heard: set[int] = set()
+    requests = [bench.ask(str(i), n=bench.max_running) for i in range(2)]
+    tasks = [
+        asyncio.create_task(bench.engine.generate(each, lambda token: heard.add(token.index))) for each in requests
+    ]
+    async with asyncio.timeout(60):
+        while len(heard) < bench.max_running:  # a server receives the completions one by one
+            await asyncio.sleep(0.001)
     assert await bench.engine.abort() == 2
     running, waiting = [(await task).samples for task in tasks]
     assert all(sample.finish == "abort" for sample in [*running, *waiting])

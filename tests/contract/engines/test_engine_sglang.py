@@ -10,7 +10,7 @@ import pytest
 
 LIMIT_S = 1800
 STANDIN = Path(__file__).parent / "standin"
-FILES = ("reference_updates.py", "sglang_updates.py")
+FILES = ("reference_updates.py", "sglang_updates.py", "server_requests.py")
 SLOTS = tuple(
     f"reference_updates.py::{name}"
     for name in (

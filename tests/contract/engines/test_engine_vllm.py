@@ -1,9 +1,10 @@
-"""The contract of rollout engines, run in the interpreter of vLLM: the same tests as for the embedded engine."""
+"""The contract of rollout engines for vLLM, in its interpreter and over HTTP: the tests of the embedded engine."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,3 +38,14 @@ def test_vllm_keeps_the_contract(
         "PYTHONPATH": str(linked(tmp_path / "code")), "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
     }  # fmt: skip
     run_contract("vllm", python, ["reference_updates.py"], environment, limit_s=LIMIT_S)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(LIMIT_S + 60)
+def test_the_server_of_vllm_keeps_the_contract(
+    python_with: Callable[[str], Path], run_contract: Callable[..., None]
+) -> None:
+    """Here the tests and the adapter run in this interpreter, and only the server in that of vLLM."""
+    files = ["reference_updates.py", "vllm_server_updates.py", "server_requests.py"]
+    environment = {"PENSTOCK_VLLM_PYTHON": str(python_with("vllm")), "OMP_NUM_THREADS": "1"}
+    run_contract("vllm_server", Path(sys.executable), files, environment, limit_s=LIMIT_S)

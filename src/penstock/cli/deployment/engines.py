@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from penstock.cli.printing import Json, console, note, show_json, table
-from penstock.local.engines import engine_problem, engine_python, install_engine
-from penstock.shared.config.rollout import ENVIRONMENTS
+from penstock.local.engines import engine_problem, engine_python, environment_of, install_engine
+from penstock.shared.config.rollout import ENVIRONMENT_OF, ENVIRONMENTS
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import ConfigError
 
@@ -26,7 +26,7 @@ app = typer.Typer(
 
 @app.command()
 def install(
-    name: Annotated[str, typer.Argument(help=f"Engine: {', '.join(ENVIRONMENTS)}.")],
+    name: Annotated[str, typer.Argument(help=f"Engine: {', '.join(ENVIRONMENT_OF)}.")],
     *,
     python: Annotated[Path, typer.Option(help="Python interpreter of the new environment.")] = Path(sys.executable),
     again: Annotated[bool, typer.Option("--again", help="Remove the installation and install again.")] = False,
@@ -36,7 +36,7 @@ def install(
 
     A complete installation is left unchanged; an interrupted one is resumed.
     """
-    found = install_engine(name, load_settings().engines_dir, base=python, tell=note, again=again)
+    found = install_engine(environment_of(name), load_settings().engines_dir, base=python, tell=note, again=again)
     if as_json:
         show_json({"name": name, "python": str(found)})
     else:
@@ -66,9 +66,10 @@ def interpreter_with(engine: str) -> Path:
         Unavailable: the installation failed.
     """
     name, _, python = engine.partition("=")
+    environment = environment_of(name)
     if python:
         found = Path(python).expanduser().absolute()  # not resolved: the symlink's location identifies the environment
         if not found.is_file():
             raise ConfigError(f"--engine {name}: there is no interpreter {found}")
         return found
-    return install_engine(name, load_settings().engines_dir, base=Path(sys.executable), tell=note)
+    return install_engine(environment, load_settings().engines_dir, base=Path(sys.executable), tell=note)

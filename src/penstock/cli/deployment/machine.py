@@ -22,10 +22,10 @@ from penstock.cli.exits import FAILED
 from penstock.cli.printing import Json, note, show_json, show_line
 from penstock.client.answers import DEFAULT_URL
 from penstock.local import Stack, StackOptions, StreamSizes, UpState, read_state
-from penstock.local.engines import engine_python
+from penstock.local.engines import engine_python, environment_of
 from penstock.shared.config.jobs.kinds import AnyJob, TextJob
 from penstock.shared.config.local_key import announced_dirs
-from penstock.shared.config.rollout import ENGINE_PACKAGES
+from penstock.shared.config.rollout import ENGINE_PACKAGES, ENVIRONMENT_OF
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import ConfigError, DeadlineError, Unavailable
 
@@ -52,7 +52,7 @@ def up(
     ] = None,
     engine: Annotated[
         str | None,
-        typer.Option(help="Engine with an interpreter of its own: vllm or sglang, or NAME=PYTHON."),
+        typer.Option(help=f"Engine with an interpreter of its own: {', '.join(ENVIRONMENT_OF)}; or NAME=PYTHON."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -77,10 +77,10 @@ def up(
 
 def _pythons(engine: str) -> dict[str, Path]:
     """Return the interpreter of rollout workers for an engine inside them; pass others by environment variable."""
-    python = interpreter_with(engine)
-    if engine.partition("=")[0] in ENGINE_PACKAGES:
+    python, name = interpreter_with(engine), engine.partition("=")[0]
+    if name in ENGINE_PACKAGES:
         return {"rollout": python}
-    os.environ["PENSTOCK_SGLANG_PYTHON"] = str(python)
+    os.environ[f"PENSTOCK_{environment_of(name).upper()}_PYTHON"] = str(python)
     return {}
 
 

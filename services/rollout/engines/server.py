@@ -1,4 +1,4 @@
-"""HTTP client of an SGLang server, which is a child process of the rollout worker or is already running."""
+"""HTTP client of an engine's server, which is a child process of the rollout worker or is already running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import httpx
 from penstock.services.rollout.engines.remote import CALL_S
 from penstock.shared.errors import PenstockError, Unavailable
 
-__all__ = ["SglangServer", "free_port"]
+__all__ = ["EngineServer", "free_port"]
 
 START_S = 900.0
 """Timeout in seconds for starting a server, including loading the model."""
@@ -40,29 +40,58 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class SglangServer:
-    """Client of one server. Calls have a timeout, except reading ``events``; a lost server raises ``Unavailable``."""
+class EngineServer:
+    """Client of one server. Calls have a timeout, except reading ``events``; a lost server raises ``Unavailable``.
 
-    def __init__(self, url: str, process: asyncio.subprocess.Process | None = None) -> None:
-        self.url, self._process = url.rstrip("/"), process
-        self._http = httpx.AsyncClient(
-            base_url=self.url, timeout=httpx.Timeout(CALL_S), trust_env=False,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-        )  # fmt: skip
+    Each call has a connection of its own: servers close one after an error, and idle ones, just as it would be reused.
+
+    Args:
+        engine: name of the engine, for messages.
+        socket_path: Unix socket on which the server listens; None: the address in ``url``.
+    """
+
+    def __init__(
+        self,
+        engine: str,
+        url: str,
+        process: asyncio.subprocess.Process | None = None,
+        *,
+        socket_path: Path | None = None,
+    ) -> None:
+        self._engine, self.url, self._process = engine, url.rstrip("/"), process
+        self._place = self.url if socket_path is None else str(socket_path)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+        transport = httpx.AsyncHTTPTransport(
+            uds=None if socket_path is None else str(socket_path), limits=limits, trust_env=False
+        )
+        self._http = httpx.AsyncClient(base_url=self.url, timeout=httpx.Timeout(CALL_S), transport=transport)
 
     @classmethod
-    async def start(cls, python: Path, words: Sequence[str], environment: Mapping[str, str]) -> SglangServer:
+    async def start(
+        cls,
+        engine: str,
+        python: Path,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        socket_path: Path | None = None,
+    ) -> EngineServer:
         """Start a server as a child that ends with this process; its output goes to stderr.
 
         Args:
-            words: options of ``sglang.launch_server``, without host and port.
+            words: arguments of the interpreter that make it serve, without the address.
             environment: variables added to those of this process, of which ``PENSTOCK_*`` are left out.
+            socket_path: Unix socket on which the server is to listen (``--uds``); None: a free port of the loopback
+                address (``--host``, ``--port``).
 
         Raises:
             Unavailable: the interpreter does not start.
         """
-        port = free_port()
-        command = [str(python), "-m", "sglang.launch_server", *words, "--host", "127.0.0.1", "--port", str(port)]
+        url, address = "http://server", ["--uds", str(socket_path)]
+        if socket_path is None:
+            port = free_port()
+            url, address = f"http://127.0.0.1:{port}", ["--host", "127.0.0.1", "--port", str(port)]
+        command = [str(python), *words, *address]
         inherited = {name: text for name, text in os.environ.items() if not name.startswith("PENSTOCK_")}
         path = f"{python.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         try:
@@ -72,8 +101,9 @@ class SglangServer:
                 start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            raise Unavailable(f"SGLang's interpreter '{python}' does not start: {error.strerror or error}") from None
-        return cls(f"http://127.0.0.1:{port}", process)
+            reason = error.strerror or error
+            raise Unavailable(f"{engine}'s interpreter '{python}' does not start: {reason}") from None
+        return cls(engine, url, process, socket_path=socket_path)
 
     @property
     def is_own(self) -> bool:
@@ -85,8 +115,8 @@ class SglangServer:
         """True once a server that this client started has ended."""
         return self._process is not None and self._process.returncode is not None
 
-    async def ready(self) -> dict[str, Any]:
-        """Wait until the server and its scheduler respond; returns the server information.
+    async def ready(self, path: str, *, older: str = "") -> dict[str, Any]:
+        """Wait until the server responds at ``path`` (see ``get``); returns its response.
 
         Raises:
             Unavailable: the server ended, or did not respond in time (``START_S``; ``CALL_S`` if already running).
@@ -95,13 +125,14 @@ class SglangServer:
         while True:
             if self._process is not None and self._process.returncode is not None:
                 raise Unavailable(
-                    f"SGLang does not start: it ended with status {self._process.returncode}; its output is in the log"
+                    f"{self._engine} does not start: it ended with status {self._process.returncode}; its output is "
+                    "in the log"
                 )
             try:
-                return await self.get("/server_info", "say what it is", older="/get_server_info")
+                return await self.get(path, "say what it is", older=older)
             except Unavailable as error:
                 if time.monotonic() > end:
-                    raise Unavailable(f"SGLang at {self.url} is not ready: {error}") from None
+                    raise Unavailable(f"{self._engine} at {self._place} is not ready: {error}") from None
             await asyncio.sleep(_POLL_S)
 
     async def get(self, path: str, what: str, *, older: str = "") -> dict[str, Any]:
@@ -113,10 +144,10 @@ class SglangServer:
         answer = await self._send("GET", path, None, what)
         if older and answer.status_code == httpx.codes.NOT_FOUND:
             answer = await self._send("GET", older, None, what)
-        _check(answer, what, Unavailable)
+        self._check(answer, what, Unavailable)
         found = _json(answer.content)
         if not isinstance(found, dict):
-            raise Unavailable(f"{self.url}{path} answers with no JSON object: is that a server of SGLang?")
+            raise Unavailable(f"{self._place}{path} answers with no JSON object: is that a server of {self._engine}?")
         return found
 
     async def post(
@@ -125,7 +156,7 @@ class SglangServer:
         """Post a JSON body; returns the response, {} if it is not a JSON object.
 
         Args:
-            what: action for error messages: "SGLang could not <what>".
+            what: action for error messages: "<engine> could not <what>".
             kind: class of the error if the server rejects the request.
 
         Raises:
@@ -133,17 +164,22 @@ class SglangServer:
             PenstockError: an error of class ``kind``; the server rejects the request.
         """
         answer = await self._send("POST", path, body, what)
-        _check(answer, what, kind)
+        self._check(answer, what, kind)
         found = _json(answer.content)
         return found if isinstance(found, dict) else {}
+
+    def _check(self, answer: httpx.Response, what: str, kind: type[PenstockError]) -> None:
+        found = _json(answer.content)
+        if not answer.is_success or (isinstance(found, dict) and found.get("success") is False):
+            raise kind(f"{self._engine} could not {what}: {_reason(answer)}")
 
     async def _send(self, method: str, path: str, body: Mapping[str, Any] | None, what: str) -> httpx.Response:
         try:
             return await self._http.request(method, path, json=body)
         except httpx.TimeoutException:
-            raise Unavailable(f"SGLang did not {what} within {CALL_S:g} s") from None
+            raise Unavailable(f"{self._engine} did not {what} within {CALL_S:g} s") from None
         except httpx.TransportError as error:
-            raise Unavailable(f"SGLang could not {what}: it is gone ({error!r})") from None
+            raise Unavailable(f"{self._engine} could not {what}: it is gone ({error!r})") from None
 
     async def events(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of a stream; no read timeout, because a paused server sends nothing.
@@ -166,8 +202,8 @@ class SglangServer:
                     if line.startswith("data: "):
                         yield json.loads(line[len("data: ") :])
         except httpx.TransportError as error:
-            raise Unavailable(f"SGLang is gone in the middle of a completion ({error!r})") from None
-        raise Unavailable("SGLang closed the stream of a completion before its end")
+            raise Unavailable(f"{self._engine} is gone in the middle of a completion ({error!r})") from None
+        raise Unavailable(f"{self._engine} closed the stream of a completion before its end")
 
     async def close(self) -> None:
         """Stop a server that this client started, with all its processes. Safe to repeat."""
@@ -195,14 +231,8 @@ def _json(content: bytes) -> Any:
         return None
 
 
-def _check(answer: httpx.Response, what: str, kind: type[PenstockError]) -> None:
-    found = _json(answer.content)
-    if not answer.is_success or (isinstance(found, dict) and found.get("success") is False):
-        raise kind(f"SGLang could not {what}: {_reason(answer)}")
-
-
 def _reason(answer: httpx.Response) -> str:
-    """Return the reason of an error response in one line; SGLang has several formats of errors."""
+    """Return the reason of an error response in one line; engines have several formats of errors."""
     found = _json(answer.content)
     if isinstance(found, dict):
         error = found.get("error")
