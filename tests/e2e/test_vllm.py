@@ -120,11 +120,11 @@ def test_vllm_answers_live_requests_and_its_answers_are_trained(stack: Any, make
 
 
 def test_a_checkpoint_is_deployed_on_vllm(stack: Any, make_job: Callable[..., Any]) -> None:
-    """Both engines write the same greedy answer."""
+    """Every engine writes the same greedy answer. Workers in vLLM's interpreter start its server with it."""
     trained = stack.client.submit(make_job("name=small", "train.max_updates=1", *HEADS)).id
     assert stack.finish(trained, 300).status.phase == "succeeded"
     texts = {}
-    for name, rollout in {"embedded": {}, "vllm": VLLM}.items():
+    for name, rollout in {"embedded": {}, "vllm": VLLM, "server": SERVER}.items():
         deployed = {"kind": "serving", "name": f"by-{name}", "model": {"path": "job:small@final"}, "rollout": rollout}
         job = stack.client.submit(deployed).id
         body = {"model": f"by-{name}", "prompt": "1+2=", "max_tokens": 6, "temperature": 0}
@@ -134,11 +134,14 @@ def test_a_checkpoint_is_deployed_on_vllm(stack: Any, make_job: Callable[..., An
             texts[name] = ask().json()["choices"][0]["text"]
         stack.client.cancel(job)
         stack.finish(job, 120)
-    assert texts["vllm"] == texts["embedded"]
+    assert texts["vllm"] == texts["server"] == texts["embedded"]
 
 
-def test_a_job_says_why_vllm_cannot_compute_its_model(stack: Any, make_job: Callable[..., Any]) -> None:
-    job = stack.client.submit(make_job("name=narrow", rollout=VLLM)).id
+@pytest.mark.parametrize("rollout", [VLLM, SERVER], ids=["in process", "server"])
+def test_a_job_says_why_vllm_cannot_compute_its_model(
+    stack: Any, make_job: Callable[..., Any], rollout: dict[str, Any]
+) -> None:
+    job = stack.client.submit(make_job("name=narrow", rollout=rollout)).id
     stack.until(lambda: "computes attention heads of 32" in str(stack.client.why(job)), "the reason", 300)
     stack.client.cancel(job, checkpoint=False)
     stack.finish(job, 120)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from itertools import permutations
 from typing import Any
 
 import pytest
 
 from penstock.services.rollout.engines.completion import Completion
-from penstock.services.rollout.engines.server import EngineServer
 from penstock.services.rollout.engines.server_stream import name_of
 from penstock.services.rollout.engines.sglang_calls import Stream, generate_body, read_scores
 from penstock.shared.errors import ConfigError, Unavailable, WeightsError
@@ -138,18 +136,3 @@ def test_scores_are_of_the_text_that_was_asked_for() -> None:
     assert read_scores({"meta_info": meta}, [5, 6, 7], 0) == ([-1.0, -2.0], [])
     with pytest.raises(Unavailable, match="another text"):
         read_scores({"meta_info": meta}, [5, 6, 8], 0)
-
-
-async def test_a_url_that_leads_elsewhere_is_named() -> None:
-    async def page(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\nconnection: close\r\n\r\n<p>x")
-        await writer.drain()
-        writer.close()
-        await writer.wait_closed()
-
-    async with await asyncio.start_server(page, "127.0.0.1", 0) as elsewhere:
-        server = EngineServer("SGLang", f"http://127.0.0.1:{elsewhere.sockets[0].getsockname()[1]}")
-        with pytest.raises(Unavailable, match=r"/model_info answers with no JSON object: is that a server of SGLang\?"):
-            await server.get("/model_info", "say what it serves")
-        await server.close()

@@ -119,10 +119,16 @@ class ServerAdapter(EngineAdapter[S, C]):
                     await self._dispatch.until(lambda: not any(map(self._dispatch.lives, streams)))
 
     async def _stand_still(self, *, clear_cache: bool) -> None:
-        """Pause the server and wait until it has stopped and its last tokens have arrived."""
+        """Pause the server and wait until it has stopped and its last tokens have arrived.
+
+        Raises:
+            DeadlineError: tokens still arrive after ``CALL_S``.
+        """
         await self._pause(clear_cache=clear_cache)
-        before = -1
+        before, end = -1, time.monotonic() + CALL_S
         while before != self.generated_tokens:
+            if time.monotonic() > end:
+                raise DeadlineError(f"{self.title} still sends tokens {CALL_S:g} s after it was paused")
             before = self.generated_tokens
             await self._echo()
             if self.running:

@@ -43,6 +43,10 @@ from penstock.shared.weights import Way
 __all__ = ["VllmServerEngine"]
 
 
+_LONGEST = 64
+"""Length of the path of a temporary directory up to which the path of a socket in it is short enough for the kernel."""
+
+
 class VllmServerEngine(ServerAdapter[Stream, VllmServerConfig]):
     """Implements ``EngineAdapter`` for vLLM's server."""
 
@@ -150,6 +154,7 @@ class VllmServerEngine(ServerAdapter[Stream, VllmServerConfig]):
 
 def _folder_with_code() -> Path:
     """Create a directory from which the server's interpreter imports the code that runs here."""
-    folder = Path(tempfile.mkdtemp(prefix="penstock-vllm-"))
+    usual = tempfile.gettempdir()
+    folder = Path(tempfile.mkdtemp(prefix="penstock-vllm-", dir=usual if len(usual) < _LONGEST else "/tmp"))
     (folder / "penstock").symlink_to(Path(penstock.__file__).parent, target_is_directory=True)
     return folder
