@@ -118,4 +118,5 @@ async def test_a_server_that_is_killed_in_an_update_serves_no_version_of_it(
         await engine.close()
         while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in family):
             await asyncio.sleep(0.05)
-    assert holders() == set()
+        while holders():  # threads of a process that is no more may still be ending
+            await asyncio.sleep(0.05)
