@@ -362,7 +362,7 @@ async def bench(request: pytest.FixtureRequest, one_thread: None, settings: Serv
     try:
         await found.engine.health()
     except Unavailable:
-        _shared.clear()
+        await _shared.pop().close()
     else:
         await found.engine.resume()
         await found.engine.abort()
