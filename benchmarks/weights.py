@@ -30,7 +30,7 @@ from report import Report
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.services.rollout.engines.embedded import EmbeddedEngine
+from penstock.services.rollout.engines.embedded.engine import EmbeddedEngine
 from penstock.shared.config import ServiceSettings
 from penstock.shared.config.model import ModelConfig
 from penstock.shared.models.loading import build_model

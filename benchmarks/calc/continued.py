@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from calc.curve import Curve
-from penstock.services.rollout.engines.batch import Batch
 from penstock.services.rollout.engines.completion import Completion
+from penstock.services.rollout.engines.embedded.batch import Batch
 from penstock.services.rollout.episode import completion_texts
 from penstock.services.trainer.checkpoint.state import load_checkpoint
 from penstock.services.trainer.learners.learner import Learner

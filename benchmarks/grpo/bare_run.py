@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from grpo import task
-from penstock.services.rollout.engines.batch import Batch
 from penstock.services.rollout.engines.completion import Completion, Finished
+from penstock.services.rollout.engines.embedded.batch import Batch
 from penstock.services.rollout.episode import build_group, completion_texts
 from penstock.services.trainer.learners.learner import Learner
 from penstock.services.trainer.ranks.sharding import BatchShard

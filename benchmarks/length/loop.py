@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.services.rollout.engines.batch import Batch
 from penstock.services.rollout.engines.completion import Completion
+from penstock.services.rollout.engines.embedded.batch import Batch
 from penstock.services.rollout.episode import build_group, completion_texts
 from penstock.services.trainer.learners.learner import Learner
 from penstock.services.trainer.ranks.sharding import BatchShard

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.services.rollout.engines.grouping import MOVE_COST, Group, Grouping, groups_of, joined
+from penstock.services.rollout.engines.embedded.grouping import MOVE_COST, Group, Grouping, groups_of, joined
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 SIZES = st.integers(1, 9)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.services.rollout.engines.completion import Completion
-from penstock.services.rollout.engines.rows import Rows
+from penstock.services.rollout.engines.embedded.rows import Rows
 from penstock.shared.protocol.generation import Sampling
 
 VOCAB = 2048

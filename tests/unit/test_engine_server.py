@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from penstock.services.rollout.engines.server import EngineServer
+from penstock.services.rollout.engines.servers.client import EngineServer
 from penstock.shared.errors import Unavailable, WeightsError
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, Any, None]]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.services.rollout.engines.completion import Completion
-from penstock.services.rollout.engines.rows import Rows
+from penstock.services.rollout.engines.embedded.rows import Rows
 from penstock.services.rollout.engines.sampling import Draws, draw, stream_of, uniforms
 from penstock.services.rollout.episode import requests_for
 from penstock.services.rollout.serving.server import replayable, sampling_for

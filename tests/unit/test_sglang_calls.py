@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.services.rollout.engines.completion import Completion
-from penstock.services.rollout.engines.server_stream import name_of
-from penstock.services.rollout.engines.sglang_calls import Stream, generate_body, read_scores
+from penstock.services.rollout.engines.servers.stream import name_of
+from penstock.services.rollout.engines.sglang.calls import Stream, generate_body, read_scores
 from penstock.shared.errors import ConfigError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Sampling
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.services.rollout.engines.completion import Completion
-from penstock.services.rollout.engines.vllm_calls import sampling_fields
-from penstock.services.rollout.engines.vllm_server_calls import (
+from penstock.services.rollout.engines.vllm.calls import sampling_fields
+from penstock.services.rollout.engines.vllm.server_calls import (
     Stream,
     abort_body,
     command_line,

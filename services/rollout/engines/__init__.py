@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from penstock.services.rollout.engines.adapter import ModelFiles
 from penstock.services.rollout.engines.base import Engine, Updatable, UpdatableByReference, UpdateMode
 from penstock.services.rollout.engines.constraint import Grammars
-from penstock.services.rollout.engines.embedded import EmbeddedEngine
+from penstock.services.rollout.engines.embedded.engine import EmbeddedEngine
 from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.model import ModelConfig
@@ -152,15 +152,15 @@ def _open_adapter(
 def _adapter_of(options: VllmConfig | VllmServerConfig | SglangConfig | ClassConfig) -> Callable[..., Engine]:
     """Return the adapter class. It is imported lazily: most workers lack the packages of external engines."""
     if isinstance(options, VllmConfig):
-        from penstock.services.rollout.engines.vllm import VllmEngine
+        from penstock.services.rollout.engines.vllm.engine import VllmEngine
 
         return VllmEngine
     if isinstance(options, VllmServerConfig):
-        from penstock.services.rollout.engines.vllm_server import VllmServerEngine
+        from penstock.services.rollout.engines.vllm.server import VllmServerEngine
 
         return VllmServerEngine
     if isinstance(options, SglangConfig):
-        from penstock.services.rollout.engines.sglang import SglangEngine
+        from penstock.services.rollout.engines.sglang.engine import SglangEngine
 
         return SglangEngine
     found: Callable[..., Engine] = import_named(options.path, what="rollout.path", beside="rollout", error=ConfigError)

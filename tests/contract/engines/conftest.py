@@ -275,21 +275,21 @@ def adapter(kind: type[EngineAdapter[Any, Any]], config: Any, settings: ServiceS
 
 def vllm(settings: ServiceSettings) -> Engine:
     """vLLM."""
-    from penstock.services.rollout.engines.vllm import VllmEngine
+    from penstock.services.rollout.engines.vllm.engine import VllmEngine
 
     return adapter(VllmEngine, VllmConfig(kv_cache_gib=0.25), settings)
 
 
 def vllm_server(settings: ServiceSettings) -> Engine:
     """vLLM's HTTP server."""
-    from penstock.services.rollout.engines.vllm_server import VllmServerEngine
+    from penstock.services.rollout.engines.vllm.server import VllmServerEngine
 
     return adapter(VllmServerEngine, VllmServerConfig(kv_cache_gib=0.25), settings)
 
 
 def sglang(settings: ServiceSettings) -> Engine:
     """SGLang, on the device PENSTOCK_TEST_DEVICE."""
-    from penstock.services.rollout.engines.sglang import SglangEngine
+    from penstock.services.rollout.engines.sglang.engine import SglangEngine
 
     return adapter(SglangEngine, SglangConfig(), settings, device=os.environ.get("PENSTOCK_TEST_DEVICE", "cuda"))
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from penstock.services.rollout.engines import sglang_files
-from penstock.services.rollout.engines.server import EngineServer
-from penstock.services.rollout.engines.sglang import SglangEngine
+from penstock.services.rollout.engines.servers.client import EngineServer
+from penstock.services.rollout.engines.sglang import files as sglang_files
+from penstock.services.rollout.engines.sglang.engine import SglangEngine
 from penstock.shared.config.rollout import SglangConfig
 from penstock.shared.errors import Unavailable, WeightsError
 from penstock.shared.protocol.generation import Token, WeightInfo

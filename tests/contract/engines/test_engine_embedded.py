@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.services.rollout.engines import EmbeddedEngine, batch, parts
-from penstock.services.rollout.engines.batch import Batch
-from penstock.services.rollout.engines.rows import Rows
+from penstock.services.rollout.engines import EmbeddedEngine
+from penstock.services.rollout.engines.embedded import batch, parts
+from penstock.services.rollout.engines.embedded.batch import Batch
+from penstock.services.rollout.engines.embedded.rows import Rows
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.errors import ConfigError, Unavailable
 from penstock.shared.models import build_model
@@ -140,7 +141,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         return rearrange(rows, order)
 
     monkeypatch.setattr(Rows, "rearrange", spy)
-    monkeypatch.setattr("penstock.services.rollout.engines.batch.ATTEND_TOGETHER", 3)
+    monkeypatch.setattr("penstock.services.rollout.engines.embedded.batch.ATTEND_TOGETHER", 3)
     return seen
 
 

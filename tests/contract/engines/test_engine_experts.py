@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from penstock.services.rollout.engines import EmbeddedEngine, open_engine
-from penstock.services.rollout.engines.batch import Batch
+from penstock.services.rollout.engines.embedded.batch import Batch
 from penstock.services.rollout.episode import group_experts
 from penstock.shared.config.model import ArchitectureConfig, ExpertsConfig, ModelConfig, MoEConfig
 from penstock.shared.errors import ConfigError
@@ -178,7 +178,7 @@ async def test_nothing_is_recorded_unless_asked(start: Start) -> None:
 
 async def test_a_table_that_misses_its_tokens_is_seen(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """The replay test above can fail: a recorder that is one token late does not close the gap."""
-    from penstock.services.rollout.engines.routes import RouteTable
+    from penstock.services.rollout.engines.embedded.routes import RouteTable
 
     write = RouteTable.write
     monkeypatch.setattr(RouteTable, "write", lambda self, row, position, chosen: write(self, row, position + 1, chosen))

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from penstock.services.rollout.engines import batch, parts
+from penstock.services.rollout.engines.embedded import batch, parts
 from penstock.services.rollout.engines.sampling import draw
 from penstock.shared.protocol.generation import GenRequest, Sample
 

@@ -17,8 +17,8 @@ from typing import Any, ClassVar, TypeVar
 from penstock.services.rollout.engines.adapter import EngineAdapter, ModelFiles
 from penstock.services.rollout.engines.completion import Completion, Finish
 from penstock.services.rollout.engines.remote import CALL_S
-from penstock.services.rollout.engines.server import EngineServer
-from penstock.services.rollout.engines.server_stream import ServerStream, name_of
+from penstock.services.rollout.engines.servers.client import EngineServer
+from penstock.services.rollout.engines.servers.stream import ServerStream, name_of
 from penstock.shared.config.rollout import SglangConfig, VllmServerConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import DeadlineError, PenstockError, Unavailable

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from penstock.services.rollout.engines.base import Listener, UpdateMode
-from penstock.services.rollout.engines.batch import Batch, Outcome, TornWeights
 from penstock.services.rollout.engines.completion import Completion
 from penstock.services.rollout.engines.constraint import Grammars
+from penstock.services.rollout.engines.embedded.batch import Batch, Outcome, TornWeights
 from penstock.services.rollout.engines.requests import Requests, check_request, check_text
 from penstock.services.rollout.engines.updates import ServedWeights, WeightUpdate, drop, lent
 from penstock.services.rollout.held_weights import HeldWeights

@@ -1,6 +1,6 @@
 """Starts vLLM and has its worker processes open versions of the weights; runs in the rollout worker.
 
-``vllm_plugin`` is the other side, inside vLLM's worker processes.
+``plugin`` is the other side, inside vLLM's worker processes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OWNER = "PENSTOCK_ENGINE_OWNER"
 STAGE_S = 300.0
 """Timeout in seconds for opening a version in vLLM's worker processes."""
 _POLL_S = 0.01
-_SLOT_WORKER = "penstock.services.rollout.engines.vllm_plugin.SlotWorker"
+_SLOT_WORKER = "penstock.services.rollout.engines.vllm.plugin.SlotWorker"
 _RECEIVING = (
     "host_id", "worker_id", "data_dir", "shm_dir", "bulk_host", "bulk_tls_ca", "bulk_tls_cert", "bulk_tls_key",
 )  # fmt: skip

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.services.rollout.engines.completion import Completion, Finish
-from penstock.services.rollout.engines.server_stream import ServerStream, raise_error
-from penstock.services.rollout.engines.vllm_calls import finish_of, sampling_fields, score_fields
+from penstock.services.rollout.engines.servers.stream import ServerStream, raise_error
+from penstock.services.rollout.engines.vllm.calls import finish_of, sampling_fields, score_fields
 from penstock.shared.errors import Unavailable, WeightsError
 from penstock.shared.protocol.generation import Likely, Token
 

@@ -1,6 +1,6 @@
 """Adapter of vLLM: ``AsyncLLM`` runs in this process, the model in vLLM's worker processes.
 
-Weights are passed by reference: ``vllm_plugin`` opens them in the worker processes.
+Weights are passed by reference: ``plugin`` opens them in the worker processes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from penstock.services.rollout.engines.adapter import EngineAdapter, ModelFiles
 from penstock.services.rollout.engines.completion import Completion, Finish
 from penstock.services.rollout.engines.remote import CALL_S
-from penstock.services.rollout.engines.vllm_calls import Stream, likely, sampling_params, score_params
-from penstock.services.rollout.engines.vllm_workers import (
+from penstock.services.rollout.engines.vllm.calls import Stream, likely, sampling_params, score_params
+from penstock.services.rollout.engines.vllm.workers import (
     SlotWorkers,
     check_heads,
     check_version,
@@ -57,7 +57,7 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from penstock.services.rollout.engines.vllm_plugin import head_sizes
+        from penstock.services.rollout.engines.vllm.plugin import head_sizes
 
         check_version(vllm.__version__)
         model = self.model

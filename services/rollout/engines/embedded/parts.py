@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.services.rollout.engines.cache import KVCache
-from penstock.services.rollout.engines.grouping import Group
-from penstock.services.rollout.engines.rows import Rows
+from penstock.services.rollout.engines.embedded.cache import KVCache
+from penstock.services.rollout.engines.embedded.grouping import Group
+from penstock.services.rollout.engines.embedded.rows import Rows
 from penstock.shared.models.attention import CausalBlocks
 from penstock.shared.models.decoder import Attend
 from penstock.shared.models.packed import pack

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from penstock.services.rollout.engines.cache import KVCache
 from penstock.services.rollout.engines.completion import Completion, Finish, Finished
-from penstock.services.rollout.engines.grouping import Grouping, groups_of, joined
-from penstock.services.rollout.engines.held import HeldSequence, HeldSequences
-from penstock.services.rollout.engines.parts import Part, next_pass, together
-from penstock.services.rollout.engines.routes import RouteTable
-from penstock.services.rollout.engines.rows import Rows
+from penstock.services.rollout.engines.embedded.cache import KVCache
+from penstock.services.rollout.engines.embedded.grouping import Grouping, groups_of, joined
+from penstock.services.rollout.engines.embedded.held import HeldSequence, HeldSequences
+from penstock.services.rollout.engines.embedded.parts import Part, next_pass, together
+from penstock.services.rollout.engines.embedded.routes import RouteTable
+from penstock.services.rollout.engines.embedded.rows import Rows
 from penstock.services.rollout.engines.sampling import draw, likeliest
 from penstock.shared.errors import ConfigError, WeightsError
 from penstock.shared.models.architecture import plan_of

@@ -1,6 +1,6 @@
 """Adapter of vLLM's HTTP server, which the rollout worker starts as a child process.
 
-Weights are passed by reference, as with ``vllm``: ``vllm_plugin`` opens them in vLLM's worker processes. The server
+Weights are passed by reference, as with ``vllm``: ``plugin`` opens them in vLLM's worker processes. The server
 listens on a Unix socket in a directory that only this user can read: its control routes have no key.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import penstock
 from penstock.services.rollout.engines.adapter import ModelFiles
-from penstock.services.rollout.engines.server import EngineServer
-from penstock.services.rollout.engines.server_adapter import ServerAdapter
-from penstock.services.rollout.engines.vllm_server_calls import (
+from penstock.services.rollout.engines.servers.adapter import ServerAdapter
+from penstock.services.rollout.engines.servers.client import EngineServer
+from penstock.services.rollout.engines.vllm.server_calls import (
     Stream,
     abort_body,
     command_line,
@@ -26,7 +26,7 @@ from penstock.services.rollout.engines.vllm_server_calls import (
     read_scores,
     score_body,
 )
-from penstock.services.rollout.engines.vllm_workers import (
+from penstock.services.rollout.engines.vllm.workers import (
     SlotWorkers,
     check_heads,
     check_version,
@@ -86,7 +86,7 @@ class VllmServerEngine(ServerAdapter[Stream, VllmServerConfig]):
         await asyncio.to_thread(self.model.remove_temporary)
 
     def _variables(self, code: Path) -> dict[str, str]:
-        """Return the environment of the server, in which it finds ``vllm_plugin`` and has its control routes."""
+        """Return the environment of the server, in which it finds ``plugin`` and has its control routes."""
         path = os.pathsep.join(filter(None, (str(code), os.environ.get("PYTHONPATH"))))
         level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
         own = {"PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": level}

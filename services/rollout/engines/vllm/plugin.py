@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from penstock.services.rollout.engines.remote import checkpoint_tensors
-from penstock.services.rollout.engines.vllm_workers import BACKEND, OWNER, StageReply, StageRequest
+from penstock.services.rollout.engines.vllm.workers import BACKEND, OWNER, StageReply, StageRequest
 from penstock.shared.config.service import load_settings
 from penstock.shared.errors import WeightsError
 from penstock.shared.weights import Staged, open_receiver

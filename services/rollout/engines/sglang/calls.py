@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.services.rollout.engines.completion import Completion, Finish
-from penstock.services.rollout.engines.server_stream import ServerStream, raise_error
+from penstock.services.rollout.engines.servers.stream import ServerStream, raise_error
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol.generation import Likely, Sampling, Token
 

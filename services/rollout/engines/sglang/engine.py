@@ -1,6 +1,6 @@
 """Adapter of SGLang: uses its HTTP server, which the rollout worker starts or which is already running.
 
-Weights are passed as files in shared memory (``sglang_files``), which every build of SGLang can load. Running
+Weights are passed as files in shared memory (``files``), which every build of SGLang can load. Running
 completions are retracted while weights are loaded; SGLang then recomputes their keys and values with the new weights.
 """
 
@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.services.rollout.engines.server import EngineServer
-from penstock.services.rollout.engines.server_adapter import ServerAdapter
-from penstock.services.rollout.engines.sglang_calls import Stream, generate_body, read_scores, score_body
-from penstock.services.rollout.engines.sglang_files import VersionFiles
+from penstock.services.rollout.engines.servers.adapter import ServerAdapter
+from penstock.services.rollout.engines.servers.client import EngineServer
+from penstock.services.rollout.engines.sglang.calls import Stream, generate_body, read_scores, score_body
+from penstock.services.rollout.engines.sglang.files import VersionFiles
 from penstock.shared.config.rollout import SglangConfig
 from penstock.shared.errors import ConfigError, PenstockError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Likely

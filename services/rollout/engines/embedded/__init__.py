@@ -1,0 +1,1 @@
+"""The engine that decodes inside the rollout worker, on PyTorch alone."""

@@ -1,0 +1,1 @@
+"""SGLang's HTTP server as an engine."""
