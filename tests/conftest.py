@@ -48,7 +48,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """The whole suite is shared out; tests that somebody names run in this process, where `-s` and `--pdb` work."""
     if not _whole_suite(config):
         return 0
-    workers = WORKERS - 1 if config.option.markexpr == "long" else WORKERS
+    workers = WORKERS - 1 if config.option.markexpr.startswith("long") else WORKERS
     return max(1, min(workers, psutil.virtual_memory().available // WORKER_BYTES))
 
 

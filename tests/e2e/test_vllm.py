@@ -15,7 +15,7 @@ import pytest
 
 from penstock.shared.protocol.events import BatchTrained
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 UPDATES = 30
 HEADERS = {"authorization": "Bearer e2e-key"}

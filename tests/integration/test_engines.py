@@ -110,6 +110,7 @@ def wheel(folder: Path, name: str) -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.vllm
 def test_a_complete_engine_works_and_is_left_as_it_is(python_with: Callable[[str], Path]) -> None:
     python = python_with("vllm")
     folder = python.parents[2]

@@ -12,6 +12,8 @@ import pytest
 
 import penstock
 
+pytestmark = [pytest.mark.long, pytest.mark.vllm]
+
 TOOLS = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "execnet", "pluggy", "iniconfig")
 """Pure Python; the interpreter of an engine has none of them."""
 LIMIT_S = 2400
@@ -28,7 +30,6 @@ def linked(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.long
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_vllm_keeps_the_contract(
     tmp_path: Path, python_with: Callable[[str], Path], run_contract: Callable[..., None]

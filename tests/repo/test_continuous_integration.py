@@ -1,0 +1,58 @@
+"""``.ci/run`` says what it did not run, and only a missing package is a reason not to run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = (ROOT / ".ci/run").read_text(encoding="utf-8")
+TESTS = sorted((ROOT / "tests").rglob("test_*.py"))
+WANTED = re.compile(r"python_with\(\"vllm\"\)")
+
+
+def vllm_part(folder: Path, engines: Path) -> subprocess.CompletedProcess[str]:
+    """Run the part "vLLM" of a copy of the script, where pip reaches no index and knows no other place of wheels."""
+    script = folder / ".ci" / "run"
+    script.parent.mkdir()
+    before, _, _ = SCRIPT.partition('\npart "install"')
+    script.write_text(f'{before}\npart "vLLM" vllm\npart "the next" true\n', encoding="utf-8")
+    (folder / ".venv").symlink_to(sys.prefix, target_is_directory=True)
+    environment = {name: text for name, text in os.environ.items() if not name.startswith(("PIP_", "PENSTOCK_"))}
+    environment |= {"HOME": str(folder), "PENSTOCK_ENGINES_DIR": str(engines)}
+    environment |= {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_RETRIES": "0", "PIP_CONFIG_FILE": os.devnull}
+    return subprocess.run(
+        ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_where_vllm_cannot_be_had_its_part_is_not_run(tmp_path: Path) -> None:
+    ended = vllm_part(tmp_path, tmp_path / "engines")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r"^vLLM +\d+  NOT RUN: pip did not get its packages$", ended.stdout, re.MULTILINE)
+    assert re.search(r"^the next +\d+$", ended.stdout, re.MULTILINE)
+    assert ended.stdout.endswith("\nPASSED, but these parts were not run: vLLM\n")
+
+
+@pytest.mark.slow
+def test_an_installation_that_fails_by_itself_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    ended = vllm_part(tmp_path, tmp_path / "file" / "engines")
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert re.search(r"^vLLM +\d+  FAILED$", ended.stdout, re.MULTILINE) and "NOT RUN" not in ended.stdout
+    assert "the next" not in ended.stdout and ended.stdout.endswith("\nFAILED (exit status 1)\n")
+
+
+def test_what_needs_vllm_is_marked() -> None:
+    """Its part selects by the mark; others leave these tests out because they are long, or marked."""
+    asking = [path for path in TESTS if WANTED.search(path.read_text(encoding="utf-8"))]
+    assert len(asking) > 2
+    for path in asking:
+        assert {"vllm", "long"} <= {*re.findall(r"mark\.(\w+)", path.read_text(encoding="utf-8"))}, path
+    assert 'tests -m "long and not vllm"\n' in SCRIPT and "tests -n0 -m vllm\n" in SCRIPT
