@@ -11,7 +11,7 @@ NO_SECRETS := PENSTOCK_API_KEYS=x $(foreach role,COORDINATOR ROLLOUT ENV REWARD 
 CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test up down \
+.PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-vllm-test up down \
 	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-online bench-sac bench-length bench-rambling fresh package release clean
 
 help:  ## this list
@@ -85,12 +85,16 @@ docs-serve: $(BIN)/mkdocs  ## the manual, live
 reference: $(BIN)/pytest  ## rewrite the tables in docs/ that come from the code
 	$(BIN)/python docs/reference.py
 
-compose-config:  ## the compose files parse, with and without GPUs
+compose-config:  ## the compose files parse: as they are, with GPUs, with vLLM
 	env $(NO_SECRETS) docker compose config --quiet
 	env $(NO_SECRETS) docker compose -f docker-compose.yml -f deploy/gpu.yml config --quiet
+	env $(NO_SECRETS) docker compose -f docker-compose.yml -f deploy/vllm.yml config --quiet
 
 compose-test: compose-config  ## build, start, train, kill the trainer, finish, audit: all in containers
 	tests/e2e/compose.sh
+
+compose-vllm-test: compose-config  ## build the image with vLLM (gigabytes), train, audit, chat: all in containers
+	tests/e2e/compose_vllm.sh
 
 up:  ## the whole system in containers
 	sh deploy/secrets.sh

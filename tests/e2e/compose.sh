@@ -1,77 +1,16 @@
 #!/usr/bin/env bash
 # The whole system in containers: build, start, train a small job over REST, kill the trainer in the middle, finish,
-# and check the books. Needs Docker with Compose v2, curl and python3. Leaves nothing behind.
+# and check the books. Needs what compose_common.sh needs. Leaves nothing behind.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+# shellcheck source-path=SCRIPTDIR
+. "$(dirname "${BASH_SOURCE[0]}")/compose_common.sh"
 
-secret() { python3 -c 'import secrets; print("s" + secrets.token_hex(16))'; }
-
-PENSTOCK_API_KEYS=$(secret)
-for role in COORDINATOR ROLLOUT ENV REWARD TRAINER SUPERVISOR OPERATOR; do export "PENSTOCK_NATS_$role=$(secret)"; done
-# Whatever of these images is here; the compose file pins versions.
-export PENSTOCK_NATS_IMAGE=${PENSTOCK_NATS_IMAGE-nats:2-alpine} PENSTOCK_REDIS_IMAGE=${PENSTOCK_REDIS_IMAGE-redis:7-alpine}
-export PENSTOCK_PYTHON_IMAGE=${PENSTOCK_PYTHON_IMAGE-python:3.11-slim}
-PENSTOCK_PORT=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-export PENSTOCK_API_KEYS PENSTOCK_PORT COMPOSE_PROJECT_NAME="penstock-e2e-$$"
-api=http://127.0.0.1:$PENSTOCK_PORT
-job="" where="the build"
-
-say() { printf '%4d s  %s\n' "$SECONDS" "$*"; }
-
-fail() {
-  echo "FAILED: $*" >&2
-  exit 1
-}
-
-call() { # call PATH [curl options]: body of a successful reply
-  local path=$1
-  shift
-  curl --silent --show-error --fail-with-body --max-time 20 -H "Authorization: Bearer $PENSTOCK_API_KEYS" "$@" "$api$path"
-}
-
-field() { # field EXPRESSION: value of a Python expression over the JSON document `d` on stdin
-  python3 -c 'import json, sys; d = json.load(sys.stdin); print(eval(sys.argv[1], {"d": d}))' "$1"
-}
-
-cleanup() {
-  local rc=$?
-  trap - EXIT INT TERM
-  if ((rc)); then
-    echo "FAILED in $where; the last lines of every service:" >&2
-    [[ -n $job ]] && { call "/v1/jobs/$job" || true; call "/v1/jobs/$job/why" || true; } >&2
-    docker compose logs --no-color --tail 40 >&2 || true
-    docker compose ps --all >&2 || true
-  fi
-  docker compose down --volumes --timeout 10 >/dev/null 2>&1 || true
-  exit "$rc"
-}
-trap cleanup EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
-
-until_step() { # until_step N SECONDS: wait until the job has made N updates
-  local step phase end=$((SECONDS + $2))
-  while ((SECONDS < end)); do
-    read -r phase step < <(call "/v1/jobs/$job" | field 'd["status"]["phase"] + " " + str(d["status"]["step"])')
-    [[ $phase == failed || $phase == cancelled ]] && fail "the job is $phase at step $step"
-    ((step >= $1)) && return
-    sleep 0.2
-  done
-  fail "the job is at step $step, not at $1, after $2 s"
-}
-
-docker compose build --quiet
-say "images built"
-
-where="the start"
-docker compose --progress quiet up --detach --wait --wait-timeout 300
-say "all services healthy"
+start
 
 where="the API"
 code=$(curl --silent --output /dev/null --write-out '%{http_code}' "$api/v1/jobs")
 [[ $code == 401 ]] || fail "a request without a key was answered $code, not 401"
-job=$(call /v1/jobs -X POST -H 'Content-Type: application/yaml' --data-binary @deploy/smoke.yaml | field 'd["id"]')
-say "submitted $job"
+submit < deploy/smoke.yaml
 
 where="training"
 until_step 12 180
@@ -89,20 +28,9 @@ where="the finish"
 until_step $((killed_at + 5)) 120
 say "training went on"
 until_step 80 240
-for _ in $(seq 100); do
-  phase=$(call "/v1/jobs/$job" | field 'd["status"]["phase"]')
-  [[ $phase == running ]] || break
-  sleep 0.3
-done
-[[ $phase == succeeded ]] || fail "the job ended as $phase"
-say "the job succeeded"
+until_success
 
-where="the books"
-call "/v1/jobs/$job" | field 'd["status"]["draws"]'
-[[ $(call "/v1/jobs/$job" | field \
-  '(lambda n: n["drawn"] == n["trained"] + sum(n["dropped"].values()) + n["in_flight"] and n["in_flight"] == 0)(d["status"]["draws"])') == True ]] \
-  || fail "drawn is not trained + dropped + in flight"
-[[ $(call "/v1/jobs/$job/audit" | field 'd["ok"]') == True ]] || fail "the audit found violations: $(call "/v1/jobs/$job/audit")"
+check_books
 [[ $(call "/v1/limits" | field 'd["durability"]') == fsync ]] || fail "the bus is not verified to fsync: $(call /v1/limits)"
 say "ledger equation and audit hold; the bus is verified to fsync"
 
@@ -113,9 +41,4 @@ for service in coordinator rollout reward trainer; do
 done
 say "the API serves the logs of every service"
 
-where="the end"
-docker compose --progress quiet stop --timeout 30
-say "stopped"
-bad=$(docker compose ps --all --format '{{.Service}} {{.ExitCode}}' | awk '$2 != 0 && $1 != "redis" && $1 != "nats"')
-[[ -z $bad ]] || fail "services did not stop cleanly: $bad"
-echo "PASSED"
+stop

@@ -154,7 +154,30 @@ def test_the_bus_has_room_for_all_streams() -> None:
 
 def test_images_build_without_a_registry_of_frontends() -> None:
     assert "syntax=" not in DOCKERFILE
-    assert DOCKERFILE.count("USER penstock") == len(SERVICES), "no service runs as root"
+    assert DOCKERFILE.count("USER penstock") == len(SERVICES) + 1, "no service runs as root, nor rollout with vLLM"
+
+
+@pytest.mark.parametrize("name", ["gpu", "vllm"])
+def test_overlays_weaken_nothing(name: str) -> None:
+    overlay = yaml.safe_load((ROOT / f"deploy/{name}.yml").read_text(encoding="utf-8"))["services"]
+    assert overlay.keys() <= COMPOSE["services"].keys()
+    for service, entry in overlay.items():
+        assert entry.keys() <= {"image", "build", "deploy", "ulimits", "shm_size"}, service
+        target = entry["build"].get("target", service)
+        assert re.search(rf"^FROM \w+ AS {target}$", DOCKERFILE, re.MULTILINE)
+        stage = DOCKERFILE.partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
+        assert f'CMD ["python", "-m", "penstock.services.{service}"]' in stage and "USER penstock" in stage
+
+
+def test_the_image_with_vllm_has_the_pins_of_its_environment() -> None:
+    pins = "services/rollout/engines/requirements/vllm.txt"
+    stage = DOCKERFILE.partition(" AS vllm\n")[2].partition("\nFROM ")[0]
+    assert (ROOT / pins).is_file() and f"COPY deploy/install-engine.sh {pins} /deps/\n" in stage
+    assert "RUN sh /deps/install-engine.sh /deps/vllm.txt\n" in stage
+    script = (ROOT / "deploy/install-engine.sh").read_text(encoding="utf-8")
+    installs = [part for part in re.split(r"\n|\|\|", script) if part.strip().startswith("pip install")]
+    assert len(installs) == 3 and all("--no-deps" in part for part in installs), "what the pins leave out stays out"
+    assert "!deploy/install-engine.sh" in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
 
 
 def test_requirements_of_extras_are_expanded() -> None:
