@@ -155,6 +155,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.long
 async def test_a_client_that_dies_gives_everything_back(bus: Bus, nats_server: NatsServer) -> None:
     """Its lock on the images goes with it, its session when it was idle, and the memory serves the next client."""
     env = {**os.environ, "PENSTOCK_HOST_ID": "here"}

@@ -109,6 +109,7 @@ def test_a_key_that_is_wrong(submit: Any, stack: Any) -> None:
     assert httpx.get(f"{stack.stack.url}/v1/jobs").status_code == 401
 
 
+@pytest.mark.long
 def test_a_directory_and_a_port_that_are_taken(stack: Any, tmp_path: Path) -> None:
     again = up("--port", "0", "--data-dir", str(stack.directory / "data"))
     assert again.returncode == USAGE

@@ -449,6 +449,7 @@ MOST_BYTES, MOST_ROWS, MOST_POINTS, MOST_METRICS_BYTES = 300_000, 60, 400, 200_0
 LONGEST = {"8": 1, "512": 2, "1024": 3}
 
 
+@pytest.mark.long
 def test_the_page_is_light_and_soon_there(stack: Any, page: Page, enter: Any, brief: str) -> None:
     """With many jobs and a hundred thousand points: few bytes, none that the first paint waits for."""
     record = stack.client.get(brief)

@@ -29,6 +29,7 @@ GRADER = {
 ROWS = [{"question": f"{i % 10}+{i // 10}=", "good": "01234", "mark": "+"} for i in range(16)]
 
 
+@pytest.mark.long
 def test_a_job_trains_with_a_grader_on_an_uploaded_file(stack: Any) -> None:
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=stack.stack.url, headers=headers, timeout=60) as http:

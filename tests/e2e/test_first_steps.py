@@ -73,6 +73,7 @@ def judge(url: str, answer: str, *, value: bool) -> str:
     return str(reply.json()["feedback_id"])
 
 
+@pytest.mark.long
 def test_an_agent_that_is_asked_and_judged_gets_new_versions(stack: Any, url: str) -> None:
     first, model = stack.until(lambda: answered(url), "an answer", 60)
     assert model == "agent@0"

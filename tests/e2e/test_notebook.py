@@ -34,6 +34,7 @@ def run_cell(source: str, names: dict[str, Any]) -> object:
     return eval(compile(ast.Expression(last.value), "cell", "eval"), names) if isinstance(last, ast.Expr) else None
 
 
+@pytest.mark.long
 def test_the_example_notebook() -> None:
     notebook = json.loads((ROOT / "examples/notebook.ipynb").read_text())
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]

@@ -385,6 +385,7 @@ def test_bytes_that_were_changed_on_their_way_are_refused(store: BulkStore, far:
         thread.join()
 
 
+@pytest.mark.long
 def test_strangers_that_say_nothing_shut_nobody_out(
     near: ServiceSettings, far: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

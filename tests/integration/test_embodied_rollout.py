@@ -299,6 +299,7 @@ async def test_a_held_out_episode_overtaken_in_its_middle_is_over(bus: Bus, tmp_
         assert worker.session.status()["running"] == 0
 
 
+@pytest.mark.long
 async def test_one_session_steps_while_the_policy_decides_for_the_other(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,6 +330,7 @@ async def test_one_session_steps_while_the_policy_decides_for_the_other(
     assert beside > horizon, f"{beside} decisions beside a step: the sessions took turns"
 
 
+@pytest.mark.long
 async def test_another_ticket_for_work_in_hand_is_done_with(bus: Bus, tmp_path: Path) -> None:
     config = job("Pendulum-v1", horizon=400, **LONG)
     async with env_service(bus), worker_of(bus, tmp_path, config) as worker:

@@ -180,6 +180,7 @@ async def test_a_loop_that_is_held_up_keeps_its_lease(bus: Bus) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.long
 async def test_a_loop_that_hangs_loses_its_lease(bus: Bus) -> None:
     a = Lease(bus, "trainer.job_1", holder="a", lease_s=LEASE_S, hung_s=1.0)
     await a.acquire()
@@ -264,6 +265,7 @@ async def test_a_holder_that_is_cancelled_at_once_ends(bus: Bus) -> None:
         await a.release()
 
 
+@pytest.mark.long
 async def test_a_lease_outlives_a_slow_start_of_its_thread(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     connect = bus.another
 

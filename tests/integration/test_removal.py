@@ -117,6 +117,7 @@ async def test_the_id_of_a_deleted_job_is_not_used_again(bus: Bus, control: Coor
     assert not (await control.store.index()).all()
 
 
+@pytest.mark.long
 async def test_a_job_that_is_deleted_while_its_leader_ends_is_not_led_again(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

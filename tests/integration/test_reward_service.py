@@ -202,6 +202,7 @@ async def test_open_scorers_say_what_they_are(bus: Bus) -> None:
         assert service.status()[JOB]["scorers"]["code"] in {"sandbox: namespaces", "sandbox: landlock"}
 
 
+@pytest.mark.long
 async def test_slow_groups_move_from_raw_to_experience(
     bus: Bus, user_module: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +293,7 @@ async def test_unreadable_group_becomes_a_dead_letter_and_blocks_nobody(
             assert await buried.get() == (subjects.RAW, seq)
 
 
+@pytest.mark.long
 async def test_process_drains_on_sigterm(bus: Bus, nats_server: NatsServer, user_module: None) -> None:
     """The real process: beats, serves, finishes what it has when told to end, and leaves no scorer behind."""
     beats: asyncio.Queue[Heartbeat] = asyncio.Queue(1000)

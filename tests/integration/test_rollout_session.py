@@ -352,6 +352,7 @@ PUT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.long
 async def test_what_an_env_worker_held_dies_with_it(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int
 ) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from penstock.shared.protocol.events import encode_events
 
 SHARES = Path(__file__).with_name("test_online_shares.py")
@@ -41,6 +43,7 @@ def decisions() -> str:
     return hashlib.sha256(b"".join(encode_events(events) for events in flood.entries)).hexdigest()
 
 
+@pytest.mark.long
 def test_the_same_streams_give_the_same_decisions_in_every_process() -> None:
     """Decisions depend on no set order, no clock and no random number."""
     found = {decisions()}

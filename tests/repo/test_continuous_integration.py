@@ -32,6 +32,7 @@ def vllm_part(folder: Path, engines: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_where_vllm_cannot_be_had_its_part_is_not_run(tmp_path: Path) -> None:
     ended = vllm_part(tmp_path, tmp_path / "engines")
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -162,6 +162,7 @@ def test_the_ids_of_calls_are_the_same_at_every_worker_and_differ_between_choice
     assert ids[0] == ids[1] != ids[2]
 
 
+@pytest.mark.long
 def test_a_whole_answer_with_likeliest_tokens_is_sent_in_pieces_that_read_as_one() -> None:
     request = replace(request_of(), logprobs=20, stream=False)
     ids = list(range(9000))

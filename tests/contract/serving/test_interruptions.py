@@ -108,6 +108,7 @@ async def test_a_restart_of_the_bus_loses_no_token(stack_of: Any) -> None:
         assert sorted(record.token_ids[1:] for record in records) == sorted(told)
 
 
+@pytest.mark.long
 async def test_a_worker_that_drains_ends_what_it_has(stack_of: Any) -> None:
     async with stack_of(hold_s=0.5) as stack:
         _, lines = await opened(stack, max_tokens=400)
@@ -157,6 +158,7 @@ async def test_what_a_gateway_that_died_had_asked_for_is_not_trained_on(
                 await asyncio.sleep(0.01)
 
 
+@pytest.mark.long
 async def test_a_gateway_that_was_only_stalled_gets_its_answer(stack_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_SILENT", 2)
     async with stack_of() as stack, asyncio.timeout(60):

@@ -89,6 +89,7 @@ async def _compute(world: World, seconds: float) -> str:
     return str(running.exception()) if lost else ""
 
 
+@pytest.mark.long
 def test_a_long_step_is_no_silence(ranks: Any) -> None:
     assert ranks.run(2, compute, 2.5) == ["", ""]
 

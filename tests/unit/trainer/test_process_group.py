@@ -98,6 +98,7 @@ def test_a_lost_rank_is_named(ranks: Any) -> None:
     assert "died or said nothing for 60 s" in message
 
 
+@pytest.mark.long
 def test_ranks_of_torchrun_meet_at_the_store_of_its_agent_however_often(nursery: Any, tmp_path: Path) -> None:
     """torchrun's agent keeps the store at MASTER_PORT, one for all starts: rank 0 cannot listen there, and what
     the ranks of an earlier start left there must not be found. Each agent counts restarts for itself: not those for a
