@@ -1,48 +1,50 @@
-"""A coordinator that keeps its books in memory, behind the real application: what is tested here is HTTP and above."""
+"""The real application over a real bus, with jobs that nobody leads: what is tested is HTTP, and what speaks it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import copy
+import hashlib
 import importlib.util
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from datetime import UTC, datetime
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+import msgspec
 import pytest
 import uvicorn
 
+from penstock.services.coordinator.access import AuditLog, KeyStore
 from penstock.services.coordinator.api import create_app
-from penstock.services.coordinator.deployments import Deployments
-from penstock.services.coordinator.files import FileStore
-from penstock.services.coordinator.finetuning.service import FineTuningService
-from penstock.services.coordinator.jobs.job_index import JobEntry, JobIndex, entry_of
-from penstock.services.coordinator.origins import Origins
+from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.effects import ATTEMPTS, REASON, SEQUENCE, STREAM
 from penstock.services.coordinator.queries.samples import check_env
-from penstock.services.coordinator.training.checkpoints import (
-    Artifacts,
-    checkpoint_row,
-    checkpoint_rows,
-    delete_checkpoint,
-    find_file,
-)
-from penstock.services.coordinator.training.ledger import LedgerState
-from penstock.services.coordinator.webserver import KEEP_ALIVE_S
+from penstock.services.coordinator.training.journal import Journal
+from penstock.services.coordinator.webserver import KEEP_ALIVE_S, server_of
 from penstock.shared.config.data import source_names
 from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import ConfigError, Conflict, NotFound, Unavailable
-from penstock.shared.protocol.ids import new_job_id
-from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord, JobStatus, Operation
-from penstock.shared.protocol.keys import Scope, StoredKey, new_key
-from penstock.shared.transport.bus import Entry
+from penstock.shared.errors import Conflict, NotFound
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.audit_log import AuditRecord
+from penstock.shared.protocol.events import Checkpointed, Event
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.keys import StoredKey
+from penstock.shared.protocol.messages import DRAW_HEADER, Heartbeat
+from penstock.shared.runtime.ledger import ledger_archive
+from penstock.shared.runtime.tasks import end_tasks
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.jetstream import call
+from penstock.shared.transport.server import NatsServer
 
 _spec = importlib.util.spec_from_file_location("front_desks", Path(__file__).with_name("desks.py"))
 assert _spec is not None
@@ -50,6 +52,9 @@ assert _spec.loader is not None
 desks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(desks)
 
+T = TypeVar("T")
+
+DEADLINE_S = 60.0
 JOB: dict[str, Any] = {
     "name": "addition",
     "model": {"config": {"hidden_size": 64}, "tokenizer": "char"},
@@ -60,249 +65,17 @@ JOB: dict[str, Any] = {
 }
 
 
-class KeysInMemory:
-    """``KeyStore`` without a bus."""
+class Control(CoordinatorControl):
+    """The real one, but for some queries."""
 
-    def __init__(self) -> None:
-        self.stored: dict[str, StoredKey] = {}
+    audit_ok = True
 
-    async def create(
-        self, name: str, scopes: list[Scope], *, expires_at: datetime | None, rate_limit: str | None,
-        models: list[str] | None = None, max_weight: float = 1.0, code_modules: list[str] | None = None,
-    ) -> tuple[StoredKey, str]:  # fmt: skip
-        id, text, digest = new_key()
-        self.stored[id] = StoredKey(
-            id=id, name=name, scopes=scopes, created_at=datetime.now(UTC), expires_at=expires_at,
-            rate_limit=rate_limit, models=models, max_weight=max_weight, code_modules=code_modules, digest=digest,
-        )  # fmt: skip
-        return self.stored[id], text
-
-    async def find(self, id: str) -> StoredKey | None:
-        return self.stored.get(id)
-
-    async def list_all(self) -> list[StoredKey]:
-        return list(self.stored.values())
-
-    async def delete(self, id: str) -> None:
-        if self.stored.pop(id, None) is None:
-            raise NotFound(f"no key '{id}'")
-
-    async def secret(self) -> bytes:
-        return b"s" * 32
-
-
-class LettersInMemory:
-    """``DeadLetterQueue`` without a bus: two of every job, of which the second stood for no draw."""
-
-    def __init__(self) -> None:
-        rows = {"time": 1.0, "stream": "TICKETS", "sequence": 9, "attempts": 3, "reason": "max deliveries"}
-        self.stored = {7: {**rows, "id": 7, "draw": "4.0"}, 8: {**rows, "id": 8, "draw": None}}
-
-    async def page(self, job: str, *, after: int, limit: int) -> list[dict[str, Any]]:
-        return [row for id, row in sorted(self.stored.items()) if id > after][:limit]
-
-    async def show(self, job: str, id: int) -> dict[str, Any]:
-        if id not in self.stored:
-            raise NotFound(f"no dead letter {id}")
-        return {**self.stored[id], "nbytes": 3, "headers": {"a": "b"}, "content": "abc"}
-
-    async def drop(self, job: str, id: int) -> None:
-        await self.show(job, id)
-        del self.stored[id]
-
-    async def check_replayable(self, job: str, id: int) -> None:
-        if (await self.show(job, id))["draw"] is None:
-            raise NotFound(f"dead letter {id} stood for no draw")
-
-
-class Books:
-    """``CoordinatorControl`` without a bus. Jobs stay pending until a test moves them with ``advance``."""
-
-    def __init__(self) -> None:
-        self.keys = KeysInMemory()
-        self.dead_letters = LettersInMemory()
-        self.audit_log = desks.AuditLogInMemory()
-        self._directory = tempfile.TemporaryDirectory(prefix="penstock-test-")
-        self.files = FileStore(Path(self._directory.name), max_bytes=1 << 20, max_files=20)
-        self.graders, self.webhooks, self.scaling = (
-            desks.GradersInMemory(),
-            desks.WebhooksInMemory(),
-            desks.ScalingInMemory(),
-        )
-        self.jobs: dict[str, JobRecord] = {}
-        self.origins = Origins(self.index, self._state, Path())
-        self.steering = self
-        self.deployments = Deployments(self, self.origins, self.submit, settings())
-        self.fine_tuning = FineTuningService(self, self.files, settings())
-        self.feed: dict[str, list[dict[str, Any]]] = {}
-        self.warnings: list[str] = []
-        self.submitted = 0
-        self.deleted: dict[str, bool] = {}
-        """Deleted jobs, and whether with their checkpoints."""
-        self.submit_delay_s = 0.0
-        self.down = False
-        self.audit_ok = True
-        self.ledger = LedgerState()
-        """Where every job's checkpoints are recorded."""
-        self.artifacts = Artifacts(Path("/nowhere"))
-        self.broken_after: int | None = None
-        """follow_events fails after an event with this sequence, once."""
-        self.purged: set[int] = set()
-        """Events that are not kept any more."""
-
-    def advance(self, job: str, phase: str, **status: Any) -> None:
-        record = self.jobs[job]
-        new = record.status.model_copy(update={"phase": phase, **status})
-        self.jobs[job] = record.model_copy(update={"status": new, "revision": record.revision + 1})
-        self.emit(job, "phase", f"now {phase}", phase=phase)
-
-    def emit(self, job: str, type: str, message: str, **more: Any) -> None:
-        row = {"time": time.time(), "level": "info", "type": type, "message": message, **more}
-        self.feed[job].append(row)
-
-    def _known(self, job: str) -> JobRecord:
-        if self.down:
-            raise Unavailable("the bus does not answer")
-        if job not in self.jobs:
-            raise NotFound(f"no job '{job}'")
-        return self.jobs[job]
-
-    def close(self) -> None:
-        self._directory.cleanup()
-
-    async def index(self) -> JobIndex:
-        """As of a ``JobStore``."""
-        index = JobIndex(None)
-        for id, record in sorted(self.jobs.items()):
-            index.take(Entry(id, record.stored(), record.revision, 0.0))
-        return index
-
-    async def _state(self, job: str) -> LedgerState:
-        self._known(job)
-        return self.ledger
-
-    async def submit(
-        self, spec: JobConfig, raw: dict[str, Any], *, key: str = "", fine_tuning: dict[str, Any] | None = None
-    ) -> JobRecord:
-        if self.down:
-            raise Unavailable("the bus does not answer")
-        await asyncio.sleep(self.submit_delay_s)
-        if spec.name == "too-big":
-            raise ConfigError("limits.byte_budget: the streams have no room for this job")
-        self.submitted += 1
-        record = JobRecord(
-            id=new_job_id(), name=spec.name, created_at=datetime.now(UTC), revision=1, fine_tuning=fine_tuning,
-            spec=raw if fine_tuning is None else spec.model_dump(mode="json", exclude_unset=True),
-            status=JobStatus(total_steps=spec.train.max_updates),
-        )  # fmt: skip
-        self.jobs[record.id] = record
-        self.feed[record.id] = []
-        for text in self.warnings:
-            self.feed[record.id].append(
-                {"time": 0.0, "level": "warning", "type": "submitted", "message": text, "data": {}}
-            )
-        self.emit(record.id, "phase", "now pending", phase="pending")
-        return record
-
-    async def dry_run(self, spec: JobConfig) -> dict[str, Any]:
-        return {"groups_per_batch": spec.groups_per_batch, "max_draws": spec.max_draws}
-
-    async def get(self, job: str) -> JobRecord:
-        return self._known(job)
-
-    async def job_entries(self, models: frozenset[str] | None = None) -> list[JobEntry]:
-        found = [entry_of(id, record.stored(), record.revision) for id, record in sorted(self.jobs.items())]
-        return [e for e in found if models is None or not models.isdisjoint((e.name, e.id))]
-
-    async def list_jobs(
-        self, *, after: str | None, limit: int, order: str, phase: str | None, name: str | None, kind: str | None,
-        labels: Mapping[str, str], models: frozenset[str] | None = None,
-    ) -> list[JobRecord]:  # fmt: skip
-        ids = sorted(self.jobs, reverse=order == "desc")
-        if after is not None:
-            ids = [i for i in ids if (i < after if order == "desc" else i > after)]
-        found = [self.jobs[i] for i in ids]
-        found = [r for r in found if models is None or not models.isdisjoint((r.name, r.id))]
-        found = [r for r in found if phase in (None, r.status.phase) and name in (None, r.name)]
-        found = [r for r in found if kind in (None, r.spec.get("kind", "rl"))]
-        return [r for r in found if labels.items() <= r.spec.get("metadata", {}).items()][:limit]
-
-    async def amend(self, job: str, edit: Callable[[JobRecord], Any], *, by: str) -> JobRecord:
-        record = self._known(job)
-        if record.status.phase in TERMINAL_PHASES:
-            raise Conflict(f"job '{job}' is {record.status.phase}")
-        spec = edit(record).model_dump(mode="json", exclude_unset=True)
-        changes = {"spec": spec, "generation": record.generation + 1, "changed_from": record.revision}
-        self.jobs[job] = record.model_copy(update={**changes, "revision": record.revision + 1})
-        return self.jobs[job]
-
-    async def extend(self, job: str, max_updates: int, *, by: str) -> tuple[JobRecord, list[str]]:
-        record = self._known(job)
-        if record.status.phase not in TERMINAL_PHASES:
-            raise Conflict(f"job '{job}' is {record.status.phase}")
-        spec = {**record.spec, "train": {**record.spec["train"], "max_updates": max_updates}}
-        status = record.status.model_copy(update={"phase": "pending"})
-        changes = {"spec": spec, "status": status, "extensions": record.extensions + 1}
-        self.jobs[job] = record.model_copy(update={**changes, "revision": record.revision + 1})
-        return self.jobs[job], ["optimizer.schedule: it rises again"]
-
-    async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
-        record = self._known(job)
-        if record.status.phase in TERMINAL_PHASES:
-            raise Conflict(f"job '{job}' is {record.status.phase}")
-        self.jobs[job] = record.model_copy(update={"operations": [*record.operations, operation]})
-        return self.jobs[job]
-
-    async def set_desired(
-        self, job: str, state: Any, *, by: str, force: bool = False, checkpoint: bool = True
-    ) -> JobRecord:
-        record = self._known(job)
-        if record.status.phase in TERMINAL_PHASES:
-            raise Conflict(f"job '{job}' is {record.status.phase}; it cannot become {state}")
-        if record.desired_state != state:
-            self.jobs[job] = record.model_copy(update={"desired_state": state, "revision": record.revision + 1})
-        return self.jobs[job]
-
-    async def events(self, job: str, *, after: int, limit: int) -> list[tuple[int, dict[str, Any]]]:
-        self._known(job)
-        return list(enumerate(self.feed[job], 1))[after : after + limit]
-
-    async def follow_events(self, job: str, *, after: int) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        while True:
-            for seq, row in await self.events(job, after=after, limit=1000):
-                yield seq, row
-                after = seq
-                if self.broken_after == seq:
-                    self.broken_after = None
-                    raise Unavailable("the bus went away")
-            if self._known(job).status.phase in TERMINAL_PHASES and after == len(self.feed[job]):
-                return
-            await asyncio.sleep(0.02)
-
-    async def newest_event(self, job: str) -> int:
-        self._known(job)
-        return len(self.feed[job])
-
-    async def keeps_event(self, seq: int) -> bool:
-        return seq not in self.purged
-
-    async def metrics(self, job: str, **query: Any) -> dict[str, Any]:
-        self._known(job)
-        steps = list(range(5))[: query["max_points"]]
-        series = {"reward": [0.1, 0.2, float("nan"), 0.5, 0.9], "loss": [5.0, 4.0, 3.0, 2.0, 1.0]}
-        wanted = [name for name in query["names"] or series if name in series]
-        return {"steps": steps, "wall": [float(s) for s in steps], "series": {n: series[n] for n in wanted}}
-
-    async def workers(self, job: str, *, history: bool = False) -> list[dict[str, Any]]:
-        self._known(job)
-        spans = {"spans": [{"kind": "busy", "wait": "", "start_age_s": 9.0, "end_age_s": 0.3}]} if history else {}
-        return [
-            {"service": "rollout", "worker": "rollout-0", "host": "h", "pid": 7, "ready": True, "alive": True,
-             "age_s": 0.3, "version": 2, "waiting_for": "version 3", **spans}
-        ]  # fmt: skip
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.graders, self.webhooks = desks.GradersInMemory(), desks.WebhooksInMemory()
 
     async def samples(self, job: str, **query: Any) -> list[dict[str, Any]]:
-        spec = self._known(job).spec
+        spec = (await self.get(job)).spec
         if query["env"] is not None:
             check_env(spec, query["env"])
         names = source_names(JobConfig.parse(spec).data.train)
@@ -314,16 +87,8 @@ class Books:
         start = next((i + 1 for i, row in enumerate(rows) if row["id"] == query["after"]), 0)
         return rows[start : start + query["limit"]]
 
-    async def videos(self, job: str) -> list[dict[str, Any]]:
-        self._known(job)
-        return []
-
-    async def video(self, job: str, name: str) -> bytes:
-        self._known(job)
-        raise NotFound(f"no video '{name}'")
-
     async def sample(self, job: str, row_id: str) -> dict[str, Any]:
-        self._known(job)
+        await self.get(job)
         if row_id != "4-3.0-1":
             raise NotFound(f"no sample '{row_id}'")
         return {**desks.sample_row(row_id, "addition", 3), "job": job, "attempt": "a", "prompt_token_ids": [1],
@@ -331,46 +96,11 @@ class Books:
                 "siblings": []}  # fmt: skip
 
     async def timeline(self, job: str, *, step: int | None, limit: int) -> list[dict[str, Any]]:
-        self._known(job)
+        await self.get(job)
         return [{"step": step or 1, "stage": "train", "start": 1.0, "end": 2.0}][:limit]
 
-    async def metric_names(self, job: str) -> list[dict[str, Any]]:
-        self._known(job)
-        return [{"name": "reward", "count": 5, "first_step": 0, "last_step": 4, "last": 0.9}]
-
-    async def delete(self, job: str, *, checkpoints: bool) -> None:
-        if self._known(job).status.phase not in TERMINAL_PHASES:
-            raise Conflict(f"job '{job}' has not ended")
-        del self.jobs[job]
-        self.deleted[job] = checkpoints
-
-    async def delete_checkpoint(self, job: str, number: int) -> None:
-        self._known(job)
-        delete_checkpoint(self.ledger, Path(), number)
-
-    async def artifact(self, sha256: str) -> Path:
-        return self.artifacts.find(sha256)
-
-    async def checkpoints(self, job: str) -> list[dict[str, Any]]:
-        self._known(job)
-        return checkpoint_rows(self.ledger, Path())
-
-    async def checkpoint(self, job: str, number: int) -> dict[str, Any]:
-        self._known(job)
-        return checkpoint_row(self.ledger, Path(), number)
-
-    async def checkpoint_file(self, job: str, number: int, name: str) -> tuple[Path, str]:
-        self._known(job)
-        path, file = find_file(self.ledger, Path(), number, name)
-        return path, file.sha256
-
-    async def why(self, job: str) -> list[dict[str, Any]]:
-        self._known(job)
-        return [{"waiting_for": "2 groups of 2 per batch", "subject": f"tickets.{job}", "id": "4.0",
-                 "holder": "rollout-0", "age_s": 1.5}]  # fmt: skip
-
     async def audit(self, job: str) -> dict[str, Any]:
-        self._known(job)
+        await self.get(job)
         check = {"name": "equation", "ok": self.audit_ok, "detail": "6 = 4 + 1 + 1"}
         violations = [] if self.audit_ok else ["equation: 6 = 4 + 1 + 0"]
         equation = {"drawn": 6, "trained": 4, "dropped": {"failed": 1}, "in_flight": 1}
@@ -379,7 +109,7 @@ class Books:
     async def logs(
         self, job: str, *, service: str | None, tail: int, after: str | None, unnamed: bool
     ) -> dict[str, Any]:
-        self._known(job)
+        await self.get(job)
         lines = [{"service": service or "trainer", "text": f"line {i}"} for i in range(3)] if after is None else []
         if unnamed and lines:
             lines.insert(0, {"service": "nats", "text": "about no job"})
@@ -388,7 +118,7 @@ class Books:
     async def replay(
         self, job: str, *, from_batch: int | None, to_batch: int | None, feedback: bool = False
     ) -> AsyncIterator[dict[str, Any]]:
-        if self._known(job).status.phase == "pending":
+        if (await self.get(job)).status.phase == "pending":
             raise Conflict("nothing was trained yet")
         for batch in range(from_batch or 0, min(to_batch or 2, 2) + 1):  # three were trained
             row = {"batch": batch, "total": 3, "match": True, "detail": "identical"}
@@ -399,22 +129,270 @@ class Books:
             yield {**row, "told": [told]} if feedback else row
         yield {"done": True, "ok": True, "summary": "3 of 3 batches are bit-identical"}
 
-    async def limits(self) -> dict[str, Any]:
-        return {"durability": "fsync"}
 
-    async def health(self) -> tuple[bool, dict[str, Any]]:
-        return not self.down, {"bus": {"ok": not self.down, "detail": "connected" if not self.down else "away"}}
+class Deployment:
+    """A NATS server, fronts of coordinators over it, and what a leader and workers would write: tests do that.
+
+    No leader runs: a job stays pending until a test moves it with ``advance``. Methods that are no coroutines may be
+    called from any thread and block until the bus has what they wrote: a loop of its own, in a thread, owns the bus
+    with which they write.
+    """
+
+    Control = Control
+
+    def __init__(self, server: NatsServer) -> None:
+        self.server = server
+        self.data_dir = Path()
+        self.members = Members()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self.bus = self.run(Bus.connect(server.url, name="test"))
+        self.store = JobStore(self.bus)
+        self._serving = contextlib.AsyncExitStack()
+        self._outcomes: dict[str, dict[str, Any]] = {}
+
+    def close(self) -> None:
+        self.run(self.bus.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the loop of ``bus`` and return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(DEADLINE_S)
+
+    def empty(self, data_dir: Path) -> None:
+        """Begin anew: no message in any stream, so that sequences and revisions start at 1, and no files."""
+        self.data_dir, self.members = data_dir, Members()
+        self._outcomes.clear()
+        self.server.start()
+        self.run(self._empty())
+
+    async def _empty(self) -> None:
+        await self._serving.aclose()
+        await self.bus.wait_connected(DEADLINE_S)
+        if await self.bus.missing_streams():
+            await self.bus.ensure_streams(experience_bytes=64 << 20, stream_bytes=16 << 20)
+        listed = await self._ask("STREAM.LIST", {})
+        await asyncio.gather(*(self._again(s["config"]) for s in listed["streams"] if s["state"]["last_seq"]))
+        self.store = JobStore(self.bus)
+
+    async def _again(self, config: dict[str, Any]) -> None:
+        await self._ask(f"STREAM.DELETE.{config['name']}")
+        await self._ask(f"STREAM.CREATE.{config['name']}", config)
+
+    async def _ask(self, endpoint: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        return await call(self.bus._connection, endpoint, body, deadline_s=DEADLINE_S, what=endpoint)
+
+    # -- fronts ------------------------------------------------------------------------------------------------------
+
+    def settings(self, **more: Any) -> ServiceSettings:
+        """Settings of a front: room for any number of jobs, and no limit of rates that tests would meet."""
+        own = {
+            "data_dir": self.data_dir, "rate_limit": "100000/minute", "experience_bytes": 1 << 50,
+            "nats_monitor_url": self.server.monitor_url,
+        }  # fmt: skip
+        return ServiceSettings(**{**own, **more})
+
+    @contextlib.asynccontextmanager
+    async def control(self, **more: Any) -> AsyncIterator[CoordinatorControl]:
+        """A front's control with a connection of its own, in the loop of the caller; keyword arguments are settings."""
+        async with await Bus.connect(self.server.url, name="api") as bus:
+            yield Control(bus, JobStore(bus), self.members, {}, self.settings(**more))
+
+    @contextlib.asynccontextmanager
+    async def listening(self, **more: Any) -> AsyncIterator[int]:
+        """The port of a front behind the server that coordinators start, in the loop of the caller."""
+        async with self.control(http_port=0, **more) as control:
+            server = server_of(create_app(control, control.settings), control.settings)
+            task = asyncio.create_task(server._serve())
+            async with asyncio.timeout(DEADLINE_S):
+                while not server.started:
+                    await asyncio.sleep(0.01)
+            try:
+                yield server.servers[0].sockets[0].getsockname()[1]
+            finally:
+                server.should_exit = True
+                await task
+
+    # -- what is stored ----------------------------------------------------------------------------------------------
+
+    @property
+    def jobs(self) -> dict[str, JobRecord]:
+        """Every job, oldest first."""
+        return self.run(self._jobs())
+
+    async def _jobs(self) -> dict[str, JobRecord]:
+        return {entry.id: entry.record() for entry in (await self.store.index()).all()}
+
+    @property
+    def submitted(self) -> int:
+        """Number of jobs."""
+        return len(self.jobs)
+
+    def events(self, job: str) -> list[dict[str, Any]]:
+        """Rows of a job's events."""
+        found = self.run(self.bus.read(subjects.EVENTS, subjects.events(job)))
+        return [msgspec.json.decode(message.data) for message in found]
+
+    @property
+    def keys(self) -> dict[str, StoredKey]:
+        """Every API key by its id."""
+        return {key.id: key for key in self.run(KeyStore(self.bus).list_all())}
+
+    @property
+    def audit_log(self) -> list[AuditRecord]:
+        """Every record of the audit log, oldest first."""
+        page = AuditLog(self.bus).page(key="", job="", since=None, after=0, limit=1000)
+        return [record for _, record in self.run(page)]
+
+    # -- what a leader and workers do --------------------------------------------------------------------------------
+
+    def submit(self, job: dict[str, Any], **more: Any) -> str:
+        """Store a job without its checks; the id."""
+        return self.run(self.store.create(parse_job(job), **more)).id
+
+    def advance(self, job: str, phase: str, **status: Any) -> None:
+        """Move a job, as its leader does: first the event, then the record."""
+        message = f"{phase}: {status.get('message', '')}".rstrip(": ")
+        self.emit(job, "phase", message, level="error" if phase == "failed" else "info")
+        self.run(self.store.set_status(job, phase=phase, **status))
+
+    def emit(self, job: str, type: str, message: str, *, level: str = "info", **data: Any) -> None:
+        """Publish an event of a job."""
+        row = {"time": time.time(), "level": level, "type": type, "message": message, "data": data}
+        self.run(self.bus.publish(subjects.events(job), msgspec.json.encode(row)))
+
+    def record(self, job: str, *events: Event) -> None:
+        """Append an entry to the ledger of a job."""
+        self.run(self._record(job, events))
+
+    async def _record(self, job: str, events: tuple[Event, ...]) -> None:
+        journal = Journal(self.bus, job, archive=ledger_archive(self.data_dir))
+        await journal.resume()
+        await journal.append(events)
+
+    def save(self, job: str, number: int, files: dict[str, bytes]) -> Path:
+        """Write a checkpoint as the trainer does and append it to the ledger; its folder."""
+        folder = self.data_dir / "checkpoints" / job / str(number)
+        write_checkpoint(folder, files)
+        saved = {"number": number, "version": number, "digest": "d", "path": str(folder)}
+        self.record(job, Checkpointed(writer_epoch=1, time=1000.0, trainer_epoch=1, low_seq=0, **saved))
+        return folder
+
+    def measure(self, job: str) -> None:
+        """Publish five rows of metrics; one reward is not finite."""
+        rewards, losses = [0.1, 0.2, float("nan"), 0.5, 0.9], [5.0, 4.0, 3.0, 2.0, 1.0]
+        for step, (reward, loss) in enumerate(zip(rewards, losses, strict=True)):
+            row = {"kind": "train", "step": step, "time": float(step), "values": {"reward": reward, "loss": loss}}
+            self.run(self.bus.publish(subjects.metrics(job), msgspec.json.encode(row)))
+
+    def beat(self, job: str, **of_job: Any) -> None:
+        """Hear a heartbeat of a rollout worker."""
+        beat = Heartbeat(
+            service="rollout", worker="rollout-0", host="h", pid=7, started=0.0, interval_s=600.0, health_port=1,
+            ready=True, jobs={job: {"version": 2, "running": 1, "waiting_for": "version 3", **of_job}},
+        )  # fmt: skip
+        self.members.on_heartbeat(beat, time.monotonic())
+
+    def serve(self, subject: str, answer: Callable[[bytes], bytes]) -> None:
+        """Answer requests on ``subject`` until the end of the test."""
+
+        async def answered(data: bytes) -> bytes:
+            return answer(data)
+
+        async def begin() -> None:
+            await self._serving.enter_async_context(await self.bus.serve(subject, answered))
+
+        self.run(begin())
+
+    def stop_serving(self) -> None:
+        """Answer nothing any more, and finish no operations."""
+        self.run(self._serving.aclose())
+
+    def explain(self, job: str) -> None:
+        """Say for the leader what a job waits for."""
+        row = {"waiting_for": "2 groups of 2 per batch", "subject": subjects.tickets(job), "id": "4.0",
+               "holder": "rollout-0", "age_s": 1.5}  # fmt: skip
+        self.serve(subjects.LEADER, lambda _: msgspec.json.encode([row]))
+
+    def bury(self, job: str) -> None:
+        """Store two dead letters of a job, of which the second stands for no draw."""
+        for draw in ({DRAW_HEADER: "4.0"}, {}):
+            headers = {STREAM: subjects.TICKETS, SEQUENCE: "9", ATTEMPTS: "3", REASON: "max deliveries", "a": "b"}
+            self.run(self.bus.publish(subjects.dead(job), b"abc", headers={**headers, **draw}))
+
+    def finish(self, job: str, **over: Any) -> None:
+        """End the pending operations of a job, those that there are and those to come, as the last call says."""
+        begun = bool(self._outcomes)
+        self._outcomes[job] = over
+        self.run(self._finish(job) if begun else self._begin_finishing())
+
+    async def _begin_finishing(self) -> None:
+        async def finish() -> None:
+            async for entry in self.store.watch():
+                await self._finish(entry.id)
+
+        self._serving.push_async_callback(end_tasks, [asyncio.create_task(finish())])
+
+    async def _finish(self, job: str) -> None:
+        for operation in (await self.store.get(job)).operations:
+            if operation.state == "pending" and job in self._outcomes:
+                await self.store.finish_operation(job, operation.model_copy(update=self._outcomes[job]))
+
+    def write_log(self, job: str, number: int = 3) -> None:
+        """Write lines about a job to the log of a trainer, and one about no job."""
+        folder = self.data_dir / "logs"
+        folder.mkdir(exist_ok=True)
+        lines = ["about no job", *(f"line {i} of {job}" for i in range(number))]
+        (folder / "trainer.log").write_text("\n".join(lines) + "\n")
+
+    def remove(self, stream: str) -> None:
+        """Delete a stream, until the end of the test."""
+        self.run(self._ask(f"STREAM.DELETE.{stream}"))
+
+    def forget_event(self, seq: int) -> None:
+        """Delete an event from the stream."""
+        self.run(self.bus.delete_message(subjects.EVENTS, seq))
 
 
-def settings(**more: Any) -> ServiceSettings:
-    return ServiceSettings(**{"rate_limit": "100000/minute", **more})
+def write_checkpoint(folder: Path, files: dict[str, bytes]) -> None:
+    """Write the files of a checkpoint, its manifest, and its commit."""
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    listed = {n: {"nbytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files.items()}
+    manifest = msgspec.json.encode({"files": listed})
+    (folder / "manifest.json").write_bytes(manifest)
+    (folder / "COMMIT").write_text(hashlib.sha256(manifest).hexdigest())
+
+
+@pytest.fixture(scope="session")
+def deployed() -> Iterator[Deployment]:
+    """A server for all tests of a process, its data in memory where there is some: an fsync costs nothing there."""
+    shm = Path("/dev/shm")
+    with (
+        tempfile.TemporaryDirectory(prefix="penstock-test-", dir=shm if shm.is_dir() else None) as directory,
+        NatsServer(Path(directory)) as server,
+    ):
+        deployment = Deployment(server)
+        yield deployment
+        deployment.close()
 
 
 @pytest.fixture
-def books() -> Iterator[Books]:
-    books = Books()
-    yield books
-    books.close()
+def books(deployed: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+    """An empty deployment."""
+    deployed.empty(tmp_path_factory.mktemp("data"))
+    return deployed
+
+
+@pytest.fixture
+async def control(books: Deployment) -> AsyncIterator[CoordinatorControl]:
+    """The control of a front, in the loop of the test."""
+    async with books.control() as control:
+        yield control
 
 
 @pytest.fixture
@@ -424,24 +402,25 @@ def job() -> dict[str, Any]:
 
 
 @pytest.fixture
-def connect(books: Books) -> Callable[..., contextlib.AbstractAsyncContextManager[httpx.AsyncClient]]:
-    """A client of the application, in process; keyword arguments are settings."""
+def connect(books: Deployment) -> Callable[..., contextlib.AbstractAsyncContextManager[httpx.AsyncClient]]:
+    """A client of a front, in process; keyword arguments are settings."""
 
     @contextlib.asynccontextmanager
     async def build(**more: Any) -> AsyncIterator[httpx.AsyncClient]:
-        app = create_app(books, settings(**more))
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
-        async with app.router.lifespan_context(app), client:
-            yield client
+        async with books.control(**more) as control:
+            app = create_app(control, control.settings)
+            transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+            async with app.router.lifespan_context(app), client:
+                yield client
 
     return build
 
 
 class Served:
-    """The application behind a real server on a free port, in a thread of its own."""
+    """A front behind a real server on a free port, in a thread of its own."""
 
-    def __init__(self, books: Books, **more: Any) -> None:
+    def __init__(self, books: Deployment, **more: Any) -> None:
         self.books = books
         self.stopping: asyncio.Event | None = None
         self._more = more
@@ -451,25 +430,23 @@ class Served:
         self._server: uvicorn.Server | None = None
 
     def start(self) -> None:
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
         deadline = time.monotonic() + 10
         while self._server is None or not self._server.started:
             assert time.monotonic() < deadline, "the server did not start in 10 s"
             time.sleep(0.01)
 
-    def _run(self) -> None:
-        async def serve() -> None:
-            self.stopping = asyncio.Event()
-            app = create_app(self.books, settings(**self._more), stopping=self.stopping)
+    async def _serve(self) -> None:
+        self.stopping = asyncio.Event()
+        async with self.books.control(**self._more) as control:
+            app = create_app(control, control.settings, stopping=self.stopping)
             config = uvicorn.Config(
                 app, port=self.port, log_level="error", timeout_graceful_shutdown=2, timeout_keep_alive=KEEP_ALIVE_S
             )
             self._server = uvicorn.Server(config)
             self._loop = asyncio.get_running_loop()
             await self._server.serve()
-
-        asyncio.run(serve())
 
     def stop(self) -> None:
         thread, server, stopping = self._thread, self._server, self.stopping
@@ -484,7 +461,7 @@ class Served:
 
 
 @pytest.fixture
-def serve(books: Books) -> Iterator[Callable[..., Served]]:
+def serve(books: Deployment) -> Iterator[Callable[..., Served]]:
     """Start servers; keyword arguments are settings."""
     servers: list[Served] = []
 

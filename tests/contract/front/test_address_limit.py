@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,7 +12,6 @@ import redis.asyncio
 
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.webserver import server_of
-from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError
 
 PATH = "/v1/jobs"
@@ -96,8 +94,9 @@ async def test_addresses_are_shared_over_valkey_and_in_memory_without(connect: A
 
 @pytest.mark.parametrize("variable", ["user_rate_limit", "address_rate_limit"])
 async def test_a_limit_that_cannot_be_read(books: Any, variable: str) -> None:
-    with pytest.raises(ConfigError, match=f"PENSTOCK_{variable.upper()}: 'often' is no rate"):
-        create_app(books, ServiceSettings(**{variable: "often"}))
+    async with books.control(**{variable: "often"}) as control:
+        with pytest.raises(ConfigError, match=f"PENSTOCK_{variable.upper()}: 'often' is no rate"):
+            create_app(control, control.settings)
 
 
 # -- proxies ----------------------------------------------------------------------------------------------------------
@@ -106,19 +105,11 @@ async def test_a_limit_that_cannot_be_read(books: Any, variable: str) -> None:
 @contextlib.asynccontextmanager
 async def serving(books: Any, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
     """The application behind the server that the coordinator starts."""
-    settings = ServiceSettings(http_port=0, address_rate_limit="2/hour", **more)
-    server = server_of(create_app(books, settings), settings)
-    task = asyncio.create_task(server._serve())
-    async with asyncio.timeout(10):
-        while not server.started:
-            await asyncio.sleep(0.01)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    try:
-        async with httpx.AsyncClient(base_url=url) as client:
-            yield client
-    finally:
-        server.should_exit = True
-        await task
+    async with (
+        books.listening(address_rate_limit="2/hour", **more) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+    ):
+        yield client
 
 
 async def forwarded(client: httpx.AsyncClient, *chains: str) -> list[int]:
@@ -139,7 +130,8 @@ async def test_a_trusted_proxy_says_who_the_client_is(books: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["proxy.internal", "10.0.0.1/8", "*,10.0.0.1"])
-def test_proxies_that_cannot_be_read(books: Any, text: str) -> None:
-    settings = ServiceSettings(forwarded_allow_ips=text)
-    with pytest.raises(ConfigError, match="PENSTOCK_FORWARDED_ALLOW_IPS: "):
-        server_of(create_app(books, settings), settings)
+async def test_proxies_that_cannot_be_read(books: Any, text: str) -> None:
+    async with books.control(forwarded_allow_ips=text) as control:
+        app = create_app(control, control.settings)
+        with pytest.raises(ConfigError, match="PENSTOCK_FORWARDED_ALLOW_IPS: "):
+            server_of(app, control.settings)

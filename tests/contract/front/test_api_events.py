@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -14,7 +16,9 @@ import pytest
 
 from penstock.client import Client
 from penstock.services.coordinator.api.http.sse import event_stream
+from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.webhooks.cloudevent import event_of
+from penstock.shared.errors import Unavailable
 from penstock.shared.transport.bus import Message
 
 
@@ -26,15 +30,17 @@ def blocks(text: str) -> list[dict[str, str]]:
     return found
 
 
-def submit(url: str, job: Any) -> str:
-    id: str = httpx.post(f"{url}/v1/jobs", json=job).json()["id"]
+def submit(served: Any, job: Any) -> str:
+    """Submit a job, of which a leader then says that it is pending; its id."""
+    id: str = httpx.post(f"{served.url}/v1/jobs", json=job).json()["id"]
+    served.books.emit(id, "phase", "pending")
     return id
 
 
 def test_list_pages(served: Any, books: Any, job: Any) -> None:
-    id = submit(served.url, job)
+    id = submit(served, job)
     for i in range(5):
-        books.emit(id, "step", f"step {i}", step=i)
+        books.emit(id, "step", f"step {i}")
     page = httpx.get(f"{served.url}/v1/jobs/{id}/events?limit=4").json()
     assert [row["id"] for row in page["data"]] == [1, 2, 3, 4]
     assert page["has_more"]
@@ -44,20 +50,20 @@ def test_list_pages(served: Any, books: Any, job: Any) -> None:
 
 @pytest.mark.parametrize("cursor", ["9" * 5000, "-1", "1x", "\u00b2", str(1 << 53)])
 def test_a_cursor_that_the_stream_never_sent_is_refused(served: Any, job: Any, cursor: str) -> None:
-    id = submit(served.url, job)
+    id = submit(served, job)
     reply = httpx.get(f"{served.url}/v1/jobs/{id}/events", headers={"last-event-id": cursor.encode("latin-1")})
     assert (reply.status_code, reply.json()["type"]) == (422, "urn:penstock:problem:invalid_cursor")
 
 
 def test_stream_to_the_end(served: Any, books: Any, job: Any) -> None:
-    id = submit(served.url, job)
+    id = submit(served, job)
     books.advance(id, "succeeded")
     reply = httpx.get(f"{served.url}/v1/jobs/{id}/events", headers={"accept": "text/event-stream"})
     assert reply.headers["content-type"].startswith("text/event-stream")
     first, *events, end = blocks(reply.text)
     assert first == {"retry": "1000"}
     assert [(e["id"], e["event"]) for e in events] == [("1", "phase"), ("2", "phase")]
-    assert json.loads(events[1]["data"])["message"] == "now succeeded"
+    assert json.loads(events[1]["data"])["message"] == "succeeded"
     assert end["event"] == "end"
 
 
@@ -67,20 +73,21 @@ def test_stream_to_the_end(served: Any, books: Any, job: Any) -> None:
     ids=["query", "accept"],
 )
 def test_events_are_what_webhooks_are_sent(served: Any, books: Any, job: Any, asked: dict[str, Any]) -> None:
-    id = submit(served.url, job)
-    books.emit(id, "checkpoint", "checkpoint 3", data={"number": 3})
-    books.emit(id, "phase", "succeeded")
+    id = submit(served, job)
+    books.emit(id, "checkpoint", "checkpoint 3", number=3)
     books.advance(id, "succeeded")
     posted = [
         json.loads(event_of(Message(f"events.{id}", msgspec.json.encode(row), {}, seq, 0.0)).body)
-        for seq, row in enumerate(books.feed[id], 1)
+        for seq, row in enumerate(books.events(id), 1)
     ]
     assert [event["type"] for event in posted[1:3]] == ["rl.checkpoint.created.v1", "rl.job.succeeded.v1"]
     page = httpx.get(f"{served.url}/v1/jobs/{id}/events", **asked).json()
-    assert (page["data"], page["first_id"], page["last_id"]) == (posted, 1, 4)
+    assert (page["data"], page["first_id"], page["last_id"]) == (posted, 1, 3)
 
+    plain = httpx.get(f"{served.url}/v1/jobs/{id}/events", params={"format": "json"}, headers=asked.get("headers"))
+    assert [row["type"] for row in plain.json()["data"]] == ["phase", "checkpoint", "phase"]
     headers = {"accept": "text/event-stream, " + asked.get("headers", {}).get("accept", "*/*"), "last-event-id": "1"}
-    books.purged = {1}
+    books.forget_event(1)
     stream = httpx.get(f"{served.url}/v1/jobs/{id}/events", params=asked.get("params"), headers=headers)
     _, reset, *events, end = blocks(stream.text)
     assert (reset["event"], end["event"]) == ("reset", "end"), "signs of the stream"
@@ -88,13 +95,11 @@ def test_events_are_what_webhooks_are_sent(served: Any, books: Any, job: Any, as
     assert [(event["id"], event["event"]) for event in events] == [
         (str(event["data"]["sequence"]), event["type"]) for event in posted[1:]
     ]
-    plain = httpx.get(f"{served.url}/v1/jobs/{id}/events", params={"format": "json"}, headers=asked.get("headers"))
-    assert [row["type"] for row in plain.json()["data"]] == ["phase", "checkpoint", "phase", "phase"]
     assert httpx.get(f"{served.url}/v1/jobs/{id}/events?format=xml").status_code == 422
 
 
 def test_thirteen_reconnects_lose_and_repeat_nothing(served: Any, books: Any, job: Any) -> None:
-    id = submit(served.url, job)
+    id = submit(served, job)
 
     def produce() -> None:
         for i in range(399):
@@ -126,11 +131,11 @@ def test_thirteen_reconnects_lose_and_repeat_nothing(served: Any, books: Any, jo
 
 
 def test_who_resumes_behind_events_that_are_gone_is_told(served: Any, books: Any, job: Any) -> None:
-    id = submit(served.url, job)
+    id = submit(served, job)
     for i in range(5):
         books.emit(id, "step", f"step {i}")
     books.advance(id, "succeeded")
-    books.purged = {3}
+    books.forget_event(3)
 
     def stream(last: str) -> list[dict[str, str]]:
         headers = {"accept": "text/event-stream", "last-event-id": last}
@@ -149,7 +154,7 @@ def test_who_resumes_behind_events_that_are_gone_is_told(served: Any, books: Any
 
 @pytest.mark.parametrize("cursor", ["x", "-1", "1.5", "9" * 30])
 def test_cursors_that_are_none(served: Any, job: Any, cursor: str) -> None:
-    id = submit(served.url, job)
+    id = submit(served, job)
     headers = {"accept": "text/event-stream", "last-event-id": cursor}
     reply = httpx.get(f"{served.url}/v1/jobs/{id}/events", headers=headers)
     assert (reply.status_code, reply.json()["error"]["code"]) == (422, "invalid_cursor")
@@ -161,7 +166,7 @@ def test_unknown_job_is_404_not_a_stream(served: Any) -> None:
 
 
 def test_the_server_stops_while_clients_listen(served: Any, job: Any) -> None:
-    id = submit(served.url, job)
+    id = submit(served, job)
     headers = {"accept": "text/event-stream"}
     with httpx.stream("GET", f"{served.url}/v1/jobs/{id}/events", headers=headers, timeout=10) as reply:
         lines = reply.iter_lines()
@@ -191,9 +196,21 @@ async def test_pings_and_cleanup() -> None:
     assert closed
 
 
-def test_a_failing_source_says_so_and_can_be_resumed(served: Any, books: Any, job: Any) -> None:
-    id = submit(served.url, job)
-    books.broken_after = 2
+def test_a_failing_source_says_so_and_can_be_resumed(
+    served: Any, books: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follow = CoordinatorControl.follow_events
+
+    async def broken(control: CoordinatorControl, job: str, *, after: int) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        async with contextlib.aclosing(follow(control, job, after=after)) as events:
+            async for seq, row in events:
+                yield seq, row
+                if seq == 2:
+                    monkeypatch.undo()
+                    raise Unavailable("the bus went away")
+
+    monkeypatch.setattr(CoordinatorControl, "follow_events", broken)
+    id = submit(served, job)
     url = f"{served.url}/v1/jobs/{id}/events"
     with httpx.stream("GET", url, headers={"accept": "text/event-stream"}, timeout=30) as reply:
         lines = reply.iter_lines()
@@ -207,7 +224,7 @@ def test_a_failing_source_says_so_and_can_be_resumed(served: Any, books: Any, jo
 
 
 def test_an_endless_reply_does_not_starve_the_others(served: Any, books: Any, job: Any) -> None:
-    id = submit(served.url, job)
+    id = submit(served, job)
     books.advance(id, "succeeded")
     url = f"{served.url}/v1/jobs/{id}/replay"
     with httpx.stream("POST", url, json={"to_batch": 1 << 40}, timeout=10) as reply:

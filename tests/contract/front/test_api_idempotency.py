@@ -12,10 +12,32 @@ import pytest
 from penstock.services.coordinator.api.http import idempotency
 from penstock.services.coordinator.api.http.idempotency import ReplyStore, StoredReply
 from penstock.services.coordinator.api.http.volatile import Volatile
+from penstock.services.coordinator.control import CoordinatorControl
 
 
 def with_key(key: str) -> dict[str, str]:
     return {"idempotency-key": key}
+
+
+class Held:
+    """Submissions that have begun and wait until they may go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    """Submissions wait until they are let go on."""
+    submit, held = CoordinatorControl.submit, Held()
+
+    async def waiting(*given: Any, **named: Any) -> Any:
+        held.begun.set()
+        await held.go_on.wait()
+        return await submit(*given, **named)
+
+    monkeypatch.setattr(CoordinatorControl, "submit", waiting)
+    return held
 
 
 async def test_the_same_request_twice_has_one_effect(connect: Any, books: Any, job: Any) -> None:
@@ -30,20 +52,13 @@ async def test_the_same_request_twice_has_one_effect(connect: Any, books: Any, j
     assert books.submitted == 1
 
 
-async def test_one_hundred_at_once_have_one_effect(connect: Any, books: Any, job: Any) -> None:
-    submit, others_are_answered = books.submit, asyncio.Event()
-
-    async def held(*given: Any, **named: Any) -> Any:
-        await others_are_answered.wait()
-        return await submit(*given, **named)
-
-    books.submit = held
+async def test_one_hundred_at_once_have_one_effect(connect: Any, books: Any, job: Any, held: Held) -> None:
     async with connect() as client:
         posts = [asyncio.create_task(client.post("/v1/jobs", json=job, headers=with_key("k"))) for _ in range(100)]
         async with asyncio.timeout(60):
             while sum(post.done() for post in posts) < 99:
                 await asyncio.sleep(0.02)
-        others_are_answered.set()
+        held.go_on.set()
         codes = Counter(reply.status_code for reply in await asyncio.gather(*posts))
         refused = await client.post("/v1/jobs", json=job, headers=with_key("k"))
     assert codes == {202: 1, 409: 99}
@@ -51,15 +66,15 @@ async def test_one_hundred_at_once_have_one_effect(connect: Any, books: Any, job
     assert books.submitted == 1
 
 
-async def test_in_flight_may_be_retried(connect: Any, books: Any, job: Any) -> None:
-    books.submit_delay_s = 0.2
+async def test_in_flight_may_be_retried(connect: Any, job: Any, held: Held) -> None:
     async with connect() as client:
         first = asyncio.create_task(client.post("/v1/jobs", json=job, headers=with_key("k")))
-        await asyncio.sleep(0.05)
+        await held.begun.wait()
         reply = await client.post("/v1/jobs", json=job, headers=with_key("k"))
         assert reply.json()["error"]["code"] == "idempotency_in_flight"
         assert (reply.headers["x-should-retry"], reply.headers["retry-after"]) == ("true", "1")
-        await first
+        held.go_on.set()
+        assert (await first).status_code == 202
 
 
 async def test_another_body_or_query_under_the_same_key(connect: Any, books: Any, job: Any) -> None:
@@ -73,9 +88,9 @@ async def test_another_body_or_query_under_the_same_key(connect: Any, books: Any
 
 async def test_failures_are_not_kept(connect: Any, books: Any, job: Any) -> None:
     async with connect() as client:
-        books.down = True
+        books.server.kill()
         assert (await client.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 503
-        books.down = False
+        books.server.start()
         assert (await client.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 202
 
 
@@ -107,12 +122,14 @@ async def test_replies_and_rates_are_shared_over_valkey(connect: Any, books: Any
         assert (await one.get("/v1/jobs")).status_code == 429
 
 
-async def test_requests_in_flight_are_shared_over_valkey(connect: Any, books: Any, job: Any, valkey: Any) -> None:
-    books.submit_delay_s = 0.3
+async def test_requests_in_flight_are_shared_over_valkey(
+    connect: Any, books: Any, job: Any, valkey: Any, held: Held
+) -> None:
     async with connect(redis_url=valkey.url) as one, connect(redis_url=valkey.url) as two:
         first = asyncio.create_task(one.post("/v1/jobs", json=job, headers=with_key("k")))
-        await asyncio.sleep(0.1)
+        await held.begun.wait()
         assert (await two.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 409
+        held.go_on.set()
         await first
         assert (await two.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 202
     assert books.submitted == 1

@@ -16,13 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.client import Client
-from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.api.feeds import PER_TURN, Feeds
 from penstock.services.coordinator.api.http.documents import MAX_VALUES, count_values, items_of
 from penstock.services.coordinator.api.http.sse import END, RETRY
+from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.webserver import KEEP_ALIVE_S, MAX_PIPELINED, _Bounds, server_of
-from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.runtime.tasks import end_tasks
 
@@ -30,10 +29,9 @@ LONG_S = 20
 ROOT = {"authorization": "Bearer root"}
 
 
-def test_a_connection_without_requests_is_closed_by_the_client(books: Any) -> None:
+def test_a_connection_without_requests_is_closed_by_the_client() -> None:
     """One that the server closes first may have a request on its way, which then is lost."""
-    settings = ServiceSettings(http_port=0)
-    assert server_of(create_app(books, settings), settings).config.timeout_keep_alive == KEEP_ALIVE_S
+    assert server_of(answering, ServiceSettings(http_port=0)).config.timeout_keep_alive == KEEP_ALIVE_S
     for client in (httpx.Client(), Client("http://127.0.0.1:1")._http):
         expiry = client._transport._pool._keepalive_expiry  # type: ignore[attr-defined]
         assert 0 < 2 * expiry <= KEEP_ALIVE_S
@@ -42,19 +40,11 @@ def test_a_connection_without_requests_is_closed_by_the_client(books: Any) -> No
 @contextlib.asynccontextmanager
 async def serving(books: Any, **more: Any) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
     """The application behind the server that the coordinator starts, and its port."""
-    settings = ServiceSettings(http_port=0, **more)
-    server = server_of(create_app(books, settings), settings)
-    task = asyncio.create_task(server._serve())
-    async with asyncio.timeout(LONG_S):
-        while not server.started:
-            await asyncio.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LONG_S) as client:
-            yield client, port
-    finally:
-        server.should_exit = True
-        await task
+    async with (
+        books.listening(**more) as port,
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LONG_S) as client,
+    ):
+        yield client, port
 
 
 async def answer_to(port: int, *pieces: bytes, wait_s: float = 0.0) -> bytes:
@@ -200,7 +190,12 @@ async def test_requests_of_one_key_at_once_are_bounded(connect: Any, job: Any) -
     async with connect(api_keys="root,other", key_concurrency=2) as client:
         id = (await client.post("/v1/jobs", json=job, headers=ROOT)).json()["id"]
         path, held = f"/v1/jobs/{id}", {"params": {"wait": 30}, "headers": ROOT}
-        polls = [asyncio.create_task(client.get(path, **held)) for _ in range(2)]
+
+        async def poll() -> None:
+            while (await client.get(path, **held)).status_code == 429:  # it met a look at how many there are
+                await asyncio.sleep(0.01)
+
+        polls = [asyncio.create_task(poll()) for _ in range(2)]
         async with asyncio.timeout(LONG_S):
             while (reply := await client.get(path, headers=ROOT)).status_code == 200:
                 await asyncio.sleep(0.02)
@@ -223,16 +218,18 @@ async def test_the_document_is_written_once(connect: Any) -> None:
         assert first.json()["openapi"].startswith("3.")
 
 
-async def test_many_who_wait_for_a_job_look_at_it_once(connect: Any, books: Any, job: Any) -> None:
+async def test_many_who_wait_for_a_job_look_at_it_once(
+    connect: Any, books: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with connect() as client:
-        id, looks, get = (await client.post("/v1/jobs", json=job)).json()["id"], 0, books.get
+        id, looks, get = (await client.post("/v1/jobs", json=job)).json()["id"], 0, CoordinatorControl.get
 
-        async def counted(name: str) -> Any:
+        async def counted(control: CoordinatorControl, name: str) -> Any:
             nonlocal looks
             looks += 1
-            return await get(name)
+            return await get(control, name)
 
-        books.get = counted
+        monkeypatch.setattr(CoordinatorControl, "get", counted)
         polls = [asyncio.create_task(client.get(f"/v1/jobs/{id}", params={"wait": 30})) for _ in range(40)]
         async with asyncio.timeout(LONG_S):
             while looks < 45:  # 40 to begin with, and a few by which all of them were looked after
@@ -245,18 +242,18 @@ async def test_many_who_wait_for_a_job_look_at_it_once(connect: Any, books: Any,
         assert {reply.json()["status"]["phase"] for reply in replies} == {"succeeded"}
 
 
-async def test_many_readers_of_events_share_a_follower(books: Any, job: Any) -> None:
-    followers, follow = 0, books.follow_events
+async def test_many_readers_of_events_share_a_follower(books: Any, job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    followers, follow = 0, CoordinatorControl.follow_events
 
-    def counted(name: str, *, after: int) -> Any:
+    def counted(control: CoordinatorControl, name: str, *, after: int) -> Any:
         nonlocal followers
         followers += 1
-        return follow(name, after=after)
+        return follow(control, name, after=after)
 
-    books.follow_events = counted
+    monkeypatch.setattr(CoordinatorControl, "follow_events", counted)
     async with serving(books) as (client, _):
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
-
+        books.emit(id, "phase", "pending")
         begun = set[int]()
 
         async def read(number: int) -> list[str]:
@@ -283,11 +280,12 @@ async def test_many_readers_of_events_share_a_follower(books: Any, job: Any) -> 
         assert lines == [*(f"id: {seq}" for seq in range(number % 3 + 1, 9)), "event: end"]
 
 
-async def test_readers_that_went_leave_nothing_behind(books: Any, job: Any) -> None:
+async def test_readers_that_went_leave_nothing_behind(books: Any, control: CoordinatorControl, job: Any) -> None:
     """Nothing happens for hours, and clients come and go."""
-    id = (await books.submit(parse_job(job), job)).id
-    feeds = Feeds(books, asyncio.Event())
-    newest = await books.newest_event(id)
+    id = books.submit(job)
+    books.emit(id, "phase", "pending")
+    feeds = Feeds(control, asyncio.Event())
+    newest = await control.newest_event(id)
 
     async def read() -> list[bytes]:
         stream = feeds.events(id, after=newest, encode=lambda job, seq, row: row["message"].encode())
@@ -339,12 +337,15 @@ class Crowd:
             self.busiest = max(self.busiest, self.sent - before)
 
 
-async def test_readers_that_are_behind_share_what_is_encoded_and_take_turns(books: Any, job: Any) -> None:
-    id = (await books.submit(parse_job(job), job)).id
+async def test_readers_that_are_behind_share_what_is_encoded_and_take_turns(
+    books: Any, control: CoordinatorControl, job: Any
+) -> None:
+    id = books.submit(job)
+    books.emit(id, "phase", "pending")
     for place in range(200):
         books.emit(id, "step", str(place))
     books.advance(id, "succeeded")
-    feeds = Feeds(books, asyncio.Event())
+    feeds = Feeds(control, asyncio.Event())
     crowd = Crowd(feeds, id, after=0)
     found = await crowd.read(200)
     await feeds.close()
@@ -353,10 +354,13 @@ async def test_readers_that_are_behind_share_what_is_encoded_and_take_turns(book
     assert crowd.busiest <= 2 * PER_TURN, "those that had waited for their turn, and those that had not"
 
 
-async def test_readers_that_wait_share_what_is_encoded_and_take_turns(books: Any, job: Any) -> None:
-    id = (await books.submit(parse_job(job), job)).id
-    feeds = Feeds(books, asyncio.Event())
-    crowd = Crowd(feeds, id, after=await books.newest_event(id))
+async def test_readers_that_wait_share_what_is_encoded_and_take_turns(
+    books: Any, control: CoordinatorControl, job: Any
+) -> None:
+    id = books.submit(job)
+    books.emit(id, "phase", "pending")
+    feeds = Feeds(control, asyncio.Event())
+    crowd = Crowd(feeds, id, after=await control.newest_event(id))
     reading = asyncio.create_task(crowd.read(200))
     async with asyncio.timeout(LONG_S):
         while id not in feeds._followed or len(feeds._followed[id]._waiting) < 200:
@@ -377,7 +381,8 @@ async def test_a_connection_that_is_gone_is_not_written_to(
     """Hundreds of readers left at once, and news comes before the ends of all of them had their turns."""
     waiting: list[Callable[[], None]] = []
     monkeypatch.setattr(_Bounds, "later", lambda self, loop, end: waiting.append(end))
-    id = (await books.submit(parse_job(job), job)).id
+    id = books.submit(job)
+    books.emit(id, "phase", "pending")
     path = f"/v1/jobs/{id}/events"
     async with serving(books) as (client, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -398,13 +403,16 @@ async def test_a_connection_that_is_gone_is_not_written_to(
     assert [record.message for record in caplog.records if "socket.send" in record.message] == []
 
 
-async def test_a_wait_shows_nothing_older_than_what_it_began_with(books: Any, job: Any) -> None:
+async def test_a_wait_shows_nothing_older_than_what_it_began_with(
+    books: Any, control: CoordinatorControl, job: Any
+) -> None:
     """Another client looked at the job a moment before it was changed, and shares its look."""
-    id = (await books.submit(parse_job(job), job)).id
-    feeds = Feeds(books, asyncio.Event())
-    old = await feeds.once(("job", id), 30.0, lambda: books.get(id))
+    id = books.submit(job)
+    books.emit(id, "phase", "pending")
+    feeds = Feeds(control, asyncio.Event())
+    old = await feeds.once(("job", id), 30.0, lambda: control.get(id))
     books.advance(id, "running")
-    new = await books.get(id)
+    new = await control.get(id)
     assert new.revision > old.revision
     assert (await feeds.until(new, lambda record: False, 0.01)).revision == new.revision
     await feeds.close()

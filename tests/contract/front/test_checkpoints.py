@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.client import AsyncClient, Client
 from penstock.services.coordinator.api.http.open_file import byte_range, open_file, reply_of
+from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.origins import warnings_of
 from penstock.services.coordinator.problems import HttpProblem
-from penstock.services.coordinator.training.checkpoints import checkpoint_row, choose_checkpoint
+from penstock.services.coordinator.training.checkpoints import checkpoint_row
+from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import CheckpointError, ConfigError, Conflict, NotFound
 from penstock.shared.protocol.events import BestCheckpoint, Checkpointed, Finished
@@ -41,12 +43,13 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def record(books: Any, number: int, path: Path, reason: str = "interval") -> None:
-    books.ledger.apply(
+def record(books: Any, job: str, number: int, path: Path, reason: str = "interval") -> None:
+    books.record(
+        job,
         Checkpointed(
             writer_epoch=1, time=1000.0 + number, number=number, version=number, digest=f"d{number}", path=str(path),
             trainer_epoch=1, low_seq=0, reason=reason,
-        )
+        ),
     )  # fmt: skip
 
 
@@ -56,13 +59,13 @@ def submitted(served: Any, books: Any, job: Any, tmp_path: Path) -> Iterator[tup
     for number, files in ((0, {"config.json": b"{}"}), (4, FILES), (9, FILES)):
         write(tmp_path / "data" / str(number), files, committed=number != 9)
     (tmp_path / "data" / "secret").write_text("secret")
-    for number, reason in ((0, "initial"), (4, "new best"), (8, "interval"), (9, "interval")):
-        record(books, number, tmp_path / "data" / str(number), reason)
-    books.ledger.apply(
-        BestCheckpoint(writer_epoch=1, time=0.0, number=4, metric="eval/greedy", value=0.9, step=4)
-    )  # fmt: skip
     with Client(served.url) as client:
-        yield client, client.submit(job).id
+        id = client.submit(job).id
+        for number, reason in ((0, "initial"), (4, "new best"), (8, "interval"), (9, "interval")):
+            record(books, id, number, tmp_path / "data" / str(number), reason)
+        best = {"number": 4, "metric": "eval/greedy", "value": 0.9, "step": 4}
+        books.record(id, BestCheckpoint(writer_epoch=1, time=0.0, **best))
+        yield client, id
 
 
 def test_the_list_says_what_each_checkpoint_is(submitted: tuple[Client, str], books: Any) -> None:
@@ -83,24 +86,30 @@ def test_the_list_says_what_each_checkpoint_is(submitted: tuple[Client, str], bo
     sizes = {file["name"]: (file["nbytes"], file["sha256"]) for file in best["files"]}
     assert {name: sizes[name] for name in FILES} == {name: (len(data), sha256(data)) for name, data in FILES.items()}
     assert best["nbytes"] == sum(nbytes for nbytes, _ in sizes.values())
-    books.ledger.apply(Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
+    books.record(job, Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
     assert client.checkpoint(job, 9)["final"]
     with pytest.raises(NotFound, match="no checkpoint 5; there are: 0, 4, 8, 9"):
         client.checkpoint(job, 5)
 
 
-def test_an_adapter_is_told_from_whole_weights(tmp_path: Path, books: Any) -> None:
+def test_an_adapter_is_told_from_whole_weights(tmp_path: Path) -> None:
     """The base lies beside it where another job cannot find it otherwise."""
     write(tmp_path, {"adapter_model.safetensors": b"a", "model.safetensors": b"base"})
-    record(books, 4, tmp_path)
-    assert checkpoint_row(books.ledger, tmp_path, 4)["format"] == "lora"
+    ledger = LedgerState()
+    ledger.apply(
+        Checkpointed(
+            writer_epoch=1, time=0.0, number=4, version=4, digest="d", path=str(tmp_path), trainer_epoch=1, low_seq=0
+        )
+    )  # fmt: skip
+    assert checkpoint_row(ledger, tmp_path, 4)["format"] == "lora"
 
 
 async def test_ranges_resume_only_what_is_unchanged(connect: Any, books: Any, job: Any, tmp_path: Path) -> None:
     write(tmp_path / "4", FILES)
-    record(books, 4, tmp_path / "4")
     async with connect() as http:
-        base = f"/v1/jobs/{(await http.post('/v1/jobs', json=job)).json()['id']}/checkpoints/4/files"
+        id = (await http.post("/v1/jobs", json=job)).json()["id"]
+        record(books, id, 4, tmp_path / "4")
+        base = f"/v1/jobs/{id}/checkpoints/4/files"
         whole = await http.get(f"{base}/model.safetensors")
         etag = whole.headers["etag"]
         assert (whole.status_code, whole.content, etag) == (200, WEIGHTS, f'"{sha256(WEIGHTS)}"')
@@ -129,12 +138,12 @@ async def test_ranges_resume_only_what_is_unchanged(connect: Any, books: Any, jo
 
 
 async def test_a_file_that_retention_takes_meanwhile_is_a_conflict(
-    connect: Any, books: Any, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    connect: Any, job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def found(*_: object) -> tuple[Path, str]:
         return tmp_path / "deleted since", "0" * 64
 
-    monkeypatch.setattr(books, "checkpoint_file", found)
+    monkeypatch.setattr(CoordinatorControl, "checkpoint_file", found)
     async with connect() as http:
         id = (await http.post("/v1/jobs", json=job)).json()["id"]
         reply = await http.get(f"/v1/jobs/{id}/checkpoints/4/files/model.safetensors")
@@ -185,9 +194,9 @@ async def test_only_names_of_the_manifest_are_served(
     write(tmp_path / "4", FILES)
     (tmp_path / "4" / "unlisted.bin").write_text("secret")
     (tmp_path / "secret").write_text("secret")
-    record(books, 4, tmp_path / "4")
     async with connect() as http:
         job_id = (await http.post("/v1/jobs", json=job)).json()["id"]
+        record(books, job_id, 4, tmp_path / "4")
         reply = await http.get(f"/v1/jobs/{job_id}/checkpoints/4/files/{name}")
     assert reply.status_code == 404, reply.text
     assert reply.headers["content-type"] == "application/problem+json"
@@ -198,9 +207,9 @@ async def test_a_link_that_leads_out_is_not_followed(connect: Any, books: Any, j
     (tmp_path / "secret").write_bytes(FILES["config.json"])
     (tmp_path / "4" / "config.json").unlink()
     (tmp_path / "4" / "config.json").symlink_to(tmp_path / "secret")
-    record(books, 4, tmp_path / "4")
     async with connect() as http:
         job_id = (await http.post("/v1/jobs", json=job)).json()["id"]
+        record(books, job_id, 4, tmp_path / "4")
         reply = await http.get(f"/v1/jobs/{job_id}/checkpoints/4/files/config.json")
     assert reply.status_code == 409
 
@@ -281,22 +290,24 @@ def test_the_command_line_lists_and_gets(
 # -- a checkpoint as a model -----------------------------------------------------------------------------------------
 
 
-async def test_a_model_path_may_name_a_checkpoint(submitted: tuple[Client, str], books: Any, job: Any) -> None:
-    _, name = submitted
+async def test_a_model_path_may_name_a_checkpoint(
+    submitted: tuple[Client, str], control: CoordinatorControl, job: Any
+) -> None:
+    client, name = submitted
 
     async def resolved(path: str) -> str | None:
-        spec, origin = await books.origins.resolve(JobConfig.parse({**job, "model": {"path": path}}))
+        spec, origin = await control.origins.resolve(JobConfig.parse({**job, "model": {"path": path}}))
         assert (origin is None) == (path == "/models/tiny")
         assert origin is None or (origin.model, origin.path, origin.job) == (path, spec.model.path, name)
         return str(spec.model.path)
 
-    paths = {number: checkpoint.path for number, checkpoint in books.ledger.checkpoints.items()}
+    paths = {row["number"]: row["path"] for row in client.checkpoints(name)}
     assert await resolved(f"job:{name}@best") == paths[4]
     assert await resolved(f"job:{job['name']}@4") == await resolved(f"job:{job['name']}@step:4") == paths[4]
     assert await resolved(f"job:{name}@initial") == paths[0]
     assert await resolved("/models/tiny") == "/models/tiny"
     fresh = JobConfig.parse({**job, "model": {"path": f"job:{name}@4"}, "warm_start": {"steps": 3}})
-    _, origin = await books.origins.resolve(fresh)
+    _, origin = await control.origins.resolve(fresh)
     assert [text.partition(":")[0] for text in warnings_of(fresh, origin)] == ["warm_start", "optimizer.warmup_updates"]
     assert not warnings_of(fresh, None)
     gentle = {**job, "model": {"path": f"job:{name}@4"}, "optimizer": {"warmup_updates": 10}}
@@ -313,4 +324,4 @@ async def test_a_model_path_may_name_a_checkpoint(submitted: tuple[Client, str],
     with pytest.raises(ConfigError, match="no job"):
         await resolved(f"job:{unknown}@0")
     with pytest.raises(NotFound, match="no final checkpoint"):
-        choose_checkpoint(books.ledger, "final")
+        await control.deployments.find(f"job:{name}@final")

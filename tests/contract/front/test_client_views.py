@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.client.results import LogLine, MetricName, StageSpan
-from penstock.services.coordinator.training.checkpoints import Artifacts
+from penstock.services.coordinator.control import CoordinatorControl
 from penstock.shared.errors import CheckpointError, Conflict, NotFound
 from penstock.shared.protocol.events import Checkpointed
 
@@ -26,10 +26,12 @@ async def job_id(served: Any, job: Any, asking: Any) -> str:
         return str((await ask("submit", job)).id)
 
 
-async def test_samples_timelines_and_names(served: Any, asking: Any, job_id: str) -> None:
+async def test_samples_timelines_and_names(served: Any, books: Any, asking: Any, job_id: str) -> None:
+    books.measure(job_id)
     async with asking(served.url) as ask:
         assert await ask("metric_names", job_id) == [
-            MetricName(name="reward", count=5, first_step=0, last_step=4, last=0.9)
+            MetricName(name="loss", count=5, first_step=0, last_step=4, last=1.0),
+            MetricName(name="reward", count=5, first_step=0, last_step=4, last=0.9),
         ]
         assert await ask("timeline", job_id, step=3) == [StageSpan(step=3, stage="train", start=1.0, end=2.0)]
         first, second = await ask("samples", job_id, limit=2, sort="reward", min_reward=0.5)
@@ -48,7 +50,9 @@ async def test_logs_are_followed_across_a_restart(
     """Every line once: those before the server is started again, and those after."""
     written, asked = [f"line {number}" for number in range(3)], threading.Event()
 
-    async def logs(job: str, *, service: str | None, tail: int, after: str | None, **_: Any) -> dict[str, Any]:
+    async def logs(
+        control: CoordinatorControl, job: str, *, service: str | None, tail: int, after: str | None, **_: Any
+    ) -> dict[str, Any]:
         if service == "nobody":
             raise NotFound("no log of 'nobody'")
         if after:  # the first lines have come
@@ -64,7 +68,7 @@ async def test_logs_are_followed_across_a_restart(
         served.start()
         books.advance(job_id, "succeeded")
 
-    monkeypatch.setattr(books, "logs", logs)
+    monkeypatch.setattr(type(books).Control, "logs", logs)
     async with asking(served.url) as ask:
         thread = threading.Thread(target=live)
         thread.start()
@@ -94,14 +98,15 @@ def commit(folder: Path, files: dict[str, bytes]) -> None:
 async def test_archives_and_artifacts_are_downloaded(
     served: Any, books: Any, asking: Any, job_id: str, tmp_path: Path
 ) -> None:
-    folder, out = tmp_path / "jobs" / "job_a" / "4-x", tmp_path / "out"
+    root, out = books.data_dir / "checkpoints", tmp_path / "out"
+    folder = root / "job_a" / "4-x"
     commit(folder, {"model.safetensors": WEIGHTS, "config.json": b"{}"})
-    books.ledger.apply(
+    books.record(
+        job_id,
         Checkpointed(
             writer_epoch=1, time=1000.0, number=4, version=4, digest="d", path=str(folder), trainer_epoch=1, low_seq=0
-        )
+        ),
     )
-    books.artifacts = Artifacts(tmp_path / "jobs")
     async with asking(served.url, patience_s=1.0) as ask:
         (out / "deep").mkdir(parents=True)
         (out / "deep" / "all.tar.part").write_bytes(b"broken off")
@@ -122,9 +127,9 @@ async def test_archives_and_artifacts_are_downloaded(
             await ask("download_artifact", SHA256, path)
             assert path.read_bytes() == WEIGHTS
             assert not part.exists()
-        books.artifacts = Artifacts(tmp_path / "none")
+        root.rename(tmp_path / "elsewhere")
         await ask("download_artifact", SHA256, path)  # it is there already
-        books.artifacts = Artifacts(tmp_path / "jobs")
+        (tmp_path / "elsewhere").rename(root)
         path.unlink()
         part.write_bytes(b"x" * 1000)
         with pytest.raises(CheckpointError, match="did not arrive"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
 from penstock.services.coordinator.api.http.idempotency import Idempotency, ReplyStore
 from penstock.services.coordinator.api.http.volatile import Volatile
-from penstock.services.coordinator.files import FileStore
-from penstock.services.coordinator.finetuning.service import FineTuningService
 from penstock.shared.config.jobs.job import JobConfig
-from penstock.shared.config.service import ServiceSettings
+from penstock.shared.data.files import FILES
 from penstock.shared.errors import ConfigError, Conflict, NotFound
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import pack
+from penstock.shared.protocol.events import Finished
+from penstock.shared.protocol.scaling import ScaleReply
 
 ROWS = [{"messages": [{"role": "user", "content": f"{i}+1="}], "answer": str(i + 1)} for i in range(10)]
 CHECK = {"type": "string_check", "name": "right", "operation": "eq", "input": "{{sample.output_text}}",
@@ -53,11 +56,10 @@ def request(file: str, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def tiny(books: Any, tmp_path: Path) -> Any:
-    """Books with a base model."""
+def tiny(connect: Any, tmp_path: Path) -> Any:
+    """As ``connect``, to a deployment with a base model."""
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(BASE))
-    books.fine_tuning = FineTuningService(books, books.files, ServiceSettings(base_models=tmp_path))
-    return books
+    return partial(connect, base_models=tmp_path)
 
 
 async def test_files_are_kept_listed_read_and_deleted(connect: Any) -> None:
@@ -96,19 +98,19 @@ async def test_bad_uploads_are_told_by_line(connect: Any) -> None:
         assert (await client.get("/v1/files")).json()["data"] == []
 
 
-async def test_uploads_are_bounded_and_the_same_one_twice_is_one_file(connect: Any, books: Any, tmp_path: Path) -> None:
-    books.files = FileStore(tmp_path, max_bytes=250, max_files=2)
-    left = tmp_path / f"file-{'0' * 32}"
-    left.mkdir()
+async def test_uploads_are_bounded_and_the_same_one_twice_is_one_file(connect: Any, books: Any) -> None:
+    root = books.data_dir / FILES
+    left = root / f"file-{'0' * 32}"
+    left.mkdir(parents=True)
     os.utime(left, (1, 1))
     key = {"Idempotency-Key": "k"}
-    async with connect() as client:
+    async with connect(files_bytes=1 << 20, max_files=2) as client:
         first, again = [await uploaded(client, jsonl(ROWS[:1]), headers=key) for _ in range(2)]
         assert again.json() == first.json()
         assert not left.exists()
         other = await uploaded(client, jsonl(ROWS[1:2]), headers=key)
         assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
-        full = await uploaded(client, jsonl(ROWS))
+        full = await uploaded(client, jsonl(ROWS) * 2000)
         assert (full.status_code, full.json()["error"]["code"]) == (507, "files_full")
         assert (await uploaded(client, jsonl(ROWS[1:2]))).status_code == 200
         assert (await uploaded(client, b"{}")).status_code == 507
@@ -116,7 +118,7 @@ async def test_uploads_are_bounded_and_the_same_one_twice_is_one_file(connect: A
         assert (await client.delete(f"/v1/files/{first.json()['id']}")).status_code == 200
         assert (await uploaded(client, jsonl(ROWS[1:2]), headers=key)).status_code == 200
         kept = {row["id"] for row in (await client.get("/v1/files")).json()["data"]}
-    assert {path.name for path in folders(tmp_path)} == kept
+    assert {path.name for path in folders(root)} == kept
 
 
 async def test_an_upload_is_not_read_before_its_key_is_known_to_allow_it() -> None:
@@ -138,8 +140,8 @@ async def test_an_upload_is_not_read_before_its_key_is_known_to_allow_it() -> No
     assert read == 0
 
 
-async def test_a_request_becomes_a_job(connect: Any, tiny: Any) -> None:
-    async with connect() as client:
+async def test_a_request_becomes_a_job(books: Any, tiny: Any) -> None:
+    async with tiny() as client:
         file, held_out = [(await uploaded(client, jsonl(rows))).json()["id"] for rows in (ROWS, ROWS[:3])]
         given = {
             "n_epochs": 4,
@@ -158,7 +160,7 @@ async def test_a_request_becomes_a_job(connect: Any, tiny: Any) -> None:
         assert (job["training_file"], job["validation_file"]) == (file, held_out)
         assert job["method"] == body["method"]
         assert job["hyperparameters"] == {"n_epochs": 4, "batch_size": 5, "learning_rate_multiplier": 0.5}
-        spec = JobConfig.model_validate(tiny.jobs[job["id"]].spec)
+        spec = JobConfig.model_validate(books.jobs[job["id"]].spec)
         assert (spec.name, spec.metadata, spec.algorithm.type, spec.algorithm.group_size) == (
             "ft-my-run", {"a": "b"}, "rloo", 8,
         )  # fmt: skip
@@ -200,17 +202,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-async def test_bad_requests_point_at_the_field(connect: Any, tiny: Any) -> None:
-    async with connect() as client:
+async def test_bad_requests_point_at_the_field(books: Any, tiny: Any) -> None:
+    async with tiny() as client:
         file = (await uploaded(client, jsonl(ROWS))).json()["id"]
         for changes, pointer in BAD:
             reply = await client.post("/v1/fine_tuning/jobs", json=request(file, **changes))
             assert reply.status_code == 422, reply.text
             assert str(reply.json()["error"]["param"]).startswith(pointer), reply.text
-    assert not tiny.jobs
+    assert not books.jobs
 
 
-async def test_a_bad_base_model_file_is_named(connect: Any, tiny: Any, tmp_path: Path) -> None:
+async def test_a_bad_base_model_file_is_named(books: Any, tiny: Any, tmp_path: Path) -> None:
     flaws: list[tuple[Any, str]] = [
         ({"train": {"max_updates": "many"}}, "tiny.yaml"),
         ({"algorithm": {"type": "grpoo"}}, "tiny.yaml"),
@@ -219,20 +221,20 @@ async def test_a_bad_base_model_file_is_named(connect: Any, tiny: Any, tmp_path:
         ({"modle": {}}, "modle"),
         ({"train": {"max_lags": 1}}, "max_lag"),
     ]
-    async with connect() as client:
+    async with tiny() as client:
         file = (await uploaded(client, jsonl(ROWS))).json()["id"]
         for changes, words in flaws:
             (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({**BASE, **changes}))
             reply = await client.post("/v1/fine_tuning/jobs", json=request(file))
             assert (reply.status_code, reply.json()["error"]["param"]) == (422, "/model"), reply.text
             assert words in reply.json()["detail"]
-    assert not tiny.jobs
+    assert not books.jobs
 
 
-async def test_rows_that_cannot_be_trained_on_are_told_by_line(connect: Any, tiny: Any) -> None:
+async def test_rows_that_cannot_be_trained_on_are_told_by_line(books: Any, tiny: Any) -> None:
     ends = {"messages": [*ROWS[0]["messages"], {"role": "assistant", "content": "1"}], "answer": "1"}
     rows = [ROWS[0], {"messages": [], "answer": "1"}, {"messages": ROWS[1]["messages"]}, ends]
-    async with connect() as client:
+    async with tiny() as client:
         file = (await uploaded(client, jsonl(rows))).json()["id"]
         reply = (await client.post("/v1/fine_tuning/jobs", json=request(file))).json()
     assert [flaw["pointer"] for flaw in reply["errors"]] == [f"/training_file/line/{n}" for n in (2, 3, 4)]
@@ -240,8 +242,8 @@ async def test_rows_that_cannot_be_trained_on_are_told_by_line(connect: Any, tin
     assert "assistant" in reply["errors"][2]["detail"]
 
 
-async def test_jobs_are_listed_steered_and_watched(connect: Any, tiny: Any, job: Any) -> None:
-    async with connect() as client:
+async def test_jobs_are_listed_steered_and_watched(books: Any, tiny: Any, job: Any) -> None:
+    async with tiny() as client:
         file = (await uploaded(client, jsonl(ROWS))).json()["id"]
         labels = ({"n": "0"}, {"n": "1"}, {"n": "0"})
         made = [
@@ -261,23 +263,28 @@ async def test_jobs_are_listed_steered_and_watched(connect: Any, tiny: Any, job:
         base = f"/v1/fine_tuning/jobs/{made[0]}"
         for verb, desired in (("pause", "paused"), ("resume", "running"), ("cancel", "cancelled")):
             assert (await client.post(f"{base}/{verb}")).status_code == 200
-            assert tiny.jobs[made[0]].desired_state == desired
+            assert books.jobs[made[0]].desired_state == desired
         for number in range(3):
-            tiny.emit(made[0], "step", f"update {number}")
+            books.emit(made[0], "step", f"update {number}")
         newest = (await client.get(f"{base}/events", params={"limit": 3})).json()
         assert [row["message"] for row in newest["data"]] == ["update 2", "update 1", "update 0"]
         older = (await client.get(f"{base}/events", params={"after": newest["data"][-1]["id"]})).json()
-        assert ([row["message"] for row in older["data"]], older["has_more"]) == (["now pending"], False)
+        steered = [f"{verb}, by key local" for verb in ("cancel", "resume", "pause")]
+        assert ([row["message"] for row in older["data"]], older["has_more"]) == (steered, False)
         assert (await client.get(f"{base}/events", params={"after": "x"})).status_code == 422
-        tiny.advance(made[0], "failed", message="the trainer gave up")
+        books.advance(made[0], "failed", message="the trainer gave up")
         failed = (await client.get(base)).json()
         assert (failed["status"], failed["error"]["message"]) == ("failed", "the trainer gave up")
-        tiny.advance(made[1], "succeeded")
+        final = books.save(made[1], 8, {"config.json": b"{}"})
+        books.record(made[1], Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
+        books.advance(made[1], "succeeded")
         done = (await client.get(f"/v1/fine_tuning/jobs/{made[1]}")).json()
         assert done["fine_tuned_model"] == f"job:{made[1]}@final"
         again = await client.post("/v1/fine_tuning/jobs", json=request(file, model=done["fine_tuned_model"]))
         assert again.status_code == 200, again.text
-        assert tiny.jobs[again.json()["id"]].spec["model"] == {"path": f"job:{made[1]}@final", "tokenizer": "char"}
+        record = books.jobs[again.json()["id"]]
+        assert record.spec["model"] == {"path": str(final), "tokenizer": "char"}
+        assert (record.origin.job, record.origin.model) == (made[1], f"job:{made[1]}@final")
         assert (await client.get(f"{base}/checkpoints")).json()["data"] == []
 
 
@@ -343,6 +350,7 @@ async def test_both_clients_and_the_command_line(served: Any, tmp_path: Path) ->
 
 
 async def test_scaling(connect: Any, served: Any, books: Any, job: Any) -> None:
+    books.serve(subjects.SCALE, lambda _: pack(ScaleReply(replicas=1, ready=1, leaving=0)))
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         reply = await client.post(f"/v1/jobs/{id}/scale", json={"pool": "rollout", "replicas": 3})
@@ -351,7 +359,7 @@ async def test_scaling(connect: Any, served: Any, books: Any, job: Any) -> None:
         assert (await client.get(reply.headers["location"])).json()["state"] == "pending"
         for body in ({"pool": "trainer", "replicas": 1}, {"pool": "env"}, {"pool": "env", "replicas": -1}):
             assert (await client.post(f"/v1/jobs/{id}/scale", json=body)).status_code == 422
-        books.scaling.supervised = False
+        books.stop_serving()
         nobody = await client.post(f"/v1/jobs/{id}/scale", json={"pool": "env", "replicas": 2})
         assert (nobody.status_code, nobody.json()["error"]["code"]) == (409, "not_supervised")
         assert "docker compose up --scale env=2" in nobody.json()["detail"]

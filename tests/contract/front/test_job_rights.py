@@ -78,7 +78,7 @@ async def test_files_lie_below_the_directories_for_jobs(connect: Any, job: Any, 
     inside.mkdir()
     outside.mkdir()
     for folder in (inside, outside):
-        (folder / "rows.jsonl").write_text("{}\n")
+        (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
     (inside / "link").symlink_to(outside)
 
     def reading(path: Path | str) -> dict[str, Any]:
@@ -152,6 +152,7 @@ async def test_lines_of_the_logs_that_name_no_job_are_for_admins(connect: Any, b
     async with connect(api_keys="root") as client:
         owner = await key(client, "jobs:read")
         id = (await client.post("/v1/jobs", json=job, headers=owner)).json()["id"]
+        books.write_log(id)
         books.advance(id, "succeeded")
         for caller, is_shown in ((owner, False), (ROOT, True)):
             lines = (await client.get(f"/v1/jobs/{id}/logs", headers=caller)).json()["lines"]

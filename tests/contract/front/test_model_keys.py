@@ -105,12 +105,8 @@ async def test_every_other_route_checks_for_itself_or_lets_no_such_key_in(connec
 
 async def test_lists_show_the_jobs_of_its_models(connect: Any, books: Any, job: Any) -> None:
     async with connect(api_keys="root") as client:
-        ids = [
-            (await client.post("/v1/jobs", json={**job, "name": name}, headers=ROOT)).json()["id"]
-            for name in ("mine", "theirs", "mine", "third")
-        ]
-        for id in ids:
-            books.jobs[id] = books.jobs[id].model_copy(update={"fine_tuning": FINE_TUNING})
+        names = ("mine", "theirs", "mine", "third")
+        ids = [books.submit({**job, "name": name}, fine_tuning=FINE_TUNING) for name in names]
         key = await key_for(client, "mine", ids[3])
         own = [ids[3], ids[2], ids[0]]
         page = (await client.get("/v1/jobs", params={"limit": 2}, headers=key)).json()
@@ -142,7 +138,8 @@ async def test_it_submits_jobs_of_its_names_from_checkpoints_of_its_jobs(connect
         assert books.submitted == submitted
         for origin in (mine.json()["id"], f"job_{'0' * 32}"):  # whether it is there is looked up with the submission
             body = {**wanted, "model": {"path": f"job:{origin}@best"}}
-            assert (await client.post("/v1/jobs", json=body, headers=key)).status_code == 202
+            reply = await client.post("/v1/jobs", json=body, headers=key)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (422, "invalid_job"), reply.text
 
 
 async def test_no_such_key_may_do_everything(connect: Any) -> None:

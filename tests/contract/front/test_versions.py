@@ -66,32 +66,19 @@ async def test_the_version_on_trial_is_shown_to_people_and_clients(served: Any, 
     assert "5 answers 10% (7 judged, reward 0.5" in told.output
 
 
-def end(books: Any, id: str, **over: Any) -> None:
-    """The newest operation is over before it was asked for."""
-    begin = books.begin_operation
-
-    async def begun(job: str, operation: Any) -> Any:
-        await begin(job, operation)
-        done = operation.model_copy(update=over)
-        books.jobs[job] = books.jobs[job].model_copy(update={"operations": [done]})
-        return books.jobs[job]
-
-    books.begin_operation = begun
-
-
 async def test_clients_and_commands_wait_for_the_ledger(served: Any, books: Any, job: Any) -> None:
     env = {"PENSTOCK_URL": served.url}
     with Client(served.url) as client:
         id = client.submit(job).id
         with pytest.raises(DeadlineError, match="not back at checkpoint 0 within 0 s"):
             client.versions.roll_back(id, 0, timeout_s=0)
-        end(books, id, state="succeeded", result={"version": 9})
+        books.finish(id, state="succeeded", result={"version": 9})
         assert client.versions.roll_back(id, 0) == {"version": 9}
         books.advance(id, "running", policy_version=9)
     promoted = CliRunner().invoke(cli, ["ckpt", "promote", id], env=env)
     assert (promoted.exit_code, f"version 9 of {id} is served" in promoted.output) == (0, True)
     assert books.jobs[id].operations[-1].args == {"version": 9}
-    end(books, id, state="failed", message="only the newest version can be promoted")
+    books.finish(id, state="failed", message="only the newest version can be promoted")
     async with AsyncClient(served.url) as aclient:
         with pytest.raises(Conflict, match="only the newest"):
             await aclient.versions.promote(id, 3)

@@ -16,7 +16,6 @@ from penstock.cli import app as cli
 from penstock.client import AsyncClient, Client
 from penstock.services.coordinator.queries.charts import largest_triangles, timeline
 from penstock.services.coordinator.training.checkpoints import Artifacts
-from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.errors import Conflict, NotFound
 from penstock.shared.protocol.events import (
     BatchSealed,
@@ -44,12 +43,13 @@ def commit(path: Path, files: dict[str, bytes]) -> None:
     (path / "COMMIT").write_text(hashlib.sha256(manifest).hexdigest())
 
 
-def recorded(ledger: LedgerState, number: int, path: Path) -> None:
-    ledger.apply(
+def recorded(books: Any, job: str, number: int, path: Path) -> None:
+    books.record(
+        job,
         Checkpointed(
             writer_epoch=1, time=1000.0, number=number, version=number, digest="d", path=str(path), trainer_epoch=1,
             low_seq=0,
-        )
+        ),
     )  # fmt: skip
 
 
@@ -58,10 +58,11 @@ async def test_an_archive_holds_every_file_and_is_the_same_each_time(
 ) -> None:
     long = {f"{'d' * 90}/{'f' * 90}-{i}": b"x" * (511 + i) for i in range(3)}
     commit(tmp_path / "4", {**FILES, **long})
-    recorded(books.ledger, 4, tmp_path / "4")
-    recorded(books.ledger, 5, tmp_path / "5")
     async with connect() as client:
-        path = f"/v1/jobs/{(await client.post('/v1/jobs', json=job)).json()['id']}/checkpoints"
+        id = (await client.post("/v1/jobs", json=job)).json()["id"]
+        path = f"/v1/jobs/{id}/checkpoints"
+        recorded(books, id, 4, tmp_path / "4")
+        recorded(books, id, 5, tmp_path / "5")
         got = await client.get(f"{path}/4/archive")
         assert int(got.headers["content-length"]) == len(got.content)
         with tarfile.open(fileobj=io.BytesIO(got.content)) as tar:
@@ -73,11 +74,11 @@ async def test_an_archive_holds_every_file_and_is_the_same_each_time(
         assert (await client.get(f"{path}/6/archive")).status_code == 404
 
 
-async def test_artifacts_are_found_by_content(connect: Any, books: Any, tmp_path: Path) -> None:
-    commit(tmp_path / "job_a" / "4-x", FILES)
-    commit(tmp_path / "job_a" / "5-x", {"other": b"5"})
-    (tmp_path / "job_a" / "5-x" / "COMMIT").unlink()
-    books.artifacts = Artifacts(tmp_path)
+async def test_artifacts_are_found_by_content(connect: Any, books: Any) -> None:
+    root = books.data_dir / "checkpoints"
+    commit(root / "job_a" / "4-x", FILES)
+    commit(root / "job_a" / "5-x", {"other": b"5"})
+    (root / "job_a" / "5-x" / "COMMIT").unlink()
     data = FILES["critic/model.safetensors"]
     sha256 = hashlib.sha256(data).hexdigest()
     async with connect() as client:
@@ -89,9 +90,8 @@ async def test_artifacts_are_found_by_content(connect: Any, books: Any, tmp_path
         assert same.status_code == 304
         for unknown in (hashlib.sha256(b"5").hexdigest(), "0" * 64, "abc", sha256.upper()):
             assert (await client.get(f"/v1/artifacts/{unknown}")).status_code == 404
-    (tmp_path / "job_a" / "4-x" / "COMMIT").unlink()
-    with pytest.raises(NotFound):
-        books.artifacts.find(sha256)
+        (root / "job_a" / "4-x" / "COMMIT").unlink()
+        assert (await client.get(f"/v1/artifacts/{sha256}")).status_code == 404
 
 
 def test_a_manifest_that_could_not_be_read_is_read_again(tmp_path: Path) -> None:
@@ -110,9 +110,10 @@ def test_a_manifest_that_could_not_be_read_is_read_again(tmp_path: Path) -> None
 def test_what_a_run_needs_is_not_deleted(served: Any, books: Any, job: Any, tmp_path: Path) -> None:
     for number in (0, 4, 8):
         commit(tmp_path / str(number), FILES)
-        recorded(books.ledger, number, tmp_path / str(number))
     with Client(served.url) as client:
         id = client.submit(job).id
+        for number in (0, 4, 8):
+            recorded(books, id, number, tmp_path / str(number))
         for needed in (0, 8):
             with pytest.raises(Conflict, match="needed while the job runs"):
                 client.delete_checkpoint(id, needed)
@@ -123,17 +124,21 @@ def test_what_a_run_needs_is_not_deleted(served: Any, books: Any, job: Any, tmp_
             client.delete_checkpoint(id, 4)
         with pytest.raises(NotFound):
             client.delete_checkpoint(id, 5)
-        books.ledger.apply(Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
+        books.record(id, Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
         gone = CliRunner().invoke(cli, ["ckpt", "rm", id, "initial"], env={"PENSTOCK_URL": served.url})
         assert gone.exit_code == 0, gone.output
         assert not (tmp_path / "0").exists()
 
 
-async def test_names_timeline_and_a_single_sample(connect: Any, job: Any) -> None:
+async def test_names_timeline_and_a_single_sample(connect: Any, books: Any, job: Any) -> None:
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
+        books.measure(id)
         names = (await client.get(f"/v1/jobs/{id}/metrics/names")).json()["data"]
-        assert names == [{"name": "reward", "count": 5, "first_step": 0, "last_step": 4, "last": 0.9}]
+        assert names == [
+            {"name": "loss", "count": 5, "first_step": 0, "last_step": 4, "last": 1.0},
+            {"name": "reward", "count": 5, "first_step": 0, "last_step": 4, "last": 0.9},
+        ]
         spans = (await client.get(f"/v1/jobs/{id}/timeline?step=3")).json()["data"]
         assert [(span["step"], span["stage"]) for span in spans] == [(3, "train")]
         sample = (await client.get(f"/v1/samples/{id}-4-3.0-1")).json()
@@ -173,31 +178,33 @@ async def test_dead_letters(connect: Any, books: Any, job: Any) -> None:
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         path = f"/v1/jobs/{id}/dead-letters"
+        books.bury(id)
         page = (await client.get(f"{path}?limit=1")).json()
-        assert ([row["id"] for row in page["data"]], page["has_more"]) == ([7], True)
-        assert [row["id"] for row in (await client.get(f"{path}?after={page['last_id']}")).json()["data"]] == [8]
-        assert (await client.get(f"{path}/7")).json()["content"] == "abc"
-        asked = await client.post(f"{path}/7/replay")
-        assert (asked.status_code, asked.json()["args"]) == (202, {"id": 7})
-        assert (await client.post(f"{path}/8/replay")).status_code == 404
-        assert (await client.delete(f"{path}/8")).status_code == 204
-        assert (await client.delete(f"{path}/8")).status_code == 404
+        assert ([row["id"] for row in page["data"]], page["has_more"]) == ([1], True)
+        assert [row["id"] for row in (await client.get(f"{path}?after={page['last_id']}")).json()["data"]] == [2]
+        assert (await client.get(f"{path}/1")).json()["content"] == "abc"
+        asked = await client.post(f"{path}/1/replay")
+        assert (asked.status_code, asked.json()["args"]) == (202, {"id": 1})
+        assert (await client.post(f"{path}/2/replay")).status_code == 404
+        assert (await client.delete(f"{path}/2")).status_code == 204
+        assert (await client.delete(f"{path}/2")).status_code == 404
         assert (await client.get(f"/v1/jobs/job_{'0' * 32}/dead-letters")).status_code == 404
 
 
-async def test_clients_and_commands_see_dead_letters(served: Any, job: Any) -> None:
+async def test_clients_and_commands_see_dead_letters(served: Any, books: Any, job: Any) -> None:
     async with AsyncClient(served.url) as client:
         id = (await client.submit(job)).id
-        assert [row.id for row in await client.dead_letters.list(id)] == [7, 8]
-        await client.dead_letters.drop(id, 8)
+        books.bury(id)
+        assert [row.id for row in await client.dead_letters.list(id)] == [1, 2]
+        await client.dead_letters.drop(id, 2)
         with pytest.raises(NotFound):
-            await client.dead_letters.show(id, 8)
+            await client.dead_letters.show(id, 2)
     env = {"PENSTOCK_URL": served.url}
     listed = CliRunner().invoke(cli, ["dlq", "ls", id], env=env)
     assert (listed.exit_code, "max deliveries" in listed.output) == (0, True)
-    assert CliRunner().invoke(cli, ["dlq", "show", id, "7"], env=env).exit_code == 0
-    assert CliRunner().invoke(cli, ["dlq", "drop", id, "7"], env=env).exit_code == 0
-    assert CliRunner().invoke(cli, ["dlq", "replay", id, "7"], env=env).exit_code == 1
+    assert CliRunner().invoke(cli, ["dlq", "show", id, "1"], env=env).exit_code == 0
+    assert CliRunner().invoke(cli, ["dlq", "drop", id, "1"], env=env).exit_code == 0
+    assert CliRunner().invoke(cli, ["dlq", "replay", id, "1"], env=env).exit_code == 1
 
 
 # -- pure parts ------------------------------------------------------------------------------------------------------
