@@ -6,17 +6,17 @@ import asyncio
 import contextlib
 import copy
 import hashlib
-import importlib.util
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 import uvicorn
 
@@ -26,35 +26,41 @@ from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.leader.effects import ATTEMPTS, REASON, SEQUENCE, STREAM
-from penstock.services.coordinator.queries.samples import check_env
 from penstock.services.coordinator.training.journal import Journal
 from penstock.services.coordinator.webserver import KEEP_ALIVE_S, server_of
-from penstock.shared.config.data import source_names
-from penstock.shared.config.jobs.job import JobConfig
-from penstock.shared.config.jobs.kinds import parse_job
+from penstock.services.reward import worker as reward_worker
+from penstock.services.reward.channel import Open, Score
+from penstock.shared.config.jobs.kinds import parse_job, parse_training
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import Conflict, NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.audit_log import AuditRecord
-from penstock.shared.protocol.events import Checkpointed, Event
+from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import (
+    BatchSealed,
+    BatchTrained,
+    Checkpointed,
+    Drawn,
+    Dropped,
+    Event,
+    JobStarted,
+    SealedGroup,
+)
+from penstock.shared.protocol.grading import GradeReply, GradeRequest
+from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.keys import StoredKey
-from penstock.shared.protocol.messages import DRAW_HEADER, Heartbeat
+from penstock.shared.protocol.messages import DRAW_HEADER, Ack, Heartbeat, ReplayRequest, ReplayRow
+from penstock.shared.protocol.trajectory import Group, encode_group, group_headers
 from penstock.shared.runtime.ledger import ledger_archive
 from penstock.shared.runtime.tasks import end_tasks
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.jetstream import call
 from penstock.shared.transport.server import NatsServer
 
-_spec = importlib.util.spec_from_file_location("front_desks", Path(__file__).with_name("desks.py"))
-assert _spec is not None
-assert _spec.loader is not None
-desks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(desks)
-
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
+BASE = {"writer_epoch": 1}
 JOB: dict[str, Any] = {
     "name": "addition",
     "model": {"config": {"hidden_size": 64}, "tokenizer": "char"},
@@ -65,71 +71,6 @@ JOB: dict[str, Any] = {
 }
 
 
-class Control(CoordinatorControl):
-    """The real one, but for some queries."""
-
-    audit_ok = True
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.graders, self.webhooks = desks.GradersInMemory(), desks.WebhooksInMemory()
-
-    async def samples(self, job: str, **query: Any) -> list[dict[str, Any]]:
-        spec = (await self.get(job)).spec
-        if query["env"] is not None:
-            check_env(spec, query["env"])
-        names = source_names(JobConfig.parse(spec).data.train)
-        rows = [
-            desks.sample_row(f"s{i}", names[i % len(names)], i)
-            for i in range(30)
-            if query["env"] in (None, names[i % len(names)])
-        ]
-        start = next((i + 1 for i, row in enumerate(rows) if row["id"] == query["after"]), 0)
-        return rows[start : start + query["limit"]]
-
-    async def sample(self, job: str, row_id: str) -> dict[str, Any]:
-        await self.get(job)
-        if row_id != "4-3.0-1":
-            raise NotFound(f"no sample '{row_id}'")
-        return {**desks.sample_row(row_id, "addition", 3), "job": job, "attempt": "a", "prompt_token_ids": [1],
-                "token_ids": [2, 3], "logprobs": [-0.5, -1.0], "mask": [1, 0], "versions": [3, 4],
-                "siblings": []}  # fmt: skip
-
-    async def timeline(self, job: str, *, step: int | None, limit: int) -> list[dict[str, Any]]:
-        await self.get(job)
-        return [{"step": step or 1, "stage": "train", "start": 1.0, "end": 2.0}][:limit]
-
-    async def audit(self, job: str) -> dict[str, Any]:
-        await self.get(job)
-        check = {"name": "equation", "ok": self.audit_ok, "detail": "6 = 4 + 1 + 1"}
-        violations = [] if self.audit_ok else ["equation: 6 = 4 + 1 + 0"]
-        equation = {"drawn": 6, "trained": 4, "dropped": {"failed": 1}, "in_flight": 1}
-        return {"ok": self.audit_ok, "equation": equation, "checks": [check], "violations": violations}
-
-    async def logs(
-        self, job: str, *, service: str | None, tail: int, after: str | None, unnamed: bool
-    ) -> dict[str, Any]:
-        await self.get(job)
-        lines = [{"service": service or "trainer", "text": f"line {i}"} for i in range(3)] if after is None else []
-        if unnamed and lines:
-            lines.insert(0, {"service": "nats", "text": "about no job"})
-        return {"lines": lines[-tail:], "next": "trainer:3"}
-
-    async def replay(
-        self, job: str, *, from_batch: int | None, to_batch: int | None, feedback: bool = False
-    ) -> AsyncIterator[dict[str, Any]]:
-        if (await self.get(job)).status.phase == "pending":
-            raise Conflict("nothing was trained yet")
-        for batch in range(from_batch or 0, min(to_batch or 2, 2) + 1):  # three were trained
-            row = {"batch": batch, "total": 3, "match": True, "detail": "identical"}
-            told = {
-                "draw": f"{batch}.0", "objective": "policy", "reward": 1.0, "reason": "feedback", "lag": 0,
-                "interactions": ["itx"], "context": [], "feedback": ["fb"],
-            }  # fmt: skip
-            yield {**row, "told": [told]} if feedback else row
-        yield {"done": True, "ok": True, "summary": "3 of 3 batches are bit-identical"}
-
-
 class Deployment:
     """A NATS server, fronts of coordinators over it, and what a leader and workers would write: tests do that.
 
@@ -137,8 +78,6 @@ class Deployment:
     called from any thread and block until the bus has what they wrote: a loop of its own, in a thread, owns the bus
     with which they write.
     """
-
-    Control = Control
 
     def __init__(self, server: NatsServer) -> None:
         self.server = server
@@ -199,7 +138,7 @@ class Deployment:
     async def control(self, **more: Any) -> AsyncIterator[CoordinatorControl]:
         """A front's control with a connection of its own, in the loop of the caller; keyword arguments are settings."""
         async with await Bus.connect(self.server.url, name="api") as bus:
-            yield Control(bus, JobStore(bus), self.members, {}, self.settings(**more))
+            yield CoordinatorControl(bus, JobStore(bus), self.members, {}, self.settings(**more))
 
     @contextlib.asynccontextmanager
     async def listening(self, **more: Any) -> AsyncIterator[int]:
@@ -296,14 +235,11 @@ class Deployment:
         )  # fmt: skip
         self.members.on_heartbeat(beat, time.monotonic())
 
-    def serve(self, subject: str, answer: Callable[[bytes], bytes]) -> None:
+    def serve(self, subject: str, answer: Callable[[bytes], Awaitable[bytes]]) -> None:
         """Answer requests on ``subject`` until the end of the test."""
 
-        async def answered(data: bytes) -> bytes:
-            return answer(data)
-
         async def begin() -> None:
-            await self._serving.enter_async_context(await self.bus.serve(subject, answered))
+            await self._serving.enter_async_context(await self.bus.serve(subject, answer))
 
         self.run(begin())
 
@@ -315,7 +251,51 @@ class Deployment:
         """Say for the leader what a job waits for."""
         row = {"waiting_for": "2 groups of 2 per batch", "subject": subjects.tickets(job), "id": "4.0",
                "holder": "rollout-0", "age_s": 1.5}  # fmt: skip
-        self.serve(subjects.LEADER, lambda _: msgspec.json.encode([row]))
+        self.serve(subjects.LEADER, lambda _: asyncio.sleep(0, msgspec.json.encode([row])))
+
+    def train(self, job: str) -> None:
+        """Store what two updates leave of a job with two groups per batch: 6 draws = 4 trained + 1 failed + 1 open."""
+        self.run(self._train(job))
+
+    async def _train(self, job: str) -> None:
+        sources = parse_training((await self.store.get(job)).spec).train_sources
+        due = {"min_version": 0, "deadline": 9.0}
+        await self._record(
+            job, (JobStarted(**BASE, time=0.0, config_digest="c"), Drawn(**BASE, time=1.0, start=0, stop=6, **due))
+        )
+        for number in (1, 2):
+            groups = []
+            for draw in (Draw(2 * number - 2), Draw(2 * number - 1)):
+                data, header = encode_group(group_of(job, draw, sources[draw.ordinal % len(sources)], number - 1))
+                seq = await self.bus.publish(subjects.experience(job), data, headers=group_headers(header))
+                versions = number - 1, number - 1
+                groups.append(SealedGroup(draw, header.attempt, seq, header.digest, *versions, header.rewards, 8, "w"))
+            place = {"number": number, "revision": 1}
+            begun = {"start_version": number - 1, "update_index": number - 1}
+            sealed = BatchSealed(**BASE, time=2.0 * number, **place, **begun, groups=groups)
+            made = {"version": number, "digest": "w", "trainer_epoch": 1}
+            await self._record(job, (sealed, BatchTrained(**BASE, time=2.0 * number + 1, **place, **made)))
+        failed = Dropped(**BASE, time=6.0, draws=[Draw(4)], reason="failed", lengths=[0], redraw=False, **due)
+        await self._record(job, (failed,))
+
+    def repeat(self) -> None:
+        """Play a trainer that repeats the batches 0 to 2 of any job that has begun."""
+        self.serve(subjects.REPLAY, self._repeat)
+
+    async def _repeat(self, data: bytes) -> bytes:
+        request, envelope = unpack(data, ReplayRequest)
+        if (await self.store.get(envelope.job)).status.phase == "pending":
+            return pack(Ack(ok=False, reason="nothing was trained yet"))
+        last = 2 if request.to_batch is None else min(request.to_batch, 2)
+        batches = range(request.from_batch or 0, last + 1)
+        rows = [ReplayRow(batch=batch, total=3, match=True, detail="identical") for batch in batches]
+        for row in [*rows, ReplayRow(done=True, ok=True, summary="3 of 3 batches are bit-identical")]:
+            await self.bus.notify(subjects.replay_progress(request.id), pack(row, job=envelope.job))
+        return pack(Ack(ok=True))
+
+    def grade(self) -> None:
+        """Play a reward worker: its scorers, in this process."""
+        self.serve(subjects.GRADE, lambda data: asyncio.to_thread(graded, data))
 
     def bury(self, job: str) -> None:
         """Store two dead letters of a job, of which the second stands for no draw."""
@@ -341,12 +321,14 @@ class Deployment:
             if operation.state == "pending" and job in self._outcomes:
                 await self.store.finish_operation(job, operation.model_copy(update=self._outcomes[job]))
 
-    def write_log(self, job: str, number: int = 3) -> None:
-        """Write lines about a job to the log of a trainer, and one about no job."""
+    def write_log(self, job: str) -> Path:
+        """Write three lines about a job to the log of a trainer, and one about no job; the file."""
         folder = self.data_dir / "logs"
         folder.mkdir(exist_ok=True)
-        lines = ["about no job", *(f"line {i} of {job}" for i in range(number))]
-        (folder / "trainer.log").write_text("\n".join(lines) + "\n")
+        lines = ["about no job", *(f"line {i} of {job}" for i in range(3))]
+        file = folder / "trainer.log"
+        file.write_text("\n".join(lines) + "\n")
+        return file
 
     def remove(self, stream: str) -> None:
         """Delete a stream, until the end of the test."""
@@ -366,6 +348,34 @@ def write_checkpoint(folder: Path, files: dict[str, bytes]) -> None:
     manifest = msgspec.json.encode({"files": listed})
     (folder / "manifest.json").write_bytes(manifest)
     (folder / "COMMIT").write_text(hashlib.sha256(manifest).hexdigest())
+
+
+def group_of(job: str, draw: Draw, source: str, version: int) -> Group:
+    """Four completions of two tokens, of which the policy chose the first; every other one is right."""
+    rewards = np.asarray([1, 0, 1, 0], np.float32)
+    wanted = str(draw.ordinal + 1)
+    meta = {
+        "source": source, "prompt": f"{draw.ordinal}+1=", "answer": wanted, "worker": "rollout-0",
+        "completions": [wanted, "?", wanted, "?"],
+    }  # fmt: skip
+    return Group(
+        job=job, draw=draw, attempt=f"a{draw.ordinal}", epoch=1, prompt_ids=np.ones(1, np.int32),
+        token_ids=np.asarray([2, 3] * 4, np.int32), cu_seqlens=np.arange(0, 9, 2, dtype=np.int32),
+        logprobs=np.asarray([-0.5, -1.0] * 4, np.float32), mask=np.asarray([1, 0] * 4, np.uint8), rewards=rewards,
+        failed=np.zeros(4, np.bool_), finish=np.zeros(4, np.uint8), parts={"exact": rewards},
+        spans=np.asarray([[index, version, 0, 2] for index in range(4)], np.int32), meta=meta,
+    )  # fmt: skip
+
+
+def graded(data: bytes) -> bytes:
+    """The reply to a request to grade; takes a quarter of a second, it says."""
+    request, _ = unpack(data, GradeRequest)
+    scorers, flaw = reward_worker._open(Open(request.scorers))
+    if flaw or request.sample is None:
+        return pack(GradeReply(error=flaw, seconds=0.25, opened=not flaw))
+    asked = Score(request.prompt, [request.sample], request.answer, request.item)
+    (result,) = reward_worker._results(scorers, asked)
+    return pack(GradeReply(scores=result.scores, error=result.error, seconds=0.25, opened=True))
 
 
 @pytest.fixture(scope="session")

@@ -343,6 +343,9 @@ async def test_views_of_a_job(connect: Any, books: Any, job: Any) -> None:
         books.measure(id)
         books.beat(id)
         books.explain(id)
+        books.train(id)
+        books.write_log(id)
+        books.repeat()
         metrics = (await client.get(f"/v1/jobs/{id}/metrics?names=reward")).json()
         assert metrics["series"] == {"reward": [0.1, 0.2, None, 0.5, 0.9]}
         assert (await client.get(f"/v1/jobs/{id}/workers")).json()["data"][0]["worker"] == "rollout-0"
@@ -350,7 +353,7 @@ async def test_views_of_a_job(connect: Any, books: Any, job: Any) -> None:
         assert (len(page["data"]), page["has_more"]) == (10, True)
         assert (await client.get(f"/v1/jobs/{id}/why")).json()["data"][0]["holder"] == "rollout-0"
         assert (await client.get(f"/v1/jobs/{id}/audit")).json()["ok"]
-        assert (await client.get(f"/v1/jobs/{id}/logs?tail=2")).json()["lines"][1]["text"] == "line 2"
+        assert (await client.get(f"/v1/jobs/{id}/logs?tail=2")).json()["lines"][1]["text"] == f"line 2 of {id}"
         refused = await client.post(f"/v1/jobs/{id}/replay")
         assert_problem(refused, 409, "conflict")
         books.advance(id, "succeeded")

@@ -225,6 +225,7 @@ def test_a_failing_source_says_so_and_can_be_resumed(
 
 def test_an_endless_reply_does_not_starve_the_others(served: Any, books: Any, job: Any) -> None:
     id = submit(served, job)
+    books.repeat()
     books.advance(id, "succeeded")
     url = f"{served.url}/v1/jobs/{id}/replay"
     with httpx.stream("POST", url, json={"to_batch": 1 << 40}, timeout=10) as reply:

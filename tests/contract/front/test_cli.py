@@ -21,6 +21,9 @@ from typer.testing import CliRunner, Result
 import penstock
 from penstock.cli import app
 from penstock.client import Client
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.events import Admission, Admitted, BatchSealed, SealedGroup
+from penstock.shared.protocol.ids import Draw
 
 Run = Callable[..., Result]
 
@@ -304,12 +307,14 @@ def test_logs_samples_workers_and_why(run: Run, books: Any, file: str) -> None:
     id = submit(run, file)
     books.beat(id)
     books.explain(id)
-    assert run("logs", id, "-n", "2").stdout == "trainer: line 1\ntrainer: line 2\n"
-    assert json.loads(run("logs", id, "--json", "-n", "1").stdout)["text"] == "line 2"
+    books.train(id)
+    books.write_log(id)
+    assert run("logs", id, "-n", "2").stdout == f"trainer: line 1 of {id}\ntrainer: line 2 of {id}\n"
+    assert json.loads(run("logs", id, "--json", "-n", "1").stdout)["text"] == f"line 2 of {id}"
     assert "2 groups of 2 per batch" in run("why", id).stdout
     books.advance(id, "succeeded")
     assert run("logs", id, "-f", "-n", "1").exit_code == 0
-    assert "0+1=" in run("samples", id, "--limit", "3").stdout
+    assert "2+1=" in run("samples", id, "--limit", "3").stdout
     assert len(json.loads(run("samples", id, "--limit", "3", "--env", "addition", "--json").stdout)) == 3
     assert "no source of this job is called 'hard'" in run("samples", id, "--env", "hard").stderr
     assert "rollout-0" in run("workers", id).stdout
@@ -333,20 +338,22 @@ def test_describe(run: Run, books: Any, file: str) -> None:
     assert ("succeeded" in over, "Workers:" in over) == (True, False)
 
 
-def test_audit_is_a_verdict(run: Run, books: Any, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_audit_is_a_verdict(run: Run, books: Any, file: str) -> None:
     id = submit(run, file)
+    books.train(id)
     result = run("audit", id)
     assert result.exit_code == 0
     assert result.stdout.splitlines()[0] == "drawn 6 = trained 4 + dropped 1 (failed 1) + in flight 1"
-    monkeypatch.setattr(type(books).Control, "audit_ok", False)
+    books.run(books.bus.publish(subjects.ledger(id), b"overwritten"))
     result = run("audit", id)
     assert result.exit_code == 1
-    assert "violation: equation" in result.stderr
+    assert "violation: ledger equation: entry 5" in result.stderr
     assert run("audit", id, "--json").exit_code == 1
 
 
 def test_replay_is_a_verdict(run: Run, books: Any, file: str) -> None:
     id = submit(run, file)
+    books.repeat()
     assert run("replay", id).exit_code == 1
     books.advance(id, "succeeded")
     result = run("replay", id, "--from", "1")
@@ -354,6 +361,15 @@ def test_replay_is_a_verdict(run: Run, books: Any, file: str) -> None:
     assert result.stdout.splitlines() == [
         "batch 1: identical  identical", "batch 2: identical  identical", "3 of 3 batches are bit-identical"
     ]  # fmt: skip
+    asked = {"ordinal": 2, "interactions": {"itx": 1}, "feedback": {"fb": 1}, "reward": 1.0, "lag": 0}
+    admission = Admission(**asked, key_id="k", user="", reason="feedback", time=0.0)
+    group = SealedGroup(Draw(2), "a", 1, "d", 1, 1, [1.0], 1, "w")
+    place = {"number": 2, "revision": 1, "start_version": 1, "update_index": 1}
+    books.record(
+        id,
+        Admitted(writer_epoch=1, time=0.0, admissions=[admission], low_interactions=0, low_feedback=0),
+        BatchSealed(writer_epoch=1, time=0.0, **place, groups=[group]),
+    )
     told = run("replay", id, "--from", "2", "--feedback").stdout.splitlines()
     assert told[1] == "  draw 2.0: reward 1 (feedback), lag 0: itx by fb"
 

@@ -257,6 +257,9 @@ def test_views(client: Client, books: Any, job: Any) -> None:
     books.measure(record.id)
     books.beat(record.id)
     books.explain(record.id)
+    books.train(record.id)
+    books.write_log(record.id)
+    books.repeat()
     assert client.metrics(record.id, names="loss")["series"] == {"loss": [5.0, 4.0, 3.0, 2.0, 1.0]}
     assert client.workers(record.id)[0]["worker"] == "rollout-0"
     assert "spans" not in client.workers(record.id)[0]
@@ -266,7 +269,7 @@ def test_views(client: Client, books: Any, job: Any) -> None:
         client.samples(record.id, env="hard")
     assert client.why(record.id)[0]["age_s"] == 1.5
     assert client.audit(record.id)["ok"]
-    assert client.logs(record.id, tail=1)["next"] == "trainer:3"
+    assert client.logs(record.id, tail=1)["next"].startswith("trainer:")
     assert client.limits()["durability"] == "fsync"
     with pytest.raises(Conflict):
         list(client.replay(record.id))
@@ -284,6 +287,7 @@ async def test_the_asynchronous_client_is_the_same(served: Any, books: Any, job:
         with pytest.raises(DeadlineError):
             await client.wait(record.id, timeout_s=0.1)
         waiting = asyncio.create_task(client.wait(record.id))
+        books.repeat()
         books.emit(record.id, "step", "one")
         books.advance(record.id, "succeeded")
         assert (await waiting).status.phase == "succeeded"

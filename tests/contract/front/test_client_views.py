@@ -28,54 +28,56 @@ async def job_id(served: Any, job: Any, asking: Any) -> str:
 
 async def test_samples_timelines_and_names(served: Any, books: Any, asking: Any, job_id: str) -> None:
     books.measure(job_id)
+    books.train(job_id)
     async with asking(served.url) as ask:
         assert await ask("metric_names", job_id) == [
             MetricName(name="loss", count=5, first_step=0, last_step=4, last=1.0),
             MetricName(name="reward", count=5, first_step=0, last_step=4, last=0.9),
         ]
-        assert await ask("timeline", job_id, step=3) == [StageSpan(step=3, stage="train", start=1.0, end=2.0)]
+        assert await ask("timeline", job_id, step=2) == [
+            StageSpan(step=2, stage="generate", start=1.0, end=4.0),
+            StageSpan(step=2, stage="train", start=4.0, end=5.0),
+        ]
         first, second = await ask("samples", job_id, limit=2, sort="reward", min_reward=0.5)
-        assert (first.id, first.completion, first.parts) == ("s0", "1", {"exact": 1.0})
-        assert (await ask("samples", job_id, after=second.id))[0].id == "s2"
-        tokens = await ask("sample", job_id, "4-3.0-1")
-        assert (tokens.job, tokens.step, tokens.token_ids) == (job_id, 4, [2, 3])
-        assert (tokens.mask, tokens.versions, tokens.logprobs) == ([1, 0], [3, 4], [-0.5, -1.0])
+        assert (first.id, first.completion, first.parts) == (f"{job_id}-2-2.0-0", "3", {"exact": 1.0})
+        assert second.id == f"{job_id}-2-2.0-2"
+        assert (await ask("samples", job_id, after=second.id))[0].id == f"{job_id}-2-2.0-3"
+        tokens = await ask("sample", job_id, "2-3.0-1")
+        assert (tokens.job, tokens.step, tokens.token_ids) == (job_id, 2, [2, 3])
+        assert (tokens.mask, tokens.versions, tokens.logprobs) == ([1, 0], [1, 1], [-0.5, -1.0])
         with pytest.raises(NotFound):
-            await ask("sample", job_id, "4-3.0-2")
+            await ask("sample", job_id, "2-3.0-4")
 
 
 async def test_logs_are_followed_across_a_restart(
     served: Any, books: Any, asking: Any, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every line once: those before the server is started again, and those after."""
-    written, asked = [f"line {number}" for number in range(3)], threading.Event()
+    asked, read = threading.Event(), CoordinatorControl.logs
 
-    async def logs(
-        control: CoordinatorControl, job: str, *, service: str | None, tail: int, after: str | None, **_: Any
-    ) -> dict[str, Any]:
-        if service == "nobody":
-            raise NotFound("no log of 'nobody'")
-        if after:  # the first lines have come
+    async def logs(control: CoordinatorControl, job: str, **query: Any) -> dict[str, Any]:
+        if query["after"]:  # the first lines have come
             asked.set()
-        start = int(after.partition(":")[2]) if after else max(0, len(written) - tail)
-        rows = [{"service": "trainer", "worker": "trainer-0", "text": text} for text in written[start:]]
-        return {"lines": rows, "next": f"trainer-0:{len(written)}"}
+        return await read(control, job, **query)
 
     def live() -> None:
         asked.wait(30)
         served.stop()
-        written.append("line 3")
+        with books.write_log(job_id).open("a") as log:
+            log.write(f"line 3 of {job_id}\n")
         served.start()
         books.advance(job_id, "succeeded")
 
-    monkeypatch.setattr(type(books).Control, "logs", logs)
+    monkeypatch.setattr(CoordinatorControl, "logs", logs)
+    begun = books.write_log(job_id).stat().st_size
     async with asking(served.url) as ask:
         thread = threading.Thread(target=live)
         thread.start()
         rows = await ask("follow_logs", job_id, tail=2)
         await asyncio.to_thread(thread.join)
-        assert rows == [LogLine(service="trainer", worker="trainer-0", text=f"line {number}") for number in (1, 2, 3)]
-        assert [row.text for row in await ask("follow_logs", job_id, after="trainer-0:3")] == ["line 3"]
+        lines = [f"line {number} of {job_id}" for number in (1, 2, 3)]
+        assert rows == [LogLine(service="trainer", worker="trainer", text=line) for line in lines]
+        assert [row.text for row in await ask("follow_logs", job_id, after=f"trainer:{begun}")] == lines[2:]
         with pytest.raises(NotFound, match="no log of 'nobody'"):
             await ask("follow_logs", job_id, service="nobody")
         with pytest.raises(NotFound):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from functools import partial
@@ -288,8 +289,9 @@ async def test_jobs_are_listed_steered_and_watched(books: Any, tiny: Any, job: A
         assert (await client.get(f"{base}/checkpoints")).json()["data"] == []
 
 
-async def test_graders_answer_with_typed_errors(connect: Any) -> None:
-    multi = {"type": "multi", "name": "m", "graders": {"a": CHECK, "b": {**CHECK, "operation": "ne"}},
+async def test_graders_answer_with_typed_errors(connect: Any, books: Any) -> None:
+    books.grade()
+    multi = {"type": "multi", "name": "m", "graders": {"a": CHECK, "b": {**CHECK, "operation": "ilike"}},
              "calculate_output": "1 / (a - b)"}  # fmt: skip
     async with connect() as client:
         for path in ("/v1/graders", "/v1/fine_tuning/alpha/graders"):
@@ -313,18 +315,19 @@ async def test_graders_answer_with_typed_errors(connect: Any) -> None:
         ]
         assert (errors["python_grader_runtime_error"], errors["python_grader_runtime_error_details"]) == (
             True,
-            "not Python",
+            "the source defines no function grade(sample, item)",
         )
 
 
-async def test_both_clients_and_the_command_line(served: Any, tmp_path: Path) -> None:
+async def test_both_clients_and_the_command_line(served: Any, books: Any, tmp_path: Path) -> None:
+    books.grade()
     path = tmp_path / "rows.jsonl"
     path.write_bytes(jsonl(ROWS))
     with Client(served.url) as client:
         one = client.files.upload(path)
         assert client.files.show(one.id).rows == 10
         assert client.graders.run(CHECK, "1", {"answer": "1"}).reward == 1.0
-        with pytest.raises(ConfigError, match="not Python"):
+        with pytest.raises(ConfigError, match="defines no function grade"):
             client.graders.validate({"type": "python", "name": "p", "source": "x"})
     async with AsyncClient(served.url) as client:
         other = await client.files.upload(path)
@@ -350,7 +353,7 @@ async def test_both_clients_and_the_command_line(served: Any, tmp_path: Path) ->
 
 
 async def test_scaling(connect: Any, served: Any, books: Any, job: Any) -> None:
-    books.serve(subjects.SCALE, lambda _: pack(ScaleReply(replicas=1, ready=1, leaving=0)))
+    books.serve(subjects.SCALE, lambda _: asyncio.sleep(0, pack(ScaleReply(replicas=1, ready=1, leaving=0))))
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         reply = await client.post(f"/v1/jobs/{id}/scale", json={"pool": "rollout", "replicas": 3})

@@ -117,9 +117,11 @@ async def test_lists_show_the_jobs_of_its_models(connect: Any, books: Any, job: 
         for path in ("/v1/jobs", "/v1/fine_tuning/jobs"):
             assert [row["id"] for row in (await client.get(path, headers=key)).json()["data"]] == own
             assert len((await client.get(path, headers=ROOT)).json()["data"]) == 4
-        shown = await client.get(f"/v1/samples/{ids[0]}-4-3.0-1", headers=key)
+        for id in ids[:2]:
+            books.train(id)
+        shown = await client.get(f"/v1/samples/{ids[0]}-2-3.0-1", headers=key)
         assert (shown.status_code, shown.json()["job"]) == (200, ids[0])
-        hidden = await client.get(f"/v1/samples/{ids[1]}-4-3.0-1", headers=key)
+        hidden = await client.get(f"/v1/samples/{ids[1]}-2-3.0-1", headers=key)
         assert (hidden.status_code, hidden.json()["detail"]) == (404, f"no job '{ids[1]}'")
 
 

@@ -134,27 +134,30 @@ async def test_names_timeline_and_a_single_sample(connect: Any, books: Any, job:
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         books.measure(id)
+        books.train(id)
         names = (await client.get(f"/v1/jobs/{id}/metrics/names")).json()["data"]
         assert names == [
             {"name": "loss", "count": 5, "first_step": 0, "last_step": 4, "last": 1.0},
             {"name": "reward", "count": 5, "first_step": 0, "last_step": 4, "last": 0.9},
         ]
-        spans = (await client.get(f"/v1/jobs/{id}/timeline?step=3")).json()["data"]
-        assert [(span["step"], span["stage"]) for span in spans] == [(3, "train")]
-        sample = (await client.get(f"/v1/samples/{id}-4-3.0-1")).json()
-        assert (sample["token_ids"], sample["logprobs"], sample["versions"]) == ([2, 3], [-0.5, -1.0], [3, 4])
-        for wrong in (f"{id}-4-3.0-2", f"{id}", "x", f"job_{'0' * 32}-4-3.0-1"):
+        spans = (await client.get(f"/v1/jobs/{id}/timeline?step=2")).json()["data"]
+        assert [(span["step"], span["stage"]) for span in spans] == [(2, "generate"), (2, "train")]
+        sample = (await client.get(f"/v1/samples/{id}-2-3.0-1")).json()
+        assert (sample["token_ids"], sample["logprobs"], sample["versions"]) == ([2, 3], [-0.5, -1.0], [1, 1])
+        for wrong in (f"{id}-2-3.0-4", f"{id}", "x", f"job_{'0' * 32}-2-3.0-1"):
             assert (await client.get(f"/v1/samples/{wrong}")).status_code == 404, wrong
         assert (await client.get(f"/v1/jobs/{id}/samples?min_reward=nan")).status_code == 422
 
 
-async def test_samples_of_one_source(connect: Any, job: Any) -> None:
+async def test_samples_of_one_source(connect: Any, books: Any, job: Any) -> None:
     mixed = {**job, "data": {"train": [{"type": "addition"}, {"type": "addition", "digits": 2, "name": "hard"}]}}
     async with connect() as client:
-        url = f"/v1/jobs/{(await client.post('/v1/jobs', json=mixed)).json()['id']}/samples"
+        id = (await client.post("/v1/jobs", json=mixed)).json()["id"]
+        books.train(id)
+        url = f"/v1/jobs/{id}/samples"
         assert {row["env"] for row in (await client.get(url)).json()["data"]} == {"addition", "hard"}
         first = (await client.get(f"{url}?env=hard&limit=2")).json()
-        assert ([row["id"] for row in first["data"]], first["has_more"]) == (["s1", "s3"], True)
+        assert ([row["id"] for row in first["data"]], first["has_more"]) == ([f"{id}-2-3.0-0", f"{id}-2-3.0-1"], True)
         assert {row["env"] for row in first["data"]} == {"hard"}
         unknown = await client.get(f"{url}?env=harder")
         assert unknown.status_code == 404
@@ -164,12 +167,13 @@ async def test_samples_of_one_source(connect: Any, job: Any) -> None:
 async def test_logs_are_followed_to_the_end(connect: Any, books: Any, job: Any) -> None:
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
+        end = books.write_log(id).stat().st_size
         books.advance(id, "succeeded")
         stream = await client.get(f"/v1/jobs/{id}/logs?follow=true")
         assert stream.headers["content-type"].startswith("text/event-stream")
-        assert "id: trainer:3\nevent: log\n" in stream.text
+        assert f"id: trainer:{end}\nevent: log\n" in stream.text
         assert stream.text.endswith("event: end\ndata: {}\n\n")
-        again = await client.get(f"/v1/jobs/{id}/logs?follow=true", headers={"last-event-id": "trainer:3"})
+        again = await client.get(f"/v1/jobs/{id}/logs?follow=true", headers={"last-event-id": f"trainer:{end}"})
         assert "event: log" not in again.text
         assert (await client.get(f"/v1/jobs/job_{'0' * 32}/logs?follow=true")).status_code == 404
 
