@@ -392,16 +392,16 @@ def deployed() -> Iterator[Deployment]:
 
 
 @pytest.fixture
-def books(deployed: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Deployment:
+def deployment(deployed: Deployment, tmp_path_factory: pytest.TempPathFactory) -> Deployment:
     """An empty deployment."""
     deployed.empty(tmp_path_factory.mktemp("data"))
     return deployed
 
 
 @pytest.fixture
-async def control(books: Deployment) -> AsyncIterator[CoordinatorControl]:
+async def control(deployment: Deployment) -> AsyncIterator[CoordinatorControl]:
     """The control of a front, in the loop of the test."""
-    async with books.control() as control:
+    async with deployment.control() as control:
         yield control
 
 
@@ -412,12 +412,12 @@ def job() -> dict[str, Any]:
 
 
 @pytest.fixture
-def connect(books: Deployment) -> Callable[..., contextlib.AbstractAsyncContextManager[httpx.AsyncClient]]:
+def connect(deployment: Deployment) -> Callable[..., contextlib.AbstractAsyncContextManager[httpx.AsyncClient]]:
     """A client of a front, in process; keyword arguments are settings."""
 
     @contextlib.asynccontextmanager
     async def build(**more: Any) -> AsyncIterator[httpx.AsyncClient]:
-        async with books.control(**more) as control:
+        async with deployment.control(**more) as control:
             app = create_app(control, control.settings)
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
@@ -430,8 +430,8 @@ def connect(books: Deployment) -> Callable[..., contextlib.AbstractAsyncContextM
 class Served:
     """A front behind a real server on a free port, in a thread of its own."""
 
-    def __init__(self, books: Deployment, **more: Any) -> None:
-        self.books = books
+    def __init__(self, deployment: Deployment, **more: Any) -> None:
+        self.deployment = deployment
         self.stopping: asyncio.Event | None = None
         self._more = more
         self.port = free_port()
@@ -449,7 +449,7 @@ class Served:
 
     async def _serve(self) -> None:
         self.stopping = asyncio.Event()
-        async with self.books.control(**self._more) as control:
+        async with self.deployment.control(**self._more) as control:
             app = create_app(control, control.settings, stopping=self.stopping)
             config = uvicorn.Config(
                 app, port=self.port, log_level="error", timeout_graceful_shutdown=2, timeout_keep_alive=KEEP_ALIVE_S
@@ -471,12 +471,12 @@ class Served:
 
 
 @pytest.fixture
-def serve(books: Deployment) -> Iterator[Callable[..., Served]]:
+def serve(deployment: Deployment) -> Iterator[Callable[..., Served]]:
     """Start servers; keyword arguments are settings."""
     servers: list[Served] = []
 
     def start(**more: Any) -> Served:
-        servers.append(Served(books, **more))
+        servers.append(Served(deployment, **more))
         servers[-1].start()
         return servers[-1]
 

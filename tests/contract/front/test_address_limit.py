@@ -93,8 +93,8 @@ async def test_addresses_are_shared_over_valkey_and_in_memory_without(connect: A
 
 
 @pytest.mark.parametrize("variable", ["user_rate_limit", "address_rate_limit"])
-async def test_a_limit_that_cannot_be_read(books: Any, variable: str) -> None:
-    async with books.control(**{variable: "often"}) as control:
+async def test_a_limit_that_cannot_be_read(deployment: Any, variable: str) -> None:
+    async with deployment.control(**{variable: "often"}) as control:
         with pytest.raises(ConfigError, match=f"PENSTOCK_{variable.upper()}: 'often' is no rate"):
             create_app(control, control.settings)
 
@@ -103,10 +103,10 @@ async def test_a_limit_that_cannot_be_read(books: Any, variable: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(books: Any, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
+async def serving(deployment: Any, **more: Any) -> AsyncIterator[httpx.AsyncClient]:
     """The application behind the server that the coordinator starts."""
     async with (
-        books.listening(address_rate_limit="2/hour", **more) as port,
+        deployment.listening(address_rate_limit="2/hour", **more) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
     ):
         yield client
@@ -116,22 +116,22 @@ async def forwarded(client: httpx.AsyncClient, *chains: str) -> list[int]:
     return [(await client.get(PATH, headers={"x-forwarded-for": chain})).status_code for chain in chains]
 
 
-async def test_nobody_is_believed_who_it_speaks_for(books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_is_believed_who_it_speaks_for(deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")  # of the server's own, which would say otherwise
-    async with serving(books) as client:
+    async with serving(deployment) as client:
         assert await forwarded(client, "192.0.2.1", "192.0.2.2", "192.0.2.3") == [200, 200, 429]
 
 
-async def test_a_trusted_proxy_says_who_the_client_is(books: Any) -> None:
-    async with serving(books, forwarded_allow_ips="10.0.0.0/8, 127.0.0.1") as client:
+async def test_a_trusted_proxy_says_who_the_client_is(deployment: Any) -> None:
+    async with serving(deployment, forwarded_allow_ips="10.0.0.0/8, 127.0.0.1") as client:
         assert await forwarded(client, "192.0.2.1", "192.0.2.2", "192.0.2.3") == [200] * 3
         made_up = [f"198.51.100.{place}, 192.0.2.1, 10.0.0.7" for place in range(2)]
         assert await forwarded(client, *made_up) == [200, 429], "what stands before the trusted proxies is not believed"
 
 
 @pytest.mark.parametrize("text", ["proxy.internal", "10.0.0.1/8", "*,10.0.0.1"])
-async def test_proxies_that_cannot_be_read(books: Any, text: str) -> None:
-    async with books.control(forwarded_allow_ips=text) as control:
+async def test_proxies_that_cannot_be_read(deployment: Any, text: str) -> None:
+    async with deployment.control(forwarded_allow_ips=text) as control:
         app = create_app(control, control.settings)
         with pytest.raises(ConfigError, match="PENSTOCK_FORWARDED_ALLOW_IPS: "):
             server_of(app, control.settings)

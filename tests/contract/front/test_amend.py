@@ -20,13 +20,13 @@ async def submitted(client: Any, job: Any) -> str:
     return f"/v1/jobs/{(await client.post('/v1/jobs', json=job)).json()['id']}"
 
 
-def follow(books: Any, path: str, step: int) -> None:
+def follow(deployment: Any, path: str, step: int) -> None:
     """Write the status as the leader does once it has taken a change up."""
     id = path.rpartition("/")[2]
-    books.advance(id, "running", observed_generation=books.jobs[id].generation, applies_at_step=step)
+    deployment.advance(id, "running", observed_generation=deployment.jobs[id].generation, applies_at_step=step)
 
 
-async def test_a_change_says_from_which_update_on_it_holds(connect: Any, books: Any, job: Any) -> None:
+async def test_a_change_says_from_which_update_on_it_holds(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         path = await submitted(client, job)
         reply = await client.patch(path, json={"optimizer": {"learning_rate": 3e-4}}, params=NO_WAIT)
@@ -34,10 +34,10 @@ async def test_a_change_says_from_which_update_on_it_holds(connect: Any, books: 
         assert reply.json()["generation"] == 2
         spec = {**job, "optimizer": {"learning_rate": 3e-4}}
         assert JobConfig.parse(reply.json()["spec"]) == JobConfig.parse(spec)
-        follow(books, path, 7)
+        follow(deployment, path, 7)
         again = await client.patch(path, json={"metadata": {"team": "a"}}, params=NO_WAIT)
         assert again.json()["applies_at_step"] is None  # of generation 3 nothing was observed yet
-        follow(books, path, 9)
+        follow(deployment, path, 9)
         follow_up = await client.get(path)
         assert follow_up.json()["status"]["applies_at_step"] == 9
 
@@ -62,16 +62,16 @@ async def test_a_change_says_from_which_update_on_it_holds(connect: Any, books: 
     ],
 )
 async def test_what_cannot_change_is_named(
-    *, connect: Any, books: Any, job: Any, patch: dict[str, Any], pointers: list[str] | None, code: str
+    *, connect: Any, deployment: Any, job: Any, patch: dict[str, Any], pointers: list[str] | None, code: str
 ) -> None:
     async with connect() as client:
         path = await submitted(client, job)
-        before = books.jobs
+        before = deployment.jobs
         reply = await client.patch(path, json=patch)
         assert (reply.status_code, reply.json()["error"]["code"]) == (422, code), reply.text
         if pointers is not None:
             assert [flaw["pointer"] for flaw in reply.json()["errors"]] == pointers
-        assert books.jobs == before
+        assert deployment.jobs == before
         same = await client.patch(path, json={"seed": 0, "name": "addition"}, params=NO_WAIT)
         assert same.status_code == 202  # values that are so already
 
@@ -144,11 +144,11 @@ async def test_a_schedule_keeps_its_end_and_an_adaptive_kl_its_coefficient(conne
         assert refused.json()["error"]["code"] == "immutable_field"
 
 
-async def test_if_match_fails_for_changes_of_others_only(connect: Any, books: Any, job: Any) -> None:
+async def test_if_match_fails_for_changes_of_others_only(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         path = await submitted(client, job)
         etag = (await client.get(path)).headers["etag"]
-        books.advance(path.rpartition("/")[2], "running")  # the coordinator observes something: nobody's change
+        deployment.advance(path.rpartition("/")[2], "running")  # the coordinator observes something: nobody's change
         patch = {"train": {"max_updates": 9}}
         first = await client.patch(path, json=patch, headers={"if-match": etag}, params=NO_WAIT)
         assert first.status_code == 202
@@ -163,10 +163,10 @@ async def test_if_match_fails_for_changes_of_others_only(connect: Any, books: An
         assert future.status_code == 412
 
 
-async def test_a_job_that_has_ended_stays_as_it_is(connect: Any, books: Any, job: Any) -> None:
+async def test_a_job_that_has_ended_stays_as_it_is(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         path = await submitted(client, job)
-        books.advance(path.rpartition("/")[2], "succeeded")
+        deployment.advance(path.rpartition("/")[2], "succeeded")
         assert (await client.patch(path, json={"train": {"max_updates": 9}})).status_code == 409
         assert (await client.post(f"{path}/checkpoints")).status_code == 409
         merge = {"content-type": "application/merge-patch+json"}
@@ -190,19 +190,19 @@ async def test_jobs_are_found_by_kind_and_labels(connect: Any, job: Any) -> None
         assert (await count("kind=rl"), await count("kind=evaluation"), await count("")) == (4, 0, 4)
 
 
-async def test_a_checkpoint_on_request_is_an_operation(connect: Any, books: Any, job: Any) -> None:
+async def test_a_checkpoint_on_request_is_an_operation(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         path = await submitted(client, job)
         asked = await client.post(f"{path}/checkpoints")
         assert (asked.status_code, asked.json()["state"]) == (202, "pending")
         where = asked.headers["location"]
         assert (await client.get(where)).json() == asked.json()
-        books.finish(path.rpartition("/")[2], state="succeeded", result={"number": 4})
+        deployment.finish(path.rpartition("/")[2], state="succeeded", result={"number": 4})
         assert (await client.get(f"{where}?wait=30")).json()["result"] == {"number": 4}
         assert (await client.get(f"{path}/operations/op_0")).status_code == 404
 
 
-def test_clients_and_commands(served: Any, books: Any, job: Any) -> None:
+def test_clients_and_commands(served: Any, deployment: Any, job: Any) -> None:
     env = {"PENSTOCK_URL": served.url}
     with Client(served.url) as client:
         record = client.submit({**job, "metadata": {"team": "a"}})
@@ -215,7 +215,7 @@ def test_clients_and_commands(served: Any, books: Any, job: Any) -> None:
         assert [found.id for found in client.list(metadata={"team": "a"}, kind="rl")] == [record.id]
         with pytest.raises(DeadlineError):
             client.checkpoint_now(record.id, timeout_s=0)
-        follow(books, f"/{record.id}", 5)
+        follow(deployment, f"/{record.id}", 5)
         result = CliRunner().invoke(cli, ["amend", record.id, "--set", "train.max_updates=11", "--wait", "0"], env=env)
         assert result.exit_code == 0, result.output
         assert client.get(record.id).spec["train"]["max_updates"] == 11
@@ -224,7 +224,7 @@ def test_clients_and_commands(served: Any, books: Any, job: Any) -> None:
         assert client.get(record.id).spec["sampling"]["temperature"] == 0.8
         listed = CliRunner().invoke(cli, ["ls", "--label", "team=b", "--json"], env=env)
         assert listed.stdout.strip() == "[]"
-        books.advance(record.id, "failed")
+        deployment.advance(record.id, "failed")
         assert CliRunner().invoke(cli, ["ckpt", "save", record.id], env=env).exit_code == 1
 
 

@@ -30,7 +30,7 @@ def assert_problem(response: Any, status: int, code: str) -> dict[str, Any]:
     return body
 
 
-async def test_submit_list_get(connect: Any, books: Any, job: Any) -> None:
+async def test_submit_list_get(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         created = await client.post("/v1/jobs", json=job)
         assert created.status_code == 202
@@ -39,29 +39,29 @@ async def test_submit_list_get(connect: Any, books: Any, job: Any) -> None:
         assert created.headers["etag"] == '"1"'
         assert (await client.get(f"/v1/jobs/{record.id}")).json() == created.json()
         assert (await client.get("/v1/jobs")).json()["data"] == [created.json()]
-    assert JobConfig.parse(books.jobs[record.id].spec) == JobConfig.parse(job)
+    assert JobConfig.parse(deployment.jobs[record.id].spec) == JobConfig.parse(job)
 
 
-async def test_a_job_says_how_far_it_is(connect: Any, books: Any, job: Any) -> None:
+async def test_a_job_says_how_far_it_is(connect: Any, deployment: Any, job: Any) -> None:
     """Of what else the status says, so it is not stored, and a client that does not know it reads the rest."""
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
-        books.advance(id, "running", step=3, total_steps=12, draws={"drawn": 9, "trained": 6, "in_flight": 3})
+        deployment.advance(id, "running", step=3, total_steps=12, draws={"drawn": 9, "trained": 6, "in_flight": 3})
         status = (await client.get(f"/v1/jobs/{id}")).json()["status"]
         assert status["progress"] == {"step": 3, "max_steps": 12, "fraction": 0.25, "groups": 6}
-        books.advance(id, "running", step=13, total_steps=None)
+        deployment.advance(id, "running", step=13, total_steps=None)
         status = (await client.get(f"/v1/jobs/{id}")).json()["status"]
         assert (status["progress"]["max_steps"], status["progress"]["fraction"]) == (None, None)
-    assert JobRecord.model_validate_json(books.jobs[id].stored()) == books.jobs[id]
-    assert b"progress" not in books.jobs[id].stored()
+    assert JobRecord.model_validate_json(deployment.jobs[id].stored()) == deployment.jobs[id]
+    assert b"progress" not in deployment.jobs[id].stored()
 
 
-async def test_a_job_says_where_the_rest_of_it_is_and_why_it_failed(connect: Any, books: Any, job: Any) -> None:
+async def test_a_job_says_where_the_rest_of_it_is_and_why_it_failed(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         record = JobRecord.model_validate((await client.post("/v1/jobs", json=job)).json())
         error = JobFailure(code="trainer_failed", message="trainer: no room", service="trainer")
-        books.write_log(record.id)
-        books.advance(record.id, "failed", message=error.message, error=error, attempt=3)
+        deployment.write_log(record.id)
+        deployment.advance(record.id, "failed", message=error.message, error=error, attempt=3)
         shown = (await client.get(f"/v1/jobs/{record.id}")).json()
         assert set(shown["links"]) == {"self", "events", "metrics", "checkpoints", "logs"}
         for name, path in shown["links"].items():
@@ -78,19 +78,19 @@ async def test_a_job_says_where_the_rest_of_it_is_and_why_it_failed(connect: Any
     assert set(schemas["JobFailure"]["properties"]) == set(status["error"])
 
 
-async def test_yaml_and_json_give_the_same_job(connect: Any, books: Any, job: Any) -> None:
+async def test_yaml_and_json_give_the_same_job(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         reply = await client.post("/v1/jobs", content=yaml.safe_dump(job), headers=YAML)
         assert reply.status_code == 202
-        assert JobConfig.parse(books.jobs[reply.json()["id"]].spec) == JobConfig.parse(job)
+        assert JobConfig.parse(deployment.jobs[reply.json()["id"]].spec) == JobConfig.parse(job)
 
 
-async def test_dry_run_stores_nothing(connect: Any, books: Any, job: Any) -> None:
+async def test_dry_run_stores_nothing(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         reply = await client.post("/v1/jobs?dry_run=true", json=job)
     assert reply.status_code == 200
     assert (reply.json()["valid"], reply.json()["plan"]["batch"]["groups"]) == (True, 2)
-    assert books.submitted == 0
+    assert deployment.submitted == 0
 
 
 async def test_invalid_job_names_every_flaw(connect: Any, job: Any) -> None:
@@ -106,7 +106,7 @@ async def test_invalid_job_names_every_flaw(connect: Any, job: Any) -> None:
     assert body["error"]["param"] in flaws
 
 
-async def test_a_live_agent_asks_once_so_what_needs_groups_is_refused(connect: Any, books: Any, job: Any) -> None:
+async def test_a_live_agent_asks_once_so_what_needs_groups_is_refused(connect: Any, deployment: Any, job: Any) -> None:
     spec = {"kind": "online_rl", "name": "live", "model": job["model"]}
     async with connect() as client:
         for name in ("grpo", "rloo"):
@@ -115,7 +115,7 @@ async def test_a_live_agent_asks_once_so_what_needs_groups_is_refused(connect: A
             (flaw,) = problem["errors"]
             assert flaw["pointer"] == "/algorithm"
             assert f"type '{name}' needs several answers to the same prompt" in flaw["detail"]
-        assert books.submitted == 0
+        assert deployment.submitted == 0
         assert (await client.post("/v1/jobs?dry_run=true", json=spec)).status_code == 200
 
 
@@ -190,13 +190,13 @@ async def test_pages_are_stable_under_inserts(connect: Any, job: Any) -> None:
         assert [row["id"] for row in up["data"]] == ids
 
 
-async def test_steering_is_idempotent_and_ends_with_the_job(connect: Any, books: Any, job: Any) -> None:
+async def test_steering_is_idempotent_and_ends_with_the_job(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         path = "/v1/jobs/" + (await client.post("/v1/jobs", json=job)).json()["id"]
         for verb, state in (("pause", "paused"), ("pause", "paused"), ("resume", "running"), ("cancel", "cancelled")):
             reply = await client.post(f"{path}/{verb}")
             assert (reply.status_code, reply.json()["desired_state"]) == (202, state)
-        books.advance(path.rpartition("/")[2], "cancelled")
+        deployment.advance(path.rpartition("/")[2], "cancelled")
         reply = await client.post(f"{path}/pause")
         assert_problem(reply, 409, "conflict")
         assert reply.headers["x-should-retry"] == "false"
@@ -238,8 +238,8 @@ async def test_keys(connect: Any, job: Any) -> None:
         assert (await client.get("/metrics", headers={"authorization": "Bearer alpha"})).status_code == 200
 
 
-async def test_open_to_the_network_without_keys_is_refused(books: Any) -> None:
-    async with books.control(http_host="0.0.0.0") as control:
+async def test_open_to_the_network_without_keys_is_refused(deployment: Any) -> None:
+    async with deployment.control(http_host="0.0.0.0") as control:
         with pytest.raises(ConfigError, match="PENSTOCK_API_KEYS"):
             create_app(control, control.settings)
 
@@ -281,23 +281,23 @@ async def test_live_requests_are_counted_apart(connect: Any) -> None:
         assert (await client.get("/v1/jobs")).status_code == 200
 
 
-async def test_a_rate_limit_that_cannot_be_read(books: Any) -> None:
-    async with books.control(rate_limit="often") as control:
+async def test_a_rate_limit_that_cannot_be_read(deployment: Any) -> None:
+    async with deployment.control(rate_limit="often") as control:
         with pytest.raises(ConfigError, match="600/minute"):
             create_app(control, control.settings)
 
 
-async def test_etag_and_not_modified(connect: Any, books: Any, job: Any) -> None:
+async def test_etag_and_not_modified(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         record = (await client.post("/v1/jobs", json=job)).json()
         path = f"/v1/jobs/{record['id']}"
         same = await client.get(path, headers={"if-none-match": '"1"'})
         assert (same.status_code, same.content) == (304, b"")
-        books.advance(record["id"], "running")
+        deployment.advance(record["id"], "running")
         assert (await client.get(path, headers={"if-none-match": '"1"'})).headers["etag"] == '"2"'
 
 
-async def test_long_poll(connect: Any, books: Any, job: Any) -> None:
+async def test_long_poll(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         began = time.perf_counter()
@@ -306,18 +306,18 @@ async def test_long_poll(connect: Any, books: Any, job: Any) -> None:
         assert 0.3 <= time.perf_counter() - began < 20
         poll = asyncio.create_task(client.get(f"/v1/jobs/{id}?wait=30&for=running"))
         await asyncio.sleep(0.1)
-        books.advance(id, "running")
+        deployment.advance(id, "running")
         assert (await poll).json()["status"]["phase"] == "running"
         poll = asyncio.create_task(client.get(f"/v1/jobs/{id}?wait=30&for=paused"))
         await asyncio.sleep(0.1)
-        books.advance(id, "failed")
+        deployment.advance(id, "failed")
         assert (await poll).json()["status"]["phase"] == "failed"
 
 
-async def test_errors_of_the_bus_are_503_with_retry_after(connect: Any, books: Any, job: Any) -> None:
+async def test_errors_of_the_bus_are_503_with_retry_after(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
-        books.server.kill()
+        deployment.server.kill()
         reply = await client.get(f"/v1/jobs/{id}")
         assert_problem(reply, 503, "unavailable")
         assert reply.headers["retry-after"] == "1"
@@ -325,7 +325,7 @@ async def test_errors_of_the_bus_are_503_with_retry_after(connect: Any, books: A
         assert (await client.get("/healthz")).status_code == 200
 
 
-async def test_defects_show_no_internals(connect: Any, books: Any, job: Any, monkeypatch: Any) -> None:
+async def test_defects_show_no_internals(connect: Any, deployment: Any, job: Any, monkeypatch: Any) -> None:
     async def broken(*_: Any) -> Any:
         raise RuntimeError("secret")
 
@@ -337,15 +337,15 @@ async def test_defects_show_no_internals(connect: Any, books: Any, job: Any, mon
         assert "secret" not in reply.text
 
 
-async def test_views_of_a_job(connect: Any, books: Any, job: Any) -> None:
+async def test_views_of_a_job(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
-        books.measure(id)
-        books.beat(id)
-        books.explain(id)
-        books.train(id)
-        books.write_log(id)
-        books.repeat()
+        deployment.measure(id)
+        deployment.beat(id)
+        deployment.explain(id)
+        deployment.train(id)
+        deployment.write_log(id)
+        deployment.repeat()
         metrics = (await client.get(f"/v1/jobs/{id}/metrics?names=reward")).json()
         assert metrics["series"] == {"reward": [0.1, 0.2, None, 0.5, 0.9]}
         assert (await client.get(f"/v1/jobs/{id}/workers")).json()["data"][0]["worker"] == "rollout-0"
@@ -356,7 +356,7 @@ async def test_views_of_a_job(connect: Any, books: Any, job: Any) -> None:
         assert (await client.get(f"/v1/jobs/{id}/logs?tail=2")).json()["lines"][1]["text"] == f"line 2 of {id}"
         refused = await client.post(f"/v1/jobs/{id}/replay")
         assert_problem(refused, 409, "conflict")
-        books.advance(id, "succeeded")
+        deployment.advance(id, "succeeded")
         replay = await client.post(f"/v1/jobs/{id}/replay", json={"from_batch": 1})
         assert replay.headers["content-type"] == "application/x-ndjson"
         assert len(replay.text.splitlines()) == 3

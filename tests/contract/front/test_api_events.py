@@ -33,14 +33,14 @@ def blocks(text: str) -> list[dict[str, str]]:
 def submit(served: Any, job: Any) -> str:
     """Submit a job, of which a leader then says that it is pending; its id."""
     id: str = httpx.post(f"{served.url}/v1/jobs", json=job).json()["id"]
-    served.books.emit(id, "phase", "pending")
+    served.deployment.emit(id, "phase", "pending")
     return id
 
 
-def test_list_pages(served: Any, books: Any, job: Any) -> None:
+def test_list_pages(served: Any, deployment: Any, job: Any) -> None:
     id = submit(served, job)
     for i in range(5):
-        books.emit(id, "step", f"step {i}")
+        deployment.emit(id, "step", f"step {i}")
     page = httpx.get(f"{served.url}/v1/jobs/{id}/events?limit=4").json()
     assert [row["id"] for row in page["data"]] == [1, 2, 3, 4]
     assert page["has_more"]
@@ -55,9 +55,9 @@ def test_a_cursor_that_the_stream_never_sent_is_refused(served: Any, job: Any, c
     assert (reply.status_code, reply.json()["type"]) == (422, "urn:penstock:problem:invalid_cursor")
 
 
-def test_stream_to_the_end(served: Any, books: Any, job: Any) -> None:
+def test_stream_to_the_end(served: Any, deployment: Any, job: Any) -> None:
     id = submit(served, job)
-    books.advance(id, "succeeded")
+    deployment.advance(id, "succeeded")
     reply = httpx.get(f"{served.url}/v1/jobs/{id}/events", headers={"accept": "text/event-stream"})
     assert reply.headers["content-type"].startswith("text/event-stream")
     first, *events, end = blocks(reply.text)
@@ -72,13 +72,13 @@ def test_stream_to_the_end(served: Any, books: Any, job: Any) -> None:
     [{"params": {"format": "cloudevents"}}, {"headers": {"accept": "application/cloudevents+json"}}],
     ids=["query", "accept"],
 )
-def test_events_are_what_webhooks_are_sent(served: Any, books: Any, job: Any, asked: dict[str, Any]) -> None:
+def test_events_are_what_webhooks_are_sent(served: Any, deployment: Any, job: Any, asked: dict[str, Any]) -> None:
     id = submit(served, job)
-    books.emit(id, "checkpoint", "checkpoint 3", number=3)
-    books.advance(id, "succeeded")
+    deployment.emit(id, "checkpoint", "checkpoint 3", number=3)
+    deployment.advance(id, "succeeded")
     posted = [
         json.loads(event_of(Message(f"events.{id}", msgspec.json.encode(row), {}, seq, 0.0)).body)
-        for seq, row in enumerate(books.events(id), 1)
+        for seq, row in enumerate(deployment.events(id), 1)
     ]
     assert [event["type"] for event in posted[1:3]] == ["rl.checkpoint.created.v1", "rl.job.succeeded.v1"]
     page = httpx.get(f"{served.url}/v1/jobs/{id}/events", **asked).json()
@@ -87,7 +87,7 @@ def test_events_are_what_webhooks_are_sent(served: Any, books: Any, job: Any, as
     plain = httpx.get(f"{served.url}/v1/jobs/{id}/events", params={"format": "json"}, headers=asked.get("headers"))
     assert [row["type"] for row in plain.json()["data"]] == ["phase", "checkpoint", "phase"]
     headers = {"accept": "text/event-stream, " + asked.get("headers", {}).get("accept", "*/*"), "last-event-id": "1"}
-    books.forget_event(1)
+    deployment.forget_event(1)
     stream = httpx.get(f"{served.url}/v1/jobs/{id}/events", params=asked.get("params"), headers=headers)
     _, reset, *events, end = blocks(stream.text)
     assert (reset["event"], end["event"]) == ("reset", "end"), "signs of the stream"
@@ -98,14 +98,14 @@ def test_events_are_what_webhooks_are_sent(served: Any, books: Any, job: Any, as
     assert httpx.get(f"{served.url}/v1/jobs/{id}/events?format=xml").status_code == 422
 
 
-def test_thirteen_reconnects_lose_and_repeat_nothing(served: Any, books: Any, job: Any) -> None:
+def test_thirteen_reconnects_lose_and_repeat_nothing(served: Any, deployment: Any, job: Any) -> None:
     id = submit(served, job)
 
     def produce() -> None:
         for i in range(399):
-            books.emit(id, "step", f"{i}")
+            deployment.emit(id, "step", f"{i}")
             time.sleep(0.001)
-        books.advance(id, "succeeded")
+        deployment.advance(id, "succeeded")
 
     producer = threading.Thread(target=produce)
     producer.start()
@@ -130,12 +130,12 @@ def test_thirteen_reconnects_lose_and_repeat_nothing(served: Any, books: Any, jo
     assert seen == list(range(1, 402))
 
 
-def test_who_resumes_behind_events_that_are_gone_is_told(served: Any, books: Any, job: Any) -> None:
+def test_who_resumes_behind_events_that_are_gone_is_told(served: Any, deployment: Any, job: Any) -> None:
     id = submit(served, job)
     for i in range(5):
-        books.emit(id, "step", f"step {i}")
-    books.advance(id, "succeeded")
-    books.forget_event(3)
+        deployment.emit(id, "step", f"step {i}")
+    deployment.advance(id, "succeeded")
+    deployment.forget_event(3)
 
     def stream(last: str) -> list[dict[str, str]]:
         headers = {"accept": "text/event-stream", "last-event-id": last}
@@ -197,7 +197,7 @@ async def test_pings_and_cleanup() -> None:
 
 
 def test_a_failing_source_says_so_and_can_be_resumed(
-    served: Any, books: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+    served: Any, deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     follow = CoordinatorControl.follow_events
 
@@ -215,18 +215,18 @@ def test_a_failing_source_says_so_and_can_be_resumed(
     with httpx.stream("GET", url, headers={"accept": "text/event-stream"}, timeout=30) as reply:
         lines = reply.iter_lines()
         assert "id: 1" in lines
-        books.emit(id, "step", "one")
+        deployment.emit(id, "step", "one")
         last = blocks("\n".join(lines) + "\n")[-1]
     assert (last["event"], json.loads(last["data"])["code"]) == ("error", "unavailable")
-    books.advance(id, "succeeded")
+    deployment.advance(id, "succeeded")
     rest = blocks(httpx.get(url, headers={"accept": "text/event-stream", "last-event-id": "2"}).text)
     assert [block.get("id") for block in rest] == [None, "3", None]
 
 
-def test_an_endless_reply_does_not_starve_the_others(served: Any, books: Any, job: Any) -> None:
+def test_an_endless_reply_does_not_starve_the_others(served: Any, deployment: Any, job: Any) -> None:
     id = submit(served, job)
-    books.repeat()
-    books.advance(id, "succeeded")
+    deployment.repeat()
+    deployment.advance(id, "succeeded")
     url = f"{served.url}/v1/jobs/{id}/replay"
     with httpx.stream("POST", url, json={"to_batch": 1 << 40}, timeout=10) as reply:
         lines = reply.iter_lines()

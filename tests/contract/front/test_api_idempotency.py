@@ -40,7 +40,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     return held
 
 
-async def test_the_same_request_twice_has_one_effect(connect: Any, books: Any, job: Any) -> None:
+async def test_the_same_request_twice_has_one_effect(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         first = await client.post("/v1/jobs", json=job, headers=with_key('"k1"'))
         again = await client.post("/v1/jobs", json=job, headers=with_key("k1"))
@@ -49,10 +49,10 @@ async def test_the_same_request_twice_has_one_effect(connect: Any, books: Any, j
     assert (again.status_code, again.content) == (first.status_code, first.content)
     assert again.headers["location"] == first.headers["location"]
     assert again.headers["etag"] == first.headers["etag"]
-    assert books.submitted == 1
+    assert deployment.submitted == 1
 
 
-async def test_one_hundred_at_once_have_one_effect(connect: Any, books: Any, job: Any, held: Held) -> None:
+async def test_one_hundred_at_once_have_one_effect(connect: Any, deployment: Any, job: Any, held: Held) -> None:
     async with connect() as client:
         posts = [asyncio.create_task(client.post("/v1/jobs", json=job, headers=with_key("k"))) for _ in range(100)]
         async with asyncio.timeout(60):
@@ -63,7 +63,7 @@ async def test_one_hundred_at_once_have_one_effect(connect: Any, books: Any, job
         refused = await client.post("/v1/jobs", json=job, headers=with_key("k"))
     assert codes == {202: 1, 409: 99}
     assert refused.headers["idempotent-replayed"] == "true"
-    assert books.submitted == 1
+    assert deployment.submitted == 1
 
 
 async def test_in_flight_may_be_retried(connect: Any, job: Any, held: Held) -> None:
@@ -77,20 +77,20 @@ async def test_in_flight_may_be_retried(connect: Any, job: Any, held: Held) -> N
         assert (await first).status_code == 202
 
 
-async def test_another_body_or_query_under_the_same_key(connect: Any, books: Any, job: Any) -> None:
+async def test_another_body_or_query_under_the_same_key(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         await client.post("/v1/jobs", json=job, headers=with_key("k"))
         other = await client.post("/v1/jobs", json={**job, "seed": 1}, headers=with_key("k"))
         assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_key_reused")
         assert (await client.post("/v1/jobs?dry_run=true", json=job, headers=with_key("k"))).status_code == 422
-    assert books.submitted == 1
+    assert deployment.submitted == 1
 
 
-async def test_failures_are_not_kept(connect: Any, books: Any, job: Any) -> None:
+async def test_failures_are_not_kept(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
-        books.server.kill()
+        deployment.server.kill()
         assert (await client.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 503
-        books.server.start()
+        deployment.server.start()
         assert (await client.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 202
 
 
@@ -101,29 +101,29 @@ async def test_keys_that_are_none(connect: Any, job: Any, key: str) -> None:
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "bad_idempotency_key")
 
 
-async def test_keys_of_different_callers_do_not_meet(connect: Any, books: Any, job: Any) -> None:
+async def test_keys_of_different_callers_do_not_meet(connect: Any, deployment: Any, job: Any) -> None:
     async with connect(api_keys="a,b") as client:
         for caller in ("a", "b"):
             headers = {"authorization": f"Bearer {caller}", **with_key("k")}
             assert "idempotent-replayed" not in (await client.post("/v1/jobs", json=job, headers=headers)).headers
-    assert books.submitted == 2
+    assert deployment.submitted == 2
 
 
-async def test_replies_and_rates_are_shared_over_valkey(connect: Any, books: Any, job: Any, valkey: Any) -> None:
+async def test_replies_and_rates_are_shared_over_valkey(connect: Any, deployment: Any, job: Any, valkey: Any) -> None:
     shared = {"redis_url": valkey.url, "rate_limit": "4/minute"}
     async with connect(**shared) as one, connect(**shared) as two:
         first = await one.post("/v1/jobs", json=job, headers=with_key("k"))
         again = await two.post("/v1/jobs", json=job, headers=with_key("k"))
         assert again.headers["idempotent-replayed"] == "true"
         assert again.content == first.content
-        assert books.submitted == 1
+        assert deployment.submitted == 1
         assert (await one.get("/v1/jobs")).headers["ratelimit"].startswith('"requests";r=1;')
         assert (await two.get("/v1/jobs")).headers["ratelimit"].startswith('"requests";r=0;')
         assert (await one.get("/v1/jobs")).status_code == 429
 
 
 async def test_requests_in_flight_are_shared_over_valkey(
-    connect: Any, books: Any, job: Any, valkey: Any, held: Held
+    connect: Any, deployment: Any, job: Any, valkey: Any, held: Held
 ) -> None:
     async with connect(redis_url=valkey.url) as one, connect(redis_url=valkey.url) as two:
         first = asyncio.create_task(one.post("/v1/jobs", json=job, headers=with_key("k")))
@@ -132,11 +132,11 @@ async def test_requests_in_flight_are_shared_over_valkey(
         held.go_on.set()
         await first
         assert (await two.post("/v1/jobs", json=job, headers=with_key("k"))).status_code == 202
-    assert books.submitted == 1
+    assert deployment.submitted == 1
 
 
 @pytest.mark.long
-async def test_kill_valkey_under_load(connect: Any, books: Any, job: Any, valkey: Any) -> None:
+async def test_kill_valkey_under_load(connect: Any, deployment: Any, job: Any, valkey: Any) -> None:
     """Every request succeeds before, during and after; retries with a key keep having one effect."""
     async with connect(redis_url=valkey.url) as client:
         failures: list[Any] = []
@@ -168,7 +168,7 @@ async def test_kill_valkey_under_load(connect: Any, books: Any, job: Any, valkey
             assert "away" in (await client.get("/readyz")).json()["checks"]["redis"]["detail"]
             valkey.start()
         assert not failures
-        assert books.submitted == sent > 20
+        assert deployment.submitted == sent > 20
         assert slowest < 5.0, "nobody waits for a Valkey that is away; a machine under load is slow itself"
         await until_redis_is(client, "in use")
 

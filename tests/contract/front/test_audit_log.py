@@ -54,7 +54,7 @@ async def test_every_route_that_changes_something_is_audited_or_of_agents(connec
     assert {f"POST {path}" for path in DATA_PATHS} == OF_AGENTS
 
 
-async def test_a_record_says_who_what_and_what_came_of_it(connect: Any, books: Any, job: Any) -> None:
+async def test_a_record_says_who_what_and_what_came_of_it(connect: Any, deployment: Any, job: Any) -> None:
     async with connect(api_keys="root") as client:
         id, bearer = await made(client, "jobs:write", "jobs:read")
         trace = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -65,7 +65,7 @@ async def test_a_record_says_who_what_and_what_came_of_it(connect: Any, books: A
             await client.get("/v1/jobs", headers=bearer)
         assert (await client.post("/v1/jobs", json=job, headers=headers)).headers["idempotent-replayed"] == "true"
         await client.post(f"/v1/jobs/{ref}/cancel?force=true&more=x", headers=bearer)
-    _, submitted, again, cancelled = books.audit_log
+    _, submitted, again, cancelled = deployment.audit_log
     assert (submitted.key, submitted.key_name, submitted.address) == (id, "ops", "127.0.0.1")
     assert (submitted.method, submitted.route, submitted.status) == ("POST", "/v1/jobs", 202)
     assert (submitted.job, submitted.location, submitted.trace) == (ref, f"/v1/jobs/{ref}", trace)
@@ -76,36 +76,36 @@ async def test_a_record_says_who_what_and_what_came_of_it(connect: Any, books: A
     assert cancelled.body_sha256 == ""
 
 
-async def test_the_key_itself_is_nowhere(connect: Any, books: Any, caplog: Any) -> None:
+async def test_the_key_itself_is_nowhere(connect: Any, deployment: Any, caplog: Any) -> None:
     with caplog.at_level(logging.INFO):
         async with connect(api_keys="root") as client:
             reply = await client.post("/v1/keys", json={"name": "ops", "scopes": ["admin"]}, headers=ROOT)
-    (record,) = books.audit_log
+    (record,) = deployment.audit_log
     assert record.location == f"/v1/keys/{reply.json()['id']}"
     assert record.key_name == "PENSTOCK_API_KEYS"
     assert reply.json()["key"] not in str(record) + str([vars(line) for line in caplog.records])
 
 
-async def test_who_may_not_leaves_a_line_in_the_log_only(connect: Any, books: Any, job: Any, caplog: Any) -> None:
+async def test_who_may_not_leaves_a_line_in_the_log_only(connect: Any, deployment: Any, job: Any, caplog: Any) -> None:
     async with connect(api_keys="root") as client:
         id, reader = await made(client, "jobs:read")
         writer, bearer = await made(client, "jobs:write")
         with caplog.at_level(logging.INFO):
             assert (await client.post("/v1/jobs", json=job)).status_code == 401
             assert (await client.post("/v1/jobs", json=job, headers=reader)).status_code == 403
-            assert books.audit_log[2:] == []
+            assert deployment.audit_log[2:] == []
             for headers in ({**bearer, "idempotency-key": ""}, bearer):
                 await client.post("/v1/jobs", json={}, headers=headers)
             missing = f"/v1/jobs/job_{'0' * 32}/pause"
             assert (await client.post(missing, headers=bearer)).status_code == 404
-    assert [one.status for one in books.audit_log[2:]] == [400, 422, 404]
-    assert {one.key for one in books.audit_log[2:]} == {writer}
+    assert [one.status for one in deployment.audit_log[2:]] == [400, 422, 404]
+    assert {one.key for one in deployment.audit_log[2:]} == {writer}
     lines = [vars(one) for one in caplog.records if one.name.endswith(".audited")]
     assert [(one["key"], one["status"]) for one in lines] == [(id, 403), (writer, 400), (writer, 422), (writer, 404)]
 
 
 async def test_a_record_that_cannot_be_stored_holds_up_nobody(
-    connect: Any, books: Any, job: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
+    connect: Any, deployment: Any, job: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("penstock.services.coordinator.access.APPEND_S", 0.2)
 
@@ -114,17 +114,17 @@ async def test_a_record_that_cannot_be_stored_holds_up_nobody(
         return float(found[1]) if found is not None else 0.0
 
     before = lost()
-    books.remove(subjects.AUDIT)
+    deployment.remove(subjects.AUDIT)
     async with connect() as client:
         reply = await client.post("/v1/jobs", json=job)
-    assert (reply.status_code, len(books.jobs)) == (202, 1)
+    assert (reply.status_code, len(deployment.jobs)) == (202, 1)
     assert lost() == before + 1
     (line,) = [one for one in caplog.records if one.levelname == "ERROR"]
     assert reply.headers["x-request-id"] in line.getMessage()
     assert vars(line)["record"]["key"] == "local"
 
 
-async def test_only_administrators_read_it_page_by_page(connect: Any, books: Any, job: Any) -> None:
+async def test_only_administrators_read_it_page_by_page(connect: Any, deployment: Any, job: Any) -> None:
     async with connect(api_keys="root") as client:
         id, bearer = await made(client, "jobs:write", "jobs:read", "feedback:admin")
         jobs = [(await client.post("/v1/jobs", json=job, headers=bearer)).json()["id"] for _ in range(3)]
@@ -140,7 +140,7 @@ async def test_only_administrators_read_it_page_by_page(connect: Any, books: Any
 
 
 @pytest.mark.parametrize("many", [3, 120])
-async def test_clients_and_the_command_read_all_pages(served: Any, books: Any, job: Any, many: int) -> None:
+async def test_clients_and_the_command_read_all_pages(served: Any, deployment: Any, job: Any, many: int) -> None:
     with Client(served.url) as client:
         id = client.submit(job).id
         for _ in range(many):

@@ -38,10 +38,10 @@ def test_a_connection_without_requests_is_closed_by_the_client() -> None:
 
 
 @contextlib.asynccontextmanager
-async def serving(books: Any, **more: Any) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
+async def serving(deployment: Any, **more: Any) -> AsyncIterator[tuple[httpx.AsyncClient, int]]:
     """The application behind the server that the coordinator starts, and its port."""
     async with (
-        books.listening(**more) as port,
+        deployment.listening(**more) as port,
         httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LONG_S) as client,
     ):
         yield client, port
@@ -67,8 +67,8 @@ def head(path: str = "/healthz", *headers: str, method: str = "GET") -> bytes:
     return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", *headers, "", ""]).encode()
 
 
-async def test_a_head_is_bounded_before_it_is_read(books: Any) -> None:
-    async with serving(books) as (client, port):
+async def test_a_head_is_bounded_before_it_is_read(deployment: Any) -> None:
+    async with serving(deployment) as (client, port):
         long = "x-long: " + "a" * (65 << 10)
         many = [f"x-{number}: a" for number in range(300)]
         for sent in (head("/healthz", long), head("/healthz", *many), head("/" + "a" * (65 << 10))):
@@ -79,15 +79,15 @@ async def test_a_head_is_bounded_before_it_is_read(books: Any) -> None:
         assert fits.status_code == 200
 
 
-async def test_trailers_are_bounded_like_a_head(books: Any) -> None:
-    async with serving(books) as (_, port):
+async def test_trailers_are_bounded_like_a_head(deployment: Any) -> None:
+    async with serving(deployment) as (_, port):
         begun = head("/v1/jobs", "transfer-encoding: chunked", "content-type: application/json", method="POST")
         answer = await answer_to(port, begun + b"2\r\n{}\r\n0\r\nx-long: " + b"a" * (140 << 10))
         assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 422 ")), answer[:100]
 
 
-async def test_slow_heads_bodies_and_silence_end(books: Any) -> None:
-    async with serving(books, http_head_s=0.3, http_body_s=0.3) as (client, port):
+async def test_slow_heads_bodies_and_silence_end(deployment: Any) -> None:
+    async with serving(deployment, http_head_s=0.3, http_body_s=0.3) as (client, port):
         assert await answer_to(port) == b""
         assert (await answer_to(port, b"GET / HT", b"TP/1.1\r\nx", wait_s=0.1)).startswith(b"HTTP/1.1 408 ")
         body = head("/v1/jobs", "content-length: 9", "content-type: application/json", method="POST")
@@ -150,23 +150,23 @@ async def test_an_answer_is_not_cut_by_the_head_behind_it() -> None:
         assert answer.count(b"piece") == 10
 
 
-async def test_requests_that_wait_are_answered_before_a_connection_ends(books: Any) -> None:
+async def test_requests_that_wait_are_answered_before_a_connection_ends(deployment: Any) -> None:
     """A client that sends more at once than may wait sends again what was not answered."""
-    async with serving(books) as (_, port):
+    async with serving(deployment) as (_, port):
         answer = await answer_to(port, head("/healthz") * 40)
         assert answer.count(b"HTTP/1.1 200 ") == 1 + MAX_PIPELINED
         assert answer.count(b"connection: close") == 1
 
 
-async def test_a_target_that_is_no_url_is_answered(books: Any) -> None:
-    async with serving(books) as (_, port):
+async def test_a_target_that_is_no_url_is_answered(deployment: Any) -> None:
+    async with serving(deployment) as (_, port):
         for line in (b"GET http://x:99999/ HTTP/1.1", b"CONNECT x:443 HTTP/1.1"):
             answer = await answer_to(port, line + b"\r\nHost: a\r\n\r\n")
             assert answer.startswith(b"HTTP/1.1 400 "), answer[:100]
 
 
-async def test_connections_of_one_address_are_bounded(books: Any) -> None:
-    async with serving(books, http_connections_per_address=3) as (_, port), contextlib.AsyncExitStack() as stack:
+async def test_connections_of_one_address_are_bounded(deployment: Any) -> None:
+    async with serving(deployment, http_connections_per_address=3) as (_, port), contextlib.AsyncExitStack() as stack:
         writers = [(await asyncio.open_connection("127.0.0.1", port))[1] for _ in range(3)]
         for writer in writers:
             stack.callback(writer.close)
@@ -178,9 +178,9 @@ async def test_connections_of_one_address_are_bounded(books: Any) -> None:
                 await asyncio.sleep(0.05)
 
 
-async def test_a_proxy_may_have_as_many_as_there_are(books: Any) -> None:
+async def test_a_proxy_may_have_as_many_as_there_are(deployment: Any) -> None:
     bounds = {"http_connections_per_address": 1, "http_connections": 16, "forwarded_allow_ips": "127.0.0.1"}
-    async with serving(books, **bounds) as (_, port), contextlib.AsyncExitStack() as stack:
+    async with serving(deployment, **bounds) as (_, port), contextlib.AsyncExitStack() as stack:
         for _ in range(16):
             stack.callback((await asyncio.open_connection("127.0.0.1", port))[1].close)
         assert (await answer_to(port, head())).startswith(b"HTTP/1.1 503 ")
@@ -219,7 +219,7 @@ async def test_the_document_is_written_once(connect: Any) -> None:
 
 
 async def test_many_who_wait_for_a_job_look_at_it_once(
-    connect: Any, books: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+    connect: Any, deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with connect() as client:
         id, looks, get = (await client.post("/v1/jobs", json=job)).json()["id"], 0, CoordinatorControl.get
@@ -237,12 +237,14 @@ async def test_many_who_wait_for_a_job_look_at_it_once(
         began, before = time.monotonic(), looks
         await asyncio.sleep(1.0)
         assert looks - before <= 4 * (time.monotonic() - began) + 2
-        books.advance(id, "succeeded")
+        deployment.advance(id, "succeeded")
         replies = await asyncio.gather(*polls)
         assert {reply.json()["status"]["phase"] for reply in replies} == {"succeeded"}
 
 
-async def test_many_readers_of_events_share_a_follower(books: Any, job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_readers_of_events_share_a_follower(
+    deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     followers, follow = 0, CoordinatorControl.follow_events
 
     def counted(control: CoordinatorControl, name: str, *, after: int) -> Any:
@@ -251,9 +253,9 @@ async def test_many_readers_of_events_share_a_follower(books: Any, job: Any, mon
         return follow(control, name, after=after)
 
     monkeypatch.setattr(CoordinatorControl, "follow_events", counted)
-    async with serving(books) as (client, _):
+    async with serving(deployment) as (client, _):
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
-        books.emit(id, "phase", "pending")
+        deployment.emit(id, "phase", "pending")
         begun = set[int]()
 
         async def read(number: int) -> list[str]:
@@ -265,25 +267,25 @@ async def test_many_readers_of_events_share_a_follower(books: Any, job: Any, mon
                     found += [line] if line.startswith(("id: ", "event: end")) else []
             return found
 
-        books.emit(id, "step", "one")
+        deployment.emit(id, "step", "one")
         readers = [asyncio.create_task(read(number)) for number in range(30)]
         async with asyncio.timeout(LONG_S):
             while len(begun) < 30:
                 await asyncio.sleep(0.01)
         for number in range(5):
-            books.emit(id, "step", str(number))
+            deployment.emit(id, "step", str(number))
             await asyncio.sleep(0.02)
-        books.advance(id, "succeeded")
+        deployment.advance(id, "succeeded")
         found = await asyncio.gather(*readers)
     assert followers == 1
     for number, lines in enumerate(found):
         assert lines == [*(f"id: {seq}" for seq in range(number % 3 + 1, 9)), "event: end"]
 
 
-async def test_readers_that_went_leave_nothing_behind(books: Any, control: CoordinatorControl, job: Any) -> None:
+async def test_readers_that_went_leave_nothing_behind(deployment: Any, control: CoordinatorControl, job: Any) -> None:
     """Nothing happens for hours, and clients come and go."""
-    id = books.submit(job)
-    books.emit(id, "phase", "pending")
+    id = deployment.submit(job)
+    deployment.emit(id, "phase", "pending")
     feeds = Feeds(control, asyncio.Event())
     newest = await control.newest_event(id)
 
@@ -299,7 +301,7 @@ async def test_readers_that_went_leave_nothing_behind(books: Any, control: Coord
         await asyncio.gather(goes, return_exceptions=True)
     followed = feeds._followed[id]
     assert (followed.readers, len(followed._waiting)) == (1, 1)
-    books.emit(id, "step", "one")
+    deployment.emit(id, "step", "one")
     assert await stays == [RETRY, b"one"]
     await feeds.close()
 
@@ -338,13 +340,13 @@ class Crowd:
 
 
 async def test_readers_that_are_behind_share_what_is_encoded_and_take_turns(
-    books: Any, control: CoordinatorControl, job: Any
+    deployment: Any, control: CoordinatorControl, job: Any
 ) -> None:
-    id = books.submit(job)
-    books.emit(id, "phase", "pending")
+    id = deployment.submit(job)
+    deployment.emit(id, "phase", "pending")
     for place in range(200):
-        books.emit(id, "step", str(place))
-    books.advance(id, "succeeded")
+        deployment.emit(id, "step", str(place))
+    deployment.advance(id, "succeeded")
     feeds = Feeds(control, asyncio.Event())
     crowd = Crowd(feeds, id, after=0)
     found = await crowd.read(200)
@@ -355,18 +357,18 @@ async def test_readers_that_are_behind_share_what_is_encoded_and_take_turns(
 
 
 async def test_readers_that_wait_share_what_is_encoded_and_take_turns(
-    books: Any, control: CoordinatorControl, job: Any
+    deployment: Any, control: CoordinatorControl, job: Any
 ) -> None:
-    id = books.submit(job)
-    books.emit(id, "phase", "pending")
+    id = deployment.submit(job)
+    deployment.emit(id, "phase", "pending")
     feeds = Feeds(control, asyncio.Event())
     crowd = Crowd(feeds, id, after=await control.newest_event(id))
     reading = asyncio.create_task(crowd.read(200))
     async with asyncio.timeout(LONG_S):
         while id not in feeds._followed or len(feeds._followed[id]._waiting) < 200:
             await asyncio.sleep(0.01)
-    books.emit(id, "step", "one")
-    books.advance(id, "succeeded")
+    deployment.emit(id, "step", "one")
+    deployment.advance(id, "succeeded")
     found = await reading
     await feeds.close()
     assert set(found) == {b"xx"}
@@ -376,15 +378,15 @@ async def test_readers_that_wait_share_what_is_encoded_and_take_turns(
 
 @pytest.mark.long
 async def test_a_connection_that_is_gone_is_not_written_to(
-    books: Any, job: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Hundreds of readers left at once, and news comes before the ends of all of them had their turns."""
     waiting: list[Callable[[], None]] = []
     monkeypatch.setattr(_Bounds, "later", lambda self, loop, end: waiting.append(end))
-    id = books.submit(job)
-    books.emit(id, "phase", "pending")
+    id = deployment.submit(job)
+    deployment.emit(id, "phase", "pending")
     path = f"/v1/jobs/{id}/events"
-    async with serving(books) as (client, port):
+    async with serving(deployment) as (client, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAccept: text/event-stream\r\n\r\n".encode())
         await reader.readuntil(b"id: 1")
@@ -395,7 +397,7 @@ async def test_a_connection_that_is_gone_is_not_written_to(
         async with client.stream("GET", path, headers={"accept": "text/event-stream"}) as stays:
             lines = stays.aiter_lines()
             for number in range(2, 20):
-                books.emit(id, "step", "one")
+                deployment.emit(id, "step", "one")
                 while await anext(lines) != f"id: {number}":
                     pass
         while waiting:
@@ -404,14 +406,14 @@ async def test_a_connection_that_is_gone_is_not_written_to(
 
 
 async def test_a_wait_shows_nothing_older_than_what_it_began_with(
-    books: Any, control: CoordinatorControl, job: Any
+    deployment: Any, control: CoordinatorControl, job: Any
 ) -> None:
     """Another client looked at the job a moment before it was changed, and shares its look."""
-    id = books.submit(job)
-    books.emit(id, "phase", "pending")
+    id = deployment.submit(job)
+    deployment.emit(id, "phase", "pending")
     feeds = Feeds(control, asyncio.Event())
     old = await feeds.once(("job", id), 30.0, lambda: control.get(id))
-    books.advance(id, "running")
+    deployment.advance(id, "running")
     new = await control.get(id)
     assert new.revision > old.revision
     assert (await feeds.until(new, lambda record: False, 0.01)).revision == new.revision

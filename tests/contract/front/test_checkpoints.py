@@ -43,8 +43,8 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def record(books: Any, job: str, number: int, path: Path, reason: str = "interval") -> None:
-    books.record(
+def record(deployment: Any, job: str, number: int, path: Path, reason: str = "interval") -> None:
+    deployment.record(
         job,
         Checkpointed(
             writer_epoch=1, time=1000.0 + number, number=number, version=number, digest=f"d{number}", path=str(path),
@@ -54,7 +54,7 @@ def record(books: Any, job: str, number: int, path: Path, reason: str = "interva
 
 
 @pytest.fixture
-def submitted(served: Any, books: Any, job: Any, tmp_path: Path) -> Iterator[tuple[Client, str]]:
+def submitted(served: Any, deployment: Any, job: Any, tmp_path: Path) -> Iterator[tuple[Client, str]]:
     """A job with the checkpoints 0, 4 (the best), 8 (deleted) and 9 (not committed)."""
     for number, files in ((0, {"config.json": b"{}"}), (4, FILES), (9, FILES)):
         write(tmp_path / "data" / str(number), files, committed=number != 9)
@@ -62,13 +62,13 @@ def submitted(served: Any, books: Any, job: Any, tmp_path: Path) -> Iterator[tup
     with Client(served.url) as client:
         id = client.submit(job).id
         for number, reason in ((0, "initial"), (4, "new best"), (8, "interval"), (9, "interval")):
-            record(books, id, number, tmp_path / "data" / str(number), reason)
+            record(deployment, id, number, tmp_path / "data" / str(number), reason)
         best = {"number": 4, "metric": "eval/greedy", "value": 0.9, "step": 4}
-        books.record(id, BestCheckpoint(writer_epoch=1, time=0.0, **best))
+        deployment.record(id, BestCheckpoint(writer_epoch=1, time=0.0, **best))
         yield client, id
 
 
-def test_the_list_says_what_each_checkpoint_is(submitted: tuple[Client, str], books: Any) -> None:
+def test_the_list_says_what_each_checkpoint_is(submitted: tuple[Client, str], deployment: Any) -> None:
     client, job = submitted
     rows = client.checkpoints(job)
     assert [row["number"] for row in rows] == [0, 4, 8, 9]
@@ -86,7 +86,7 @@ def test_the_list_says_what_each_checkpoint_is(submitted: tuple[Client, str], bo
     sizes = {file["name"]: (file["nbytes"], file["sha256"]) for file in best["files"]}
     assert {name: sizes[name] for name in FILES} == {name: (len(data), sha256(data)) for name, data in FILES.items()}
     assert best["nbytes"] == sum(nbytes for nbytes, _ in sizes.values())
-    books.record(job, Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
+    deployment.record(job, Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
     assert client.checkpoint(job, 9)["final"]
     with pytest.raises(NotFound, match="no checkpoint 5; there are: 0, 4, 8, 9"):
         client.checkpoint(job, 5)
@@ -104,11 +104,11 @@ def test_an_adapter_is_told_from_whole_weights(tmp_path: Path) -> None:
     assert checkpoint_row(ledger, tmp_path, 4)["format"] == "lora"
 
 
-async def test_ranges_resume_only_what_is_unchanged(connect: Any, books: Any, job: Any, tmp_path: Path) -> None:
+async def test_ranges_resume_only_what_is_unchanged(connect: Any, deployment: Any, job: Any, tmp_path: Path) -> None:
     write(tmp_path / "4", FILES)
     async with connect() as http:
         id = (await http.post("/v1/jobs", json=job)).json()["id"]
-        record(books, id, 4, tmp_path / "4")
+        record(deployment, id, 4, tmp_path / "4")
         base = f"/v1/jobs/{id}/checkpoints/4/files"
         whole = await http.get(f"{base}/model.safetensors")
         etag = whole.headers["etag"]
@@ -189,27 +189,27 @@ def test_ranges_of_bytes() -> None:
     ],
 )
 async def test_only_names_of_the_manifest_are_served(
-    connect: Any, books: Any, job: Any, tmp_path: Path, name: str
+    connect: Any, deployment: Any, job: Any, tmp_path: Path, name: str
 ) -> None:
     write(tmp_path / "4", FILES)
     (tmp_path / "4" / "unlisted.bin").write_text("secret")
     (tmp_path / "secret").write_text("secret")
     async with connect() as http:
         job_id = (await http.post("/v1/jobs", json=job)).json()["id"]
-        record(books, job_id, 4, tmp_path / "4")
+        record(deployment, job_id, 4, tmp_path / "4")
         reply = await http.get(f"/v1/jobs/{job_id}/checkpoints/4/files/{name}")
     assert reply.status_code == 404, reply.text
     assert reply.headers["content-type"] == "application/problem+json"
 
 
-async def test_a_link_that_leads_out_is_not_followed(connect: Any, books: Any, job: Any, tmp_path: Path) -> None:
+async def test_a_link_that_leads_out_is_not_followed(connect: Any, deployment: Any, job: Any, tmp_path: Path) -> None:
     write(tmp_path / "4", FILES)
     (tmp_path / "secret").write_bytes(FILES["config.json"])
     (tmp_path / "4" / "config.json").unlink()
     (tmp_path / "4" / "config.json").symlink_to(tmp_path / "secret")
     async with connect() as http:
         job_id = (await http.post("/v1/jobs", json=job)).json()["id"]
-        record(books, job_id, 4, tmp_path / "4")
+        record(deployment, job_id, 4, tmp_path / "4")
         reply = await http.get(f"/v1/jobs/{job_id}/checkpoints/4/files/config.json")
     assert reply.status_code == 409
 

@@ -53,16 +53,16 @@ def submit(run: Run, file: str, *more: str) -> str:
     return result.stdout.strip()
 
 
-def test_submit_prints_the_id_and_nothing_else_on_stdout(run: Run, books: Any, file: str) -> None:
+def test_submit_prints_the_id_and_nothing_else_on_stdout(run: Run, deployment: Any, file: str) -> None:
     id = submit(run, file, "--set", "train.max_updates=7", "--set", "seed=5")
-    assert list(books.jobs) == [id]
-    assert books.jobs[id].status.total_steps == 7
-    assert books.jobs[id].spec["seed"] == 5
+    assert list(deployment.jobs) == [id]
+    assert deployment.jobs[id].status.total_steps == 7
+    assert deployment.jobs[id].spec["seed"] == 5
 
 
-def test_submit_tells_what_is_likely_a_mistake(run: Run, books: Any, file: str) -> None:
+def test_submit_tells_what_is_likely_a_mistake(run: Run, deployment: Any, file: str) -> None:
     result = run("submit", file, "--set", "optimizer.learning_rate=7")
-    assert result.stdout.strip() in books.jobs
+    assert result.stdout.strip() in deployment.jobs
     assert "warning: optimizer.learning_rate: 7 is outside of what is sane" in result.stderr
 
 
@@ -76,14 +76,14 @@ def test_submit_says_where_agents_ask_an_online_job(run: Run, file: str, tmp_pat
     assert "/feedback once it runs: penstock wait agent --for running" in result.stderr
 
 
-def test_submit_once_per_key(run: Run, books: Any, file: str) -> None:
+def test_submit_once_per_key(run: Run, deployment: Any, file: str) -> None:
     assert submit(run, file, "--idempotency-key", "k") == submit(run, file, "--idempotency-key", "k")
-    assert books.submitted == 1
+    assert deployment.submitted == 1
 
 
-def test_dry_run(run: Run, books: Any, file: str) -> None:
+def test_dry_run(run: Run, deployment: Any, file: str) -> None:
     assert json.loads(run("submit", file, "--dry-run", "--json").stdout)["batch"]["groups"] == 2
-    assert not books.jobs
+    assert not deployment.jobs
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_unreachable(run: Run, file: str, served: Any) -> None:
         assert result.stderr.count("\n") == 1
 
 
-def test_ls_and_get(run: Run, books: Any, file: str) -> None:
+def test_ls_and_get(run: Run, deployment: Any, file: str) -> None:
     ids = [submit(run, file, "--set", f"name=n{i}") for i in range(3)]
-    books.advance(
+    deployment.advance(
         ids[0],
         "running",
         step=2,
@@ -146,17 +146,17 @@ def test_ls_and_get(run: Run, books: Any, file: str) -> None:
     assert json.loads(run("get", "n0", "--json").stdout)["id"] == ids[0]
 
 
-def test_steering(run: Run, books: Any, file: str) -> None:
+def test_steering(run: Run, deployment: Any, file: str) -> None:
     id = submit(run, file)
     for verb, state in (("pause", "paused"), ("resume", "running"), ("cancel", "cancelled")):
         assert f"wanted: {state}" in run(verb, id).stdout
     assert json.loads(run("cancel", id, "--force", "--json").stdout)["desired_state"] == "cancelled"
-    books.advance(id, "cancelled")
+    deployment.advance(id, "cancelled")
     result = run("pause", id)
     assert (result.exit_code, result.stderr) == (1, f"error: job '{id}' is cancelled; it cannot become paused\n")
 
 
-def test_rm(run: Run, books: Any, file: str) -> None:
+def test_rm(run: Run, deployment: Any, file: str) -> None:
     ids = [submit(run, file) for _ in range(2)]
     refused = run("rm", ids[0], "--yes")
     assert (refused.exit_code, refused.stderr) == (
@@ -164,15 +164,15 @@ def test_rm(run: Run, books: Any, file: str) -> None:
         f"error: job '{ids[0]}' is pending: only what has ended is deleted; cancel it first\n",
     )
     for id in ids:
-        books.advance(id, "succeeded")
-        (books.data_dir / "checkpoints" / id).mkdir(parents=True)
+        deployment.advance(id, "succeeded")
+        (deployment.data_dir / "checkpoints" / id).mkdir(parents=True)
     unasked = run("rm", ids[0])
     assert unasked.exit_code == 2
     assert unasked.stderr.endswith("all that is known of it? Nobody can be asked here: repeat it with --yes\n")
     assert run("rm", ids[0], "--yes").stderr == f"{ids[0]} (addition) is deleted\n"
     assert json.loads(run("rm", ids[1], "-y", "--checkpoints", "--json").stdout) == {"id": ids[1], "deleted": True}
-    assert not books.jobs
-    assert [path.name for path in (books.data_dir / "checkpoints").iterdir()] == [ids[0]]
+    assert not deployment.jobs
+    assert [path.name for path in (deployment.data_dir / "checkpoints").iterdir()] == [ids[0]]
     assert "no job" in run("rm", ids[0]).stderr
 
 
@@ -181,20 +181,20 @@ def test_version(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("phase", "code"), [("succeeded", 0), ("failed", 1), ("cancelled", 3)])
-def test_the_result_of_a_job_is_the_exit_code(run: Run, books: Any, file: str, phase: str, code: int) -> None:
+def test_the_result_of_a_job_is_the_exit_code(run: Run, deployment: Any, file: str, phase: str, code: int) -> None:
     id = submit(run, file)
-    threading.Timer(0.3, books.advance, (id, phase)).start()
+    threading.Timer(0.3, deployment.advance, (id, phase)).start()
     assert run("wait", id).exit_code == code
     assert run("events", "-f", id).exit_code == code
     assert json.loads(run("wait", id, "--json").stdout)["status"]["phase"] == phase
 
 
-def test_wait_says_what_it_waits_for(run: Run, books: Any, file: str) -> None:
+def test_wait_says_what_it_waits_for(run: Run, deployment: Any, file: str) -> None:
     id = submit(run, file)
     result = run("wait", id, "--for", "running", "--timeout", "0.2")
     assert f"{id} is pending, update 0" in result.stderr
     assert "; waiting until it is running" in result.stderr
-    books.advance(id, "running")
+    deployment.advance(id, "running")
     assert "waiting" not in run("wait", id, "--for", "running").stderr
     assert "; waiting until it ends" in run("wait", id, "--timeout", "0.2").stderr
 
@@ -206,15 +206,15 @@ def test_wait_gives_up(run: Run, file: str) -> None:
     assert "pending" in result.stderr
 
 
-def test_follow_shows_events_and_progress(run: Run, books: Any, file: str) -> None:
+def test_follow_shows_events_and_progress(run: Run, deployment: Any, file: str) -> None:
     def play() -> None:
-        while not books.jobs:
+        while not deployment.jobs:
             time.sleep(0.01)
-        id = next(iter(books.jobs))
-        books.advance(id, "running", step=1, draws={"in_flight": 4})
+        id = next(iter(deployment.jobs))
+        deployment.advance(id, "running", step=1, draws={"in_flight": 4})
         time.sleep(0.7)
-        books.emit(id, "checkpoint", "checkpoint after update 2")
-        books.advance(id, "failed", message="the data ran out")
+        deployment.emit(id, "checkpoint", "checkpoint after update 2")
+        deployment.advance(id, "failed", message="the data ran out")
 
     threading.Thread(target=play).start()
     result = run("submit", file, "--follow")
@@ -225,13 +225,13 @@ def test_follow_shows_events_and_progress(run: Run, books: Any, file: str) -> No
     assert result.stdout.splitlines()[-1].endswith("failed the data ran out")
 
 
-def test_follow_as_json_is_one_object_per_line(run: Run, books: Any, file: str) -> None:
+def test_follow_as_json_is_one_object_per_line(run: Run, deployment: Any, file: str) -> None:
     def play() -> None:
-        while not books.jobs:
+        while not deployment.jobs:
             time.sleep(0.01)
-        id = next(iter(books.jobs))
-        books.emit(id, "phase", "pending")
-        books.advance(id, "succeeded")
+        id = next(iter(deployment.jobs))
+        deployment.emit(id, "phase", "pending")
+        deployment.advance(id, "succeeded")
 
     threading.Thread(target=play).start()
     result = run("submit", file, "--follow", "--json")
@@ -248,9 +248,9 @@ runpy.run_module("penstock.cli", run_name="__main__")
 
 
 @pytest.mark.parametrize("words", [["submit", "FILE", "--follow"], ["top"], ["events", "-f", "addition"]])
-def test_interrupts_detach(run: Run, books: Any, file: str, served: Any, words: list[str]) -> None:
+def test_interrupts_detach(run: Run, deployment: Any, file: str, served: Any, words: list[str]) -> None:
     if words[0] != "submit":
-        books.emit(submit(run, file), "phase", "pending")
+        deployment.emit(submit(run, file), "phase", "pending")
     command = [sys.executable, "-c", INTERRUPTIBLE, *(file if w == "FILE" else w for w in words)]
     env = {**os.environ, "PENSTOCK_URL": served.url}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
@@ -261,19 +261,19 @@ def test_interrupts_detach(run: Run, books: Any, file: str, served: Any, words: 
     assert process.returncode == 130
     assert "Traceback" not in err
     assert words[0] == "top" or "goes on" in err
-    assert next(iter(books.jobs.values())).desired_state == "running"
+    assert next(iter(deployment.jobs.values())).desired_state == "running"
 
 
-def test_top_plays_to_the_end(run: Run, books: Any, file: str) -> None:
+def test_top_plays_to_the_end(run: Run, deployment: Any, file: str) -> None:
     id = submit(run, file)
-    books.measure(id)
-    books.beat(id)
-    books.explain(id)
-    books.advance(id, "running", queues={"tickets": 5, "groups": 3, "batches": 1})
+    deployment.measure(id)
+    deployment.beat(id)
+    deployment.explain(id)
+    deployment.advance(id, "running", queues={"tickets": 5, "groups": 3, "batches": 1})
     snapshot = json.loads(run("top", "--json").stdout)
     assert snapshot["metrics"]["loss"] == 1.0
     assert snapshot["why"][0]["holder"] == "rollout-0"
-    threading.Timer(0.2, books.advance, (id, "succeeded")).start()
+    threading.Timer(0.2, deployment.advance, (id, "succeeded")).start()
     shown = run("top").stdout
     assert "succeeded" in shown
     assert "version 0" in shown
@@ -281,16 +281,16 @@ def test_top_plays_to_the_end(run: Run, books: Any, file: str) -> None:
     assert snapshot["job"]["status"]["queues"] == {"tickets": 5, "groups": 3, "batches": 1}
 
 
-def test_events(run: Run, books: Any, file: str) -> None:
+def test_events(run: Run, deployment: Any, file: str) -> None:
     id = submit(run, file)
-    books.emit(id, "phase", "pending")
-    books.emit(id, "dropped", "2 draws dropped: failed", level="warning")
+    deployment.emit(id, "phase", "pending")
+    deployment.emit(id, "dropped", "2 draws dropped: failed", level="warning")
     assert "2 draws dropped" in run("events", id).stdout
     assert json.loads(run("events", id, "--json", "--after", "1").stdout)["type"] == "dropped"
 
 
-def test_metrics(run: Run, books: Any, file: str) -> None:
-    books.measure(submit(run, file))
+def test_metrics(run: Run, deployment: Any, file: str) -> None:
+    deployment.measure(submit(run, file))
     summary = run("metrics", "addition").stdout.splitlines()
     assert summary[0].split() == ["METRIC", "LAST", "HISTORY"]
     assert [line.split()[:2] for line in summary[1:]] == [["loss", "1"], ["reward", "0.9"]]
@@ -303,16 +303,16 @@ def test_metrics(run: Run, books: Any, file: str) -> None:
     assert "no metric 'reward/mean' yet" in run("metrics", "addition", "--plot").stderr, "what is drawn by default"
 
 
-def test_logs_samples_workers_and_why(run: Run, books: Any, file: str) -> None:
+def test_logs_samples_workers_and_why(run: Run, deployment: Any, file: str) -> None:
     id = submit(run, file)
-    books.beat(id)
-    books.explain(id)
-    books.train(id)
-    books.write_log(id)
+    deployment.beat(id)
+    deployment.explain(id)
+    deployment.train(id)
+    deployment.write_log(id)
     assert run("logs", id, "-n", "2").stdout == f"trainer: line 1 of {id}\ntrainer: line 2 of {id}\n"
     assert json.loads(run("logs", id, "--json", "-n", "1").stdout)["text"] == f"line 2 of {id}"
     assert "2 groups of 2 per batch" in run("why", id).stdout
-    books.advance(id, "succeeded")
+    deployment.advance(id, "succeeded")
     assert run("logs", id, "-f", "-n", "1").exit_code == 0
     assert "2+1=" in run("samples", id, "--limit", "3").stdout
     assert len(json.loads(run("samples", id, "--limit", "3", "--env", "addition", "--json").stdout)) == 3
@@ -320,12 +320,12 @@ def test_logs_samples_workers_and_why(run: Run, books: Any, file: str) -> None:
     assert "rollout-0" in run("workers", id).stdout
 
 
-def test_describe(run: Run, books: Any, file: str) -> None:
+def test_describe(run: Run, deployment: Any, file: str) -> None:
     id = submit(run, file)
-    books.beat(id)
-    books.explain(id)
+    deployment.beat(id)
+    deployment.explain(id)
     for number in range(12):
-        books.emit(id, "dropped", f"{number} draws dropped: failed", level="warning")
+        deployment.emit(id, "dropped", f"{number} draws dropped: failed", level="warning")
     shown = run("describe", "addition")
     assert shown.exit_code == 0, shown.output
     for part in ("Job file:\n", "hidden_size: 64\n", "State:\n", "rollout-0", "2 groups of 2 per batch", "Events:\n"):
@@ -333,29 +333,29 @@ def test_describe(run: Run, books: Any, file: str) -> None:
     assert ("11 draws" in shown.stdout, " 1 draws" in shown.stdout) == (True, False), "the newest ones"
     told = json.loads(run("describe", id, "-n", "3", "--json").stdout)
     assert (told["job"]["id"], len(told["events"]), told["feedback"]) == (id, 3, None)
-    books.advance(id, "succeeded")
+    deployment.advance(id, "succeeded")
     over = run("describe", id).stdout
     assert ("succeeded" in over, "Workers:" in over) == (True, False)
 
 
-def test_audit_is_a_verdict(run: Run, books: Any, file: str) -> None:
+def test_audit_is_a_verdict(run: Run, deployment: Any, file: str) -> None:
     id = submit(run, file)
-    books.train(id)
+    deployment.train(id)
     result = run("audit", id)
     assert result.exit_code == 0
     assert result.stdout.splitlines()[0] == "drawn 6 = trained 4 + dropped 1 (failed 1) + in flight 1"
-    books.run(books.bus.publish(subjects.ledger(id), b"overwritten"))
+    deployment.run(deployment.bus.publish(subjects.ledger(id), b"overwritten"))
     result = run("audit", id)
     assert result.exit_code == 1
     assert "violation: ledger equation: entry 5" in result.stderr
     assert run("audit", id, "--json").exit_code == 1
 
 
-def test_replay_is_a_verdict(run: Run, books: Any, file: str) -> None:
+def test_replay_is_a_verdict(run: Run, deployment: Any, file: str) -> None:
     id = submit(run, file)
-    books.repeat()
+    deployment.repeat()
     assert run("replay", id).exit_code == 1
-    books.advance(id, "succeeded")
+    deployment.advance(id, "succeeded")
     result = run("replay", id, "--from", "1")
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [
@@ -365,7 +365,7 @@ def test_replay_is_a_verdict(run: Run, books: Any, file: str) -> None:
     admission = Admission(**asked, key_id="k", user="", reason="feedback", time=0.0)
     group = SealedGroup(Draw(2), "a", 1, "d", 1, 1, [1.0], 1, "w")
     place = {"number": 2, "revision": 1, "start_version": 1, "update_index": 1}
-    books.record(
+    deployment.record(
         id,
         Admitted(writer_epoch=1, time=0.0, admissions=[admission], low_interactions=0, low_feedback=0),
         BatchSealed(writer_epoch=1, time=0.0, **place, groups=[group]),
@@ -379,17 +379,17 @@ def test_debug_shows_the_traceback(run: Run, monkeypatch: Any) -> None:
     assert run("get", "nobody").exception.__class__.__name__ == "NotFound"  # type: ignore[union-attr]
 
 
-def test_a_terminal_gets_a_panel(served: Any, books: Any, job: Any) -> None:
+def test_a_terminal_gets_a_panel(served: Any, deployment: Any, job: Any) -> None:
     """Under a pseudo-terminal, `top` draws a box and ends with the job."""
     import pty
 
     with Client(served.url) as client:
         id = client.submit(job).id
-    books.beat(id)
-    books.explain(id)
+    deployment.beat(id)
+    deployment.explain(id)
     hours = datetime.now(UTC) + timedelta(hours=3)
     queues = {"tickets": 5, "groups": 3, "batches": 1}
-    books.advance(id, "running", step=1, reward=0.5, expected_end=hours, queues=queues)
+    deployment.advance(id, "running", step=1, reward=0.5, expected_end=hours, queues=queues)
     ours, theirs = pty.openpty()
     env = {**os.environ, "PENSTOCK_URL": served.url, "TERM": "xterm", "COLUMNS": "100"}
     process = subprocess.Popen(
@@ -402,7 +402,7 @@ def test_a_terminal_gets_a_panel(served: Any, books: Any, job: Any) -> None:
             text += chunk
             if b"rollout-0" in text and not over:
                 over = True
-                books.advance(id, "succeeded")
+                deployment.advance(id, "succeeded")
     except OSError:  # the other side is closed
         pass
     os.close(ours)

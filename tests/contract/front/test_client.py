@@ -41,9 +41,9 @@ def test_submit_from_a_file_a_mapping_and_a_config(client: Client, job: Any, tmp
     assert client.dry_run(job)["batch"]["groups"] == 2
 
 
-def test_one_key_submits_once(client: Client, books: Any, job: Any) -> None:
+def test_one_key_submits_once(client: Client, deployment: Any, job: Any) -> None:
     assert client.submit(job, idempotency_key="k").id == client.submit(job, idempotency_key="k").id
-    assert books.submitted == 1
+    assert deployment.submitted == 1
 
 
 def test_lists_are_paged_behind_the_scenes(client: Client, job: Any) -> None:
@@ -75,7 +75,7 @@ def test_find_looks_past_the_first_page(client: Client, job: Any) -> None:
     assert client.find(first.id[:-1]) == first
 
 
-def test_errors_have_types_and_say_what_to_do(client: Client, served: Any, books: Any, job: Any) -> None:
+def test_errors_have_types_and_say_what_to_do(client: Client, served: Any, deployment: Any, job: Any) -> None:
     with pytest.raises(ConfigError, match=r"train\.max_update: unknown key; did you mean 'max_updates'\?"):
         client.submit({**job, "train": {**job["train"], "max_update": 1}})
     with pytest.raises(ConfigError, match="no JSON form"):
@@ -83,10 +83,10 @@ def test_errors_have_types_and_say_what_to_do(client: Client, served: Any, books
     with pytest.raises(NotFound):
         client.get("job_" + "0" * 32)
     record = client.submit(job)
-    books.advance(record.id, "failed")
+    deployment.advance(record.id, "failed")
     with pytest.raises(Conflict, match="cannot become paused"):
         client.pause(record.id)
-    books.server.kill()
+    deployment.server.kill()
     with Client(served.url, retries=0) as hasty, pytest.raises(Unavailable, match="not connected to NATS"):
         hasty.get(record.id)
 
@@ -149,19 +149,19 @@ class Lossy:
         self._server.close()
 
 
-def test_a_lost_answer_is_asked_for_again_with_one_effect(served: Any, books: Any, job: Any) -> None:
+def test_a_lost_answer_is_asked_for_again_with_one_effect(served: Any, deployment: Any, job: Any) -> None:
     with closing(Lossy(served.port, losses=2)) as proxy, Client(proxy.url) as client:
         record = client.submit(job)
     assert proxy.requests == 3
-    assert books.submitted == 1
-    assert list(books.jobs) == [record.id]
+    assert deployment.submitted == 1
+    assert list(deployment.jobs) == [record.id]
 
 
-def test_wait(client: Client, served: Any, books: Any, job: Any) -> None:
+def test_wait(client: Client, served: Any, deployment: Any, job: Any) -> None:
     record = client.submit(job)
     with pytest.raises(DeadlineError, match=r"pending after 0\.3 s, not terminal"):
         client.wait(record.id, timeout_s=0.3)
-    threading.Timer(0.2, books.advance, (record.id, "running")).start()
+    threading.Timer(0.2, deployment.advance, (record.id, "running")).start()
     assert client.wait(record.id, goal="running", timeout_s=10).status.phase == "running"
 
     def fail_over() -> None:
@@ -169,7 +169,7 @@ def test_wait(client: Client, served: Any, books: Any, job: Any) -> None:
         served.stop()
         time.sleep(0.5)
         served.start()
-        books.advance(record.id, "succeeded")
+        deployment.advance(record.id, "succeeded")
 
     thread = threading.Thread(target=fail_over)
     thread.start()
@@ -177,18 +177,18 @@ def test_wait(client: Client, served: Any, books: Any, job: Any) -> None:
     thread.join()
 
 
-def test_events_resume_across_a_restart_of_the_server(client: Client, served: Any, books: Any, job: Any) -> None:
+def test_events_resume_across_a_restart_of_the_server(client: Client, served: Any, deployment: Any, job: Any) -> None:
     record = client.submit(job)
-    books.emit(record.id, "phase", "pending")
+    deployment.emit(record.id, "phase", "pending")
 
     def live() -> None:
         for i in range(100):
-            books.emit(record.id, "step", str(i))
+            deployment.emit(record.id, "step", str(i))
             time.sleep(0.01)
             if i in (30, 60):
                 served.stop()
                 served.start()
-        books.advance(record.id, "succeeded")
+        deployment.advance(record.id, "succeeded")
 
     thread = threading.Thread(target=live)
     thread.start()
@@ -212,7 +212,7 @@ def test_impatience(served: Any, job: Any) -> None:
 
 
 def test_a_repetition_waits_for_its_first_attempt(
-    served: Any, books: Any, job: Any, monkeypatch: pytest.MonkeyPatch
+    served: Any, deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers that the first is still being worked on are no failures, however many: both get what it came to."""
     submit, begun, may_end = CoordinatorControl.submit, threading.Event(), threading.Event()
@@ -241,7 +241,7 @@ def test_a_repetition_waits_for_its_first_attempt(
         other = threads.submit(again._send, call)
         assert one.result(60)["id"] == other.result(60)["id"]
     assert answers[:3] == [409, 409, 409]
-    assert books.submitted == 1
+    assert deployment.submitted == 1
 
 
 def test_the_wait_for_a_first_attempt_has_an_end() -> None:
@@ -252,14 +252,14 @@ def test_the_wait_for_a_first_attempt_has_an_end() -> None:
     assert Attempts(1, patience_s=60).pause_s(conflict) is None
 
 
-def test_views(client: Client, books: Any, job: Any) -> None:
+def test_views(client: Client, deployment: Any, job: Any) -> None:
     record = client.submit(job)
-    books.measure(record.id)
-    books.beat(record.id)
-    books.explain(record.id)
-    books.train(record.id)
-    books.write_log(record.id)
-    books.repeat()
+    deployment.measure(record.id)
+    deployment.beat(record.id)
+    deployment.explain(record.id)
+    deployment.train(record.id)
+    deployment.write_log(record.id)
+    deployment.repeat()
     assert client.metrics(record.id, names="loss")["series"] == {"loss": [5.0, 4.0, 3.0, 2.0, 1.0]}
     assert client.workers(record.id)[0]["worker"] == "rollout-0"
     assert "spans" not in client.workers(record.id)[0]
@@ -274,11 +274,11 @@ def test_views(client: Client, books: Any, job: Any) -> None:
     with pytest.raises(Conflict):
         list(client.replay(record.id))
     assert client.cancel(record.id).desired_state == "cancelled"
-    books.advance(record.id, "cancelled")
+    deployment.advance(record.id, "cancelled")
     assert list(client.replay(record.id, from_batch=2))[-1]["ok"]
 
 
-async def test_the_asynchronous_client_is_the_same(served: Any, books: Any, job: Any) -> None:
+async def test_the_asynchronous_client_is_the_same(served: Any, deployment: Any, job: Any) -> None:
     async with AsyncClient(served.url) as client:
         record = await client.submit(job)
         assert await client.find("addition") == record
@@ -287,9 +287,9 @@ async def test_the_asynchronous_client_is_the_same(served: Any, books: Any, job:
         with pytest.raises(DeadlineError):
             await client.wait(record.id, timeout_s=0.1)
         waiting = asyncio.create_task(client.wait(record.id))
-        books.repeat()
-        books.emit(record.id, "step", "one")
-        books.advance(record.id, "succeeded")
+        deployment.repeat()
+        deployment.emit(record.id, "step", "one")
+        deployment.advance(record.id, "succeeded")
         assert (await waiting).status.phase == "succeeded"
         assert [row["id"] async for row in client.events(record.id)] == [1, 2, 3, 4]
         assert [row["id"] async for row in client.events(record.id, follow=False, after=3)] == [4]

@@ -26,9 +26,9 @@ async def job_id(served: Any, job: Any, asking: Any) -> str:
         return str((await ask("submit", job)).id)
 
 
-async def test_samples_timelines_and_names(served: Any, books: Any, asking: Any, job_id: str) -> None:
-    books.measure(job_id)
-    books.train(job_id)
+async def test_samples_timelines_and_names(served: Any, deployment: Any, asking: Any, job_id: str) -> None:
+    deployment.measure(job_id)
+    deployment.train(job_id)
     async with asking(served.url) as ask:
         assert await ask("metric_names", job_id) == [
             MetricName(name="loss", count=5, first_step=0, last_step=4, last=1.0),
@@ -50,7 +50,7 @@ async def test_samples_timelines_and_names(served: Any, books: Any, asking: Any,
 
 
 async def test_logs_are_followed_across_a_restart(
-    served: Any, books: Any, asking: Any, job_id: str, monkeypatch: pytest.MonkeyPatch
+    served: Any, deployment: Any, asking: Any, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every line once: those before the server is started again, and those after."""
     asked, read = threading.Event(), CoordinatorControl.logs
@@ -63,13 +63,13 @@ async def test_logs_are_followed_across_a_restart(
     def live() -> None:
         asked.wait(30)
         served.stop()
-        with books.write_log(job_id).open("a") as log:
+        with deployment.write_log(job_id).open("a") as log:
             log.write(f"line 3 of {job_id}\n")
         served.start()
-        books.advance(job_id, "succeeded")
+        deployment.advance(job_id, "succeeded")
 
     monkeypatch.setattr(CoordinatorControl, "logs", logs)
-    begun = books.write_log(job_id).stat().st_size
+    begun = deployment.write_log(job_id).stat().st_size
     async with asking(served.url) as ask:
         thread = threading.Thread(target=live)
         thread.start()
@@ -98,12 +98,12 @@ def commit(folder: Path, files: dict[str, bytes]) -> None:
 
 
 async def test_archives_and_artifacts_are_downloaded(
-    served: Any, books: Any, asking: Any, job_id: str, tmp_path: Path
+    served: Any, deployment: Any, asking: Any, job_id: str, tmp_path: Path
 ) -> None:
-    root, out = books.data_dir / "checkpoints", tmp_path / "out"
+    root, out = deployment.data_dir / "checkpoints", tmp_path / "out"
     folder = root / "job_a" / "4-x"
     commit(folder, {"model.safetensors": WEIGHTS, "config.json": b"{}"})
-    books.record(
+    deployment.record(
         job_id,
         Checkpointed(
             writer_epoch=1, time=1000.0, number=4, version=4, digest="d", path=str(folder), trainer_epoch=1, low_seq=0

@@ -99,8 +99,8 @@ async def test_bad_uploads_are_told_by_line(connect: Any) -> None:
         assert (await client.get("/v1/files")).json()["data"] == []
 
 
-async def test_uploads_are_bounded_and_the_same_one_twice_is_one_file(connect: Any, books: Any) -> None:
-    root = books.data_dir / FILES
+async def test_uploads_are_bounded_and_the_same_one_twice_is_one_file(connect: Any, deployment: Any) -> None:
+    root = deployment.data_dir / FILES
     left = root / f"file-{'0' * 32}"
     left.mkdir(parents=True)
     os.utime(left, (1, 1))
@@ -141,7 +141,7 @@ async def test_an_upload_is_not_read_before_its_key_is_known_to_allow_it() -> No
     assert read == 0
 
 
-async def test_a_request_becomes_a_job(books: Any, tiny: Any) -> None:
+async def test_a_request_becomes_a_job(deployment: Any, tiny: Any) -> None:
     async with tiny() as client:
         file, held_out = [(await uploaded(client, jsonl(rows))).json()["id"] for rows in (ROWS, ROWS[:3])]
         given = {
@@ -161,7 +161,7 @@ async def test_a_request_becomes_a_job(books: Any, tiny: Any) -> None:
         assert (job["training_file"], job["validation_file"]) == (file, held_out)
         assert job["method"] == body["method"]
         assert job["hyperparameters"] == {"n_epochs": 4, "batch_size": 5, "learning_rate_multiplier": 0.5}
-        spec = JobConfig.model_validate(books.jobs[job["id"]].spec)
+        spec = JobConfig.model_validate(deployment.jobs[job["id"]].spec)
         assert (spec.name, spec.metadata, spec.algorithm.type, spec.algorithm.group_size) == (
             "ft-my-run", {"a": "b"}, "rloo", 8,
         )  # fmt: skip
@@ -203,17 +203,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-async def test_bad_requests_point_at_the_field(books: Any, tiny: Any) -> None:
+async def test_bad_requests_point_at_the_field(deployment: Any, tiny: Any) -> None:
     async with tiny() as client:
         file = (await uploaded(client, jsonl(ROWS))).json()["id"]
         for changes, pointer in BAD:
             reply = await client.post("/v1/fine_tuning/jobs", json=request(file, **changes))
             assert reply.status_code == 422, reply.text
             assert str(reply.json()["error"]["param"]).startswith(pointer), reply.text
-    assert not books.jobs
+    assert not deployment.jobs
 
 
-async def test_a_bad_base_model_file_is_named(books: Any, tiny: Any, tmp_path: Path) -> None:
+async def test_a_bad_base_model_file_is_named(deployment: Any, tiny: Any, tmp_path: Path) -> None:
     flaws: list[tuple[Any, str]] = [
         ({"train": {"max_updates": "many"}}, "tiny.yaml"),
         ({"algorithm": {"type": "grpoo"}}, "tiny.yaml"),
@@ -229,10 +229,10 @@ async def test_a_bad_base_model_file_is_named(books: Any, tiny: Any, tmp_path: P
             reply = await client.post("/v1/fine_tuning/jobs", json=request(file))
             assert (reply.status_code, reply.json()["error"]["param"]) == (422, "/model"), reply.text
             assert words in reply.json()["detail"]
-    assert not books.jobs
+    assert not deployment.jobs
 
 
-async def test_rows_that_cannot_be_trained_on_are_told_by_line(books: Any, tiny: Any) -> None:
+async def test_rows_that_cannot_be_trained_on_are_told_by_line(deployment: Any, tiny: Any) -> None:
     ends = {"messages": [*ROWS[0]["messages"], {"role": "assistant", "content": "1"}], "answer": "1"}
     rows = [ROWS[0], {"messages": [], "answer": "1"}, {"messages": ROWS[1]["messages"]}, ends]
     async with tiny() as client:
@@ -243,7 +243,7 @@ async def test_rows_that_cannot_be_trained_on_are_told_by_line(books: Any, tiny:
     assert "assistant" in reply["errors"][2]["detail"]
 
 
-async def test_jobs_are_listed_steered_and_watched(books: Any, tiny: Any, job: Any) -> None:
+async def test_jobs_are_listed_steered_and_watched(deployment: Any, tiny: Any, job: Any) -> None:
     async with tiny() as client:
         file = (await uploaded(client, jsonl(ROWS))).json()["id"]
         labels = ({"n": "0"}, {"n": "1"}, {"n": "0"})
@@ -264,33 +264,33 @@ async def test_jobs_are_listed_steered_and_watched(books: Any, tiny: Any, job: A
         base = f"/v1/fine_tuning/jobs/{made[0]}"
         for verb, desired in (("pause", "paused"), ("resume", "running"), ("cancel", "cancelled")):
             assert (await client.post(f"{base}/{verb}")).status_code == 200
-            assert books.jobs[made[0]].desired_state == desired
+            assert deployment.jobs[made[0]].desired_state == desired
         for number in range(3):
-            books.emit(made[0], "step", f"update {number}")
+            deployment.emit(made[0], "step", f"update {number}")
         newest = (await client.get(f"{base}/events", params={"limit": 3})).json()
         assert [row["message"] for row in newest["data"]] == ["update 2", "update 1", "update 0"]
         older = (await client.get(f"{base}/events", params={"after": newest["data"][-1]["id"]})).json()
         steered = [f"{verb}, by key local" for verb in ("cancel", "resume", "pause")]
         assert ([row["message"] for row in older["data"]], older["has_more"]) == (steered, False)
         assert (await client.get(f"{base}/events", params={"after": "x"})).status_code == 422
-        books.advance(made[0], "failed", message="the trainer gave up")
+        deployment.advance(made[0], "failed", message="the trainer gave up")
         failed = (await client.get(base)).json()
         assert (failed["status"], failed["error"]["message"]) == ("failed", "the trainer gave up")
-        final = books.save(made[1], 8, {"config.json": b"{}"})
-        books.record(made[1], Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
-        books.advance(made[1], "succeeded")
+        final = deployment.save(made[1], 8, {"config.json": b"{}"})
+        deployment.record(made[1], Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
+        deployment.advance(made[1], "succeeded")
         done = (await client.get(f"/v1/fine_tuning/jobs/{made[1]}")).json()
         assert done["fine_tuned_model"] == f"job:{made[1]}@final"
         again = await client.post("/v1/fine_tuning/jobs", json=request(file, model=done["fine_tuned_model"]))
         assert again.status_code == 200, again.text
-        record = books.jobs[again.json()["id"]]
+        record = deployment.jobs[again.json()["id"]]
         assert record.spec["model"] == {"path": str(final), "tokenizer": "char"}
         assert (record.origin.job, record.origin.model) == (made[1], f"job:{made[1]}@final")
         assert (await client.get(f"{base}/checkpoints")).json()["data"] == []
 
 
-async def test_graders_answer_with_typed_errors(connect: Any, books: Any) -> None:
-    books.grade()
+async def test_graders_answer_with_typed_errors(connect: Any, deployment: Any) -> None:
+    deployment.grade()
     multi = {"type": "multi", "name": "m", "graders": {"a": CHECK, "b": {**CHECK, "operation": "ilike"}},
              "calculate_output": "1 / (a - b)"}  # fmt: skip
     async with connect() as client:
@@ -319,8 +319,8 @@ async def test_graders_answer_with_typed_errors(connect: Any, books: Any) -> Non
         )
 
 
-async def test_both_clients_and_the_command_line(served: Any, books: Any, tmp_path: Path) -> None:
-    books.grade()
+async def test_both_clients_and_the_command_line(served: Any, deployment: Any, tmp_path: Path) -> None:
+    deployment.grade()
     path = tmp_path / "rows.jsonl"
     path.write_bytes(jsonl(ROWS))
     with Client(served.url) as client:
@@ -352,17 +352,17 @@ async def test_both_clients_and_the_command_line(served: Any, books: Any, tmp_pa
     assert "invalid_variable_error" in bad.output
 
 
-async def test_scaling(connect: Any, served: Any, books: Any, job: Any) -> None:
-    books.serve(subjects.SCALE, lambda _: asyncio.sleep(0, pack(ScaleReply(replicas=1, ready=1, leaving=0))))
+async def test_scaling(connect: Any, served: Any, deployment: Any, job: Any) -> None:
+    deployment.serve(subjects.SCALE, lambda _: asyncio.sleep(0, pack(ScaleReply(replicas=1, ready=1, leaving=0))))
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         reply = await client.post(f"/v1/jobs/{id}/scale", json={"pool": "rollout", "replicas": 3})
         assert (reply.status_code, reply.json()["kind"]) == (202, "scale")
-        assert books.jobs[id].operations[-1].args == {"pool": "rollout", "replicas": 3}
+        assert deployment.jobs[id].operations[-1].args == {"pool": "rollout", "replicas": 3}
         assert (await client.get(reply.headers["location"])).json()["state"] == "pending"
         for body in ({"pool": "trainer", "replicas": 1}, {"pool": "env"}, {"pool": "env", "replicas": -1}):
             assert (await client.post(f"/v1/jobs/{id}/scale", json=body)).status_code == 422
-        books.stop_serving()
+        deployment.stop_serving()
         nobody = await client.post(f"/v1/jobs/{id}/scale", json={"pool": "env", "replicas": 2})
         assert (nobody.status_code, nobody.json()["error"]["code"]) == (409, "not_supervised")
         assert "docker compose up --scale env=2" in nobody.json()["detail"]

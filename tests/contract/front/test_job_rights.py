@@ -148,12 +148,12 @@ def test_every_field_that_names_code_or_a_file_is_marked() -> None:
     assert dict(named(parsed, "code")) == {"reward.scorers[0].path": "a:b"}
 
 
-async def test_lines_of_the_logs_that_name_no_job_are_for_admins(connect: Any, books: Any, job: Any) -> None:
+async def test_lines_of_the_logs_that_name_no_job_are_for_admins(connect: Any, deployment: Any, job: Any) -> None:
     async with connect(api_keys="root") as client:
         owner = await key(client, "jobs:read")
         id = (await client.post("/v1/jobs", json=job, headers=owner)).json()["id"]
-        books.write_log(id)
-        books.advance(id, "succeeded")
+        deployment.write_log(id)
+        deployment.advance(id, "succeeded")
         for caller, is_shown in ((owner, False), (ROOT, True)):
             lines = (await client.get(f"/v1/jobs/{id}/logs", headers=caller)).json()["lines"]
             followed = (await client.get(f"/v1/jobs/{id}/logs?follow=true", headers=caller)).text

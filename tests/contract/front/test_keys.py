@@ -57,7 +57,7 @@ async def test_a_key_may_do_what_its_scopes_say_and_nothing_else(connect: Any, j
         assert (await client.get("/v1/limits", headers=reader)).status_code == 200
 
 
-async def test_the_secret_is_shown_once_and_stored_nowhere(connect: Any, books: Any) -> None:
+async def test_the_secret_is_shown_once_and_stored_nowhere(connect: Any, deployment: Any) -> None:
     async with connect(api_keys="root") as client:
         reply = await client.post("/v1/keys", json={"name": "k", "scopes": ["admin", "admin"]}, headers=ADMIN)
         body = reply.json()
@@ -67,7 +67,7 @@ async def test_the_secret_is_shown_once_and_stored_nowhere(connect: Any, books: 
         shown = await client.get(f"/v1/keys/{body['id']}", headers=ADMIN)
         assert shown.json() == {name: value for name, value in body.items() if name not in ("key", "warnings")}
         listed = (await client.get("/v1/keys", headers=ADMIN)).text
-        stored = books.keys[body["id"]].model_dump_json()
+        stored = deployment.keys[body["id"]].model_dump_json()
         assert text.partition(body["id"])[2] not in listed + stored + shown.text
         again = {"idempotency-key": "k", **ADMIN}
         first, second = [
@@ -99,7 +99,7 @@ async def test_revoked_expired_and_forged_keys(connect: Any, monkeypatch: Any) -
 
 
 async def test_a_revoked_key_is_not_trusted_for_long_by_other_replicas(
-    connect: Any, books: Any, monkeypatch: Any
+    connect: Any, deployment: Any, monkeypatch: Any
 ) -> None:
     async with connect(api_keys="root") as one, connect(api_keys="root") as two:
         id, key = await made(one, "jobs:read")

@@ -103,10 +103,10 @@ async def test_every_other_route_checks_for_itself_or_lets_no_such_key_in(connec
         assert refused == {name: why(route) for name, route in closed.items()}
 
 
-async def test_lists_show_the_jobs_of_its_models(connect: Any, books: Any, job: Any) -> None:
+async def test_lists_show_the_jobs_of_its_models(connect: Any, deployment: Any, job: Any) -> None:
     async with connect(api_keys="root") as client:
         names = ("mine", "theirs", "mine", "third")
-        ids = [books.submit({**job, "name": name}, fine_tuning=FINE_TUNING) for name in names]
+        ids = [deployment.submit({**job, "name": name}, fine_tuning=FINE_TUNING) for name in names]
         key = await key_for(client, "mine", ids[3])
         own = [ids[3], ids[2], ids[0]]
         page = (await client.get("/v1/jobs", params={"limit": 2}, headers=key)).json()
@@ -118,26 +118,28 @@ async def test_lists_show_the_jobs_of_its_models(connect: Any, books: Any, job: 
             assert [row["id"] for row in (await client.get(path, headers=key)).json()["data"]] == own
             assert len((await client.get(path, headers=ROOT)).json()["data"]) == 4
         for id in ids[:2]:
-            books.train(id)
+            deployment.train(id)
         shown = await client.get(f"/v1/samples/{ids[0]}-2-3.0-1", headers=key)
         assert (shown.status_code, shown.json()["job"]) == (200, ids[0])
         hidden = await client.get(f"/v1/samples/{ids[1]}-2-3.0-1", headers=key)
         assert (hidden.status_code, hidden.json()["detail"]) == (404, f"no job '{ids[1]}'")
 
 
-async def test_it_submits_jobs_of_its_names_from_checkpoints_of_its_jobs(connect: Any, books: Any, job: Any) -> None:
+async def test_it_submits_jobs_of_its_names_from_checkpoints_of_its_jobs(
+    connect: Any, deployment: Any, job: Any
+) -> None:
     async with connect(api_keys="root") as client:
         theirs = (await client.post("/v1/jobs", json={**job, "name": "theirs"}, headers=ROOT)).json()["id"]
         key = await key_for(client, "mine")
         mine = await client.post("/v1/jobs", json={**job, "name": "mine"}, headers=key)
         assert mine.status_code == 202, mine.text
-        submitted = books.submitted
+        submitted = deployment.submitted
         wanted = {**job, "name": "mine", "model": {"path": f"job:{theirs}@best"}}
         for body in ({**job, "name": "theirs"}, wanted):
             for query in ("", "?dry_run=true"):
                 refused = await client.post(f"/v1/jobs{query}", json=body, headers=key)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (403, "other_model"), refused.text
-        assert books.submitted == submitted
+        assert deployment.submitted == submitted
         for origin in (mine.json()["id"], f"job_{'0' * 32}"):  # whether it is there is looked up with the submission
             body = {**wanted, "model": {"path": f"job:{origin}@best"}}
             reply = await client.post("/v1/jobs", json=body, headers=key)

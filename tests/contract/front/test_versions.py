@@ -21,7 +21,7 @@ from penstock.shared.errors import Conflict, DeadlineError
     ],
 )
 async def test_each_is_an_operation(
-    connect: Any, books: Any, job: Any, verb: str, bodies: tuple[dict[str, int], dict[str, Any]]
+    connect: Any, deployment: Any, job: Any, verb: str, bodies: tuple[dict[str, int], dict[str, Any]]
 ) -> None:
     body, wrong = bodies
     async with connect() as client:
@@ -29,15 +29,15 @@ async def test_each_is_an_operation(
         reply = await client.post(f"/v1/jobs/{id}/{verb}", json=body)
         assert (reply.status_code, reply.json()["kind"], reply.json()["args"]) == (202, verb, body)
         assert reply.headers["location"] == f"/v1/jobs/{id}/operations/{reply.json()['id']}"
-        assert books.jobs[id].operations[-1].kind == verb
+        assert deployment.jobs[id].operations[-1].kind == verb
         for bad in ({}, wrong, {**body, "more": 1}):
             assert (await client.post(f"/v1/jobs/{id}/{verb}", json=bad)).status_code == 422
-        books.advance(id, "succeeded")
+        deployment.advance(id, "succeeded")
         assert (await client.post(f"/v1/jobs/{id}/{verb}", json=body)).status_code == 409
         assert (await client.post(f"/v1/jobs/job_{'0' * 32}/{verb}", json=body)).status_code == 404
 
 
-async def test_the_gate_is_overridden_by_administrators_only(connect: Any, books: Any, job: Any) -> None:
+async def test_the_gate_is_overridden_by_administrators_only(connect: Any, deployment: Any, job: Any) -> None:
     async with connect(api_keys="root") as client:
         client.headers["authorization"] = "Bearer root"
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
@@ -48,7 +48,7 @@ async def test_the_gate_is_overridden_by_administrators_only(connect: Any, books
         assert (await client.post(f"/v1/jobs/{id}/rollback", json={"checkpoint": 0})).status_code == 202
 
 
-async def test_the_version_on_trial_is_shown_to_people_and_clients(served: Any, books: Any, job: Any) -> None:
+async def test_the_version_on_trial_is_shown_to_people_and_clients(served: Any, deployment: Any, job: Any) -> None:
     trial = {
         "version": 5, "served_version": 4, "share": 0.1, "since": 1.0, "until": 61.0, "needed": 20, "conversations": 7,
         "reward": 0.5, "served_conversations": 40, "served_reward": None,
@@ -56,9 +56,9 @@ async def test_the_version_on_trial_is_shown_to_people_and_clients(served: Any, 
     env = {"PENSTOCK_URL": served.url}
     with Client(served.url) as client:
         id = client.submit(job).id
-        books.advance(id, "running", policy_version=3)
+        deployment.advance(id, "running", policy_version=3)
         assert client.versions.show(id) == Versions(newest=3, served=3)
-        books.advance(id, "running", policy_version=5, served_version=4, canary=trial)
+        deployment.advance(id, "running", policy_version=5, served_version=4, canary=trial)
     async with AsyncClient(served.url) as aclient:
         shown = await aclient.versions.show(id)
     assert shown == Versions(newest=5, served=4, canary=Trial(**trial))
@@ -66,19 +66,19 @@ async def test_the_version_on_trial_is_shown_to_people_and_clients(served: Any, 
     assert "5 answers 10% (7 judged, reward 0.5" in told.output
 
 
-async def test_clients_and_commands_wait_for_the_ledger(served: Any, books: Any, job: Any) -> None:
+async def test_clients_and_commands_wait_for_the_ledger(served: Any, deployment: Any, job: Any) -> None:
     env = {"PENSTOCK_URL": served.url}
     with Client(served.url) as client:
         id = client.submit(job).id
         with pytest.raises(DeadlineError, match="not back at checkpoint 0 within 0 s"):
             client.versions.roll_back(id, 0, timeout_s=0)
-        books.finish(id, state="succeeded", result={"version": 9})
+        deployment.finish(id, state="succeeded", result={"version": 9})
         assert client.versions.roll_back(id, 0) == {"version": 9}
-        books.advance(id, "running", policy_version=9)
+        deployment.advance(id, "running", policy_version=9)
     promoted = CliRunner().invoke(cli, ["ckpt", "promote", id], env=env)
     assert (promoted.exit_code, f"version 9 of {id} is served" in promoted.output) == (0, True)
-    assert books.jobs[id].operations[-1].args == {"version": 9}
-    books.finish(id, state="failed", message="only the newest version can be promoted")
+    assert deployment.jobs[id].operations[-1].args == {"version": 9}
+    deployment.finish(id, state="failed", message="only the newest version can be promoted")
     async with AsyncClient(served.url) as aclient:
         with pytest.raises(Conflict, match="only the newest"):
             await aclient.versions.promote(id, 3)

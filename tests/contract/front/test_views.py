@@ -43,8 +43,8 @@ def commit(path: Path, files: dict[str, bytes]) -> None:
     (path / "COMMIT").write_text(hashlib.sha256(manifest).hexdigest())
 
 
-def recorded(books: Any, job: str, number: int, path: Path) -> None:
-    books.record(
+def recorded(deployment: Any, job: str, number: int, path: Path) -> None:
+    deployment.record(
         job,
         Checkpointed(
             writer_epoch=1, time=1000.0, number=number, version=number, digest="d", path=str(path), trainer_epoch=1,
@@ -54,15 +54,15 @@ def recorded(books: Any, job: str, number: int, path: Path) -> None:
 
 
 async def test_an_archive_holds_every_file_and_is_the_same_each_time(
-    connect: Any, books: Any, job: Any, tmp_path: Path
+    connect: Any, deployment: Any, job: Any, tmp_path: Path
 ) -> None:
     long = {f"{'d' * 90}/{'f' * 90}-{i}": b"x" * (511 + i) for i in range(3)}
     commit(tmp_path / "4", {**FILES, **long})
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         path = f"/v1/jobs/{id}/checkpoints"
-        recorded(books, id, 4, tmp_path / "4")
-        recorded(books, id, 5, tmp_path / "5")
+        recorded(deployment, id, 4, tmp_path / "4")
+        recorded(deployment, id, 5, tmp_path / "5")
         got = await client.get(f"{path}/4/archive")
         assert int(got.headers["content-length"]) == len(got.content)
         with tarfile.open(fileobj=io.BytesIO(got.content)) as tar:
@@ -74,8 +74,8 @@ async def test_an_archive_holds_every_file_and_is_the_same_each_time(
         assert (await client.get(f"{path}/6/archive")).status_code == 404
 
 
-async def test_artifacts_are_found_by_content(connect: Any, books: Any) -> None:
-    root = books.data_dir / "checkpoints"
+async def test_artifacts_are_found_by_content(connect: Any, deployment: Any) -> None:
+    root = deployment.data_dir / "checkpoints"
     commit(root / "job_a" / "4-x", FILES)
     commit(root / "job_a" / "5-x", {"other": b"5"})
     (root / "job_a" / "5-x" / "COMMIT").unlink()
@@ -107,13 +107,13 @@ def test_a_manifest_that_could_not_be_read_is_read_again(tmp_path: Path) -> None
     assert artifacts.find(sha256) == folder / "critic/model.safetensors"
 
 
-def test_what_a_run_needs_is_not_deleted(served: Any, books: Any, job: Any, tmp_path: Path) -> None:
+def test_what_a_run_needs_is_not_deleted(served: Any, deployment: Any, job: Any, tmp_path: Path) -> None:
     for number in (0, 4, 8):
         commit(tmp_path / str(number), FILES)
     with Client(served.url) as client:
         id = client.submit(job).id
         for number in (0, 4, 8):
-            recorded(books, id, number, tmp_path / str(number))
+            recorded(deployment, id, number, tmp_path / str(number))
         for needed in (0, 8):
             with pytest.raises(Conflict, match="needed while the job runs"):
                 client.delete_checkpoint(id, needed)
@@ -124,17 +124,17 @@ def test_what_a_run_needs_is_not_deleted(served: Any, books: Any, job: Any, tmp_
             client.delete_checkpoint(id, 4)
         with pytest.raises(NotFound):
             client.delete_checkpoint(id, 5)
-        books.record(id, Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
+        deployment.record(id, Finished(writer_epoch=1, time=0.0, reason="succeeded", summary={}))
         gone = CliRunner().invoke(cli, ["ckpt", "rm", id, "initial"], env={"PENSTOCK_URL": served.url})
         assert gone.exit_code == 0, gone.output
         assert not (tmp_path / "0").exists()
 
 
-async def test_names_timeline_and_a_single_sample(connect: Any, books: Any, job: Any) -> None:
+async def test_names_timeline_and_a_single_sample(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
-        books.measure(id)
-        books.train(id)
+        deployment.measure(id)
+        deployment.train(id)
         names = (await client.get(f"/v1/jobs/{id}/metrics/names")).json()["data"]
         assert names == [
             {"name": "loss", "count": 5, "first_step": 0, "last_step": 4, "last": 1.0},
@@ -149,11 +149,11 @@ async def test_names_timeline_and_a_single_sample(connect: Any, books: Any, job:
         assert (await client.get(f"/v1/jobs/{id}/samples?min_reward=nan")).status_code == 422
 
 
-async def test_samples_of_one_source(connect: Any, books: Any, job: Any) -> None:
+async def test_samples_of_one_source(connect: Any, deployment: Any, job: Any) -> None:
     mixed = {**job, "data": {"train": [{"type": "addition"}, {"type": "addition", "digits": 2, "name": "hard"}]}}
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=mixed)).json()["id"]
-        books.train(id)
+        deployment.train(id)
         url = f"/v1/jobs/{id}/samples"
         assert {row["env"] for row in (await client.get(url)).json()["data"]} == {"addition", "hard"}
         first = (await client.get(f"{url}?env=hard&limit=2")).json()
@@ -164,11 +164,11 @@ async def test_samples_of_one_source(connect: Any, books: Any, job: Any) -> None
         assert "no source of this job is called 'harder'; they are called addition, hard" in unknown.json()["detail"]
 
 
-async def test_logs_are_followed_to_the_end(connect: Any, books: Any, job: Any) -> None:
+async def test_logs_are_followed_to_the_end(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
-        end = books.write_log(id).stat().st_size
-        books.advance(id, "succeeded")
+        end = deployment.write_log(id).stat().st_size
+        deployment.advance(id, "succeeded")
         stream = await client.get(f"/v1/jobs/{id}/logs?follow=true")
         assert stream.headers["content-type"].startswith("text/event-stream")
         assert f"id: trainer:{end}\nevent: log\n" in stream.text
@@ -178,11 +178,11 @@ async def test_logs_are_followed_to_the_end(connect: Any, books: Any, job: Any) 
         assert (await client.get(f"/v1/jobs/job_{'0' * 32}/logs?follow=true")).status_code == 404
 
 
-async def test_dead_letters(connect: Any, books: Any, job: Any) -> None:
+async def test_dead_letters(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         path = f"/v1/jobs/{id}/dead-letters"
-        books.bury(id)
+        deployment.bury(id)
         page = (await client.get(f"{path}?limit=1")).json()
         assert ([row["id"] for row in page["data"]], page["has_more"]) == ([1], True)
         assert [row["id"] for row in (await client.get(f"{path}?after={page['last_id']}")).json()["data"]] == [2]
@@ -195,10 +195,10 @@ async def test_dead_letters(connect: Any, books: Any, job: Any) -> None:
         assert (await client.get(f"/v1/jobs/job_{'0' * 32}/dead-letters")).status_code == 404
 
 
-async def test_clients_and_commands_see_dead_letters(served: Any, books: Any, job: Any) -> None:
+async def test_clients_and_commands_see_dead_letters(served: Any, deployment: Any, job: Any) -> None:
     async with AsyncClient(served.url) as client:
         id = (await client.submit(job)).id
-        books.bury(id)
+        deployment.bury(id)
         assert [row.id for row in await client.dead_letters.list(id)] == [1, 2]
         await client.dead_letters.drop(id, 2)
         with pytest.raises(NotFound):

@@ -24,7 +24,7 @@ from penstock.shared.transport import address
 from penstock.shared.transport.address import check_url, reachable_address
 
 
-async def test_made_shown_changed_tried_and_forgotten(connect: Any, books: Any, job: Any) -> None:
+async def test_made_shown_changed_tried_and_forgotten(connect: Any, deployment: Any, job: Any) -> None:
     async with connect(webhook_private=True) as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         reply = await client.post("/v1/webhooks", json={"url": "https://e.example/x", "types": ["rl.*"], "job": id})
@@ -32,7 +32,7 @@ async def test_made_shown_changed_tried_and_forgotten(connect: Any, books: Any, 
         assert (reply.status_code, reply.headers["cache-control"]) == (201, "no-store")
         assert hook["secret"].startswith("whsec_")
         delivered = DeliveryState(sequence=7, delivered=2)
-        books.run(WebhookStore(books.bus, private=True).save(hook["id"], delivered))
+        deployment.run(WebhookStore(deployment.bus, private=True).save(hook["id"], delivered))
         shown = (await client.get(f"/v1/webhooks/{hook['id']}")).json()
         assert "secret" not in shown
         assert (shown["job"], shown["deliveries"]["delivered"]) == (id, 2)
