@@ -109,8 +109,8 @@ class Deployment:
         self.run(self._empty())
 
     async def _empty(self) -> None:
-        await self._serving.aclose()
         await self.bus.wait_connected(DEADLINE_S)
+        await self._serving.aclose()
         if await self.bus.missing_streams():
             await self.bus.ensure_streams(experience_bytes=64 << 20, stream_bytes=16 << 20)
         listed = await self._ask("STREAM.LIST", {})
@@ -245,6 +245,7 @@ class Deployment:
 
     def stop_serving(self) -> None:
         """Answer nothing any more, and finish no operations."""
+        self._outcomes.clear()
         self.run(self._serving.aclose())
 
     def explain(self, job: str) -> None:
@@ -442,9 +443,9 @@ class Served:
     def start(self) -> None:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + DEADLINE_S
         while self._server is None or not self._server.started:
-            assert time.monotonic() < deadline, "the server did not start in 10 s"
+            assert time.monotonic() < deadline, f"the server did not start in {DEADLINE_S:g} s"
             time.sleep(0.01)
 
     async def _serve(self) -> None:
@@ -465,7 +466,7 @@ class Served:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(stopping.set)
         server.should_exit = True
-        thread.join(10)
+        thread.join(DEADLINE_S)
         assert not thread.is_alive(), "the server did not stop"
         self._server = None
 

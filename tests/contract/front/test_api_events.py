@@ -98,8 +98,8 @@ def test_events_are_what_webhooks_are_sent(served: Any, deployment: Any, job: An
     assert httpx.get(f"{served.url}/v1/jobs/{id}/events?format=xml").status_code == 422
 
 
-def test_thirteen_reconnects_lose_and_repeat_nothing(served: Any, deployment: Any, job: Any) -> None:
-    id = submit(served, job)
+def test_thirteen_reconnects_lose_and_repeat_nothing(served: Any, serve: Any, deployment: Any, job: Any) -> None:
+    id, urls = submit(served, job), (served.url, serve().url)
 
     def produce() -> None:
         for i in range(399):
@@ -116,7 +116,8 @@ def test_thirteen_reconnects_lose_and_repeat_nothing(served: Any, deployment: An
         connections += 1
         headers = {"accept": "text/event-stream", "last-event-id": last}
         taken = 0
-        with httpx.stream("GET", f"{served.url}/v1/jobs/{id}/events", headers=headers, timeout=10) as reply:
+        url = f"{urls[connections % 2]}/v1/jobs/{id}/events"
+        with httpx.stream("GET", url, headers=headers, timeout=10) as reply:
             for line in reply.iter_lines():
                 if line.startswith("id: "):
                     last = line[4:]

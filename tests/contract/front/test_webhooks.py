@@ -41,7 +41,7 @@ async def test_made_shown_changed_tried_and_forgotten(connect: Any, deployment: 
         changed = await client.patch(f"/v1/webhooks/{hook['id']}", json={"enabled": False, "url": "http://127.0.0.1:1"})
         assert (changed.json()["enabled"], changed.json()["types"]) == (False, ["rl.*"])
         tried = (await client.post(f"/v1/webhooks/{hook['id']}/test")).json()
-        assert (tried["delivered"], bool(tried["error"])) == (False, True)
+        assert (tried["delivered"], "did not answer" in tried["error"]) == (False, True)
         assert (await client.delete(f"/v1/webhooks/{hook['id']}")).status_code == 204
         for call in (client.get, client.delete):
             assert (await call(f"/v1/webhooks/{hook['id']}")).status_code == 404
