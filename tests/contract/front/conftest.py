@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import copy
 import hashlib
+import shutil
 import socket
 import tempfile
 import threading
@@ -60,6 +61,7 @@ from penstock.shared.transport.server import NatsServer
 T = TypeVar("T")
 
 DEADLINE_S = 60.0
+SHM, SHM_ROOM_BYTES = Path("/dev/shm"), 2 << 30
 BASE = {"writer_epoch": 1}
 JOB: dict[str, Any] = {
     "name": "addition",
@@ -217,7 +219,7 @@ class Deployment:
         folder = self.data_dir / "checkpoints" / job / str(number)
         write_checkpoint(folder, files)
         saved = {"number": number, "version": number, "digest": "d", "path": str(folder)}
-        self.record(job, Checkpointed(writer_epoch=1, time=1000.0, trainer_epoch=1, low_seq=0, **saved))
+        self.record(job, Checkpointed(**BASE, time=1000.0, trainer_epoch=1, low_seq=0, **saved))
         return folder
 
     def measure(self, job: str) -> None:
@@ -381,10 +383,10 @@ def graded(data: bytes) -> bytes:
 
 @pytest.fixture(scope="session")
 def deployed() -> Iterator[Deployment]:
-    """A server for all tests of a process, its data in memory where there is some: an fsync costs nothing there."""
-    shm = Path("/dev/shm")
+    """A server for all tests of a process, its data in memory where there is room: an fsync costs nothing there."""
+    has_room = SHM.is_dir() and shutil.disk_usage(SHM).free >= SHM_ROOM_BYTES
     with (
-        tempfile.TemporaryDirectory(prefix="penstock-test-", dir=shm if shm.is_dir() else None) as directory,
+        tempfile.TemporaryDirectory(prefix="penstock-test-", dir=SHM if has_room else None) as directory,
         NatsServer(Path(directory)) as server,
     ):
         deployment = Deployment(server)
