@@ -382,6 +382,12 @@ def graded(data: bytes) -> bytes:
 
 
 @pytest.fixture(scope="session")
+def commit() -> Callable[[Path, dict[str, bytes]], None]:
+    """``commit(folder, files)`` writes a checkpoint as the trainer leaves it."""
+    return write_checkpoint
+
+
+@pytest.fixture(scope="session")
 def deployed() -> Iterator[Deployment]:
     """A server for all tests of a process, its data in memory where there is room: an fsync costs nothing there."""
     has_room = SHM.is_dir() and shutil.disk_usage(SHM).free >= SHM_ROOM_BYTES

@@ -84,21 +84,8 @@ async def test_logs_are_followed_across_a_restart(
             await ask("follow_logs", "job_" + "0" * 32)
 
 
-def commit(folder: Path, files: dict[str, bytes]) -> None:
-    """A checkpoint as the trainer leaves it."""
-    import json
-
-    folder.mkdir(parents=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    listed = {name: {"nbytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for name, d in files.items()}
-    manifest = json.dumps({"files": listed}).encode()
-    (folder / "manifest.json").write_bytes(manifest)
-    (folder / "COMMIT").write_text(hashlib.sha256(manifest).hexdigest())
-
-
 async def test_archives_and_artifacts_are_downloaded(
-    served: Any, deployment: Any, asking: Any, job_id: str, tmp_path: Path
+    *, commit: Any, served: Any, deployment: Any, asking: Any, job_id: str, tmp_path: Path
 ) -> None:
     root, out = deployment.data_dir / "checkpoints", tmp_path / "out"
     folder = root / "job_a" / "4-x"

@@ -30,19 +30,6 @@ from penstock.shared.protocol.ids import Draw
 FILES = {"config.json": b"{}", "critic/model.safetensors": bytes(range(256)) * 300, "empty.bin": b""}
 
 
-def commit(path: Path, files: dict[str, bytes]) -> None:
-    """A checkpoint as the trainer leaves it."""
-    import json
-
-    for name, data in files.items():
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).write_bytes(data)
-    listed = {n: {"nbytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files.items()}
-    manifest = json.dumps({"files": listed}).encode()
-    (path / "manifest.json").write_bytes(manifest)
-    (path / "COMMIT").write_text(hashlib.sha256(manifest).hexdigest())
-
-
 def recorded(deployment: Any, job: str, number: int, path: Path) -> None:
     deployment.record(
         job,
@@ -54,7 +41,7 @@ def recorded(deployment: Any, job: str, number: int, path: Path) -> None:
 
 
 async def test_an_archive_holds_every_file_and_is_the_same_each_time(
-    connect: Any, deployment: Any, job: Any, tmp_path: Path
+    commit: Any, connect: Any, deployment: Any, job: Any, tmp_path: Path
 ) -> None:
     long = {f"{'d' * 90}/{'f' * 90}-{i}": b"x" * (511 + i) for i in range(3)}
     commit(tmp_path / "4", {**FILES, **long})
@@ -74,7 +61,7 @@ async def test_an_archive_holds_every_file_and_is_the_same_each_time(
         assert (await client.get(f"{path}/6/archive")).status_code == 404
 
 
-async def test_artifacts_are_found_by_content(connect: Any, deployment: Any) -> None:
+async def test_artifacts_are_found_by_content(commit: Any, connect: Any, deployment: Any) -> None:
     root = deployment.data_dir / "checkpoints"
     commit(root / "job_a" / "4-x", FILES)
     commit(root / "job_a" / "5-x", {"other": b"5"})
@@ -94,7 +81,7 @@ async def test_artifacts_are_found_by_content(connect: Any, deployment: Any) -> 
         assert (await client.get(f"/v1/artifacts/{sha256}")).status_code == 404
 
 
-def test_a_manifest_that_could_not_be_read_is_read_again(tmp_path: Path) -> None:
+def test_a_manifest_that_could_not_be_read_is_read_again(commit: Any, tmp_path: Path) -> None:
     folder, artifacts = tmp_path / "job_a" / "4-x", Artifacts(tmp_path)
     commit(folder, FILES)
     manifest = folder / "manifest.json"
@@ -107,7 +94,7 @@ def test_a_manifest_that_could_not_be_read_is_read_again(tmp_path: Path) -> None
     assert artifacts.find(sha256) == folder / "critic/model.safetensors"
 
 
-def test_what_a_run_needs_is_not_deleted(served: Any, deployment: Any, job: Any, tmp_path: Path) -> None:
+def test_what_a_run_needs_is_not_deleted(commit: Any, served: Any, deployment: Any, job: Any, tmp_path: Path) -> None:
     for number in (0, 4, 8):
         commit(tmp_path / str(number), FILES)
     with Client(served.url) as client:
