@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import platform
+from pathlib import Path
 
 import torch
 import transformers
@@ -11,11 +14,12 @@ __all__ = ["describe_environment", "environment_differences"]
 
 
 def describe_environment(*, dtype: str, device: str) -> dict[str, str]:
-    """Return the pins of this process: library versions, CPU class and thread count; on a GPU also the device."""
+    """Return the pins of this process: library versions, CPU and thread count; on a GPU also the device."""
     pins = {
         "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "machine": platform.machine(),
+        "cpu": _cpu_model(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
         "dtype": dtype,
@@ -24,6 +28,16 @@ def describe_environment(*, dtype: str, device: str) -> dict[str, str]:
     if torch.device(device).type == "cuda":
         pins["gpu"] = torch.cuda.get_device_name(device)
     return pins
+
+
+@functools.cache
+def _cpu_model() -> str:
+    """Return the name of the CPU. Libraries choose their kernels by it, also among CPUs of one instruction set."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 def environment_differences(saved: dict[str, str], current: dict[str, str]) -> list[str]:

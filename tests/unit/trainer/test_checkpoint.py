@@ -105,6 +105,10 @@ def test_manifest_holds_facts_and_pins(tmp_path: Path, make_config: Config) -> N
     assert pins["threads"] == "1"
     assert environment_differences(pins, learner.environment()) == []
     assert environment_differences(pins, {**pins, "threads": "2"}) == ["threads: checkpoint '1', here '2'"]
+    assert environment_differences(pins, {**pins, "cpu": "another"}) == [
+        f"cpu: checkpoint '{pins['cpu']}', here 'another'"
+    ]
+    assert pins["cpu"], "libraries choose kernels by it"
 
 
 def test_the_same_state_is_written_once(tmp_path: Path) -> None:
