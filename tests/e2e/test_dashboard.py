@@ -90,7 +90,6 @@ def test_a_job_can_be_watched_and_cancelled(stack: Any, page: Page, enter: Any) 
     assert hosts == {stack.stack.url.split("/")[2]}, "everything came from the coordinator"
 
 
-@pytest.mark.long
 def test_the_events_of_a_job_that_is_over_have_an_end(stack: Any, page: Page, enter: Any, brief: str) -> None:
     """All of them once, then that nothing follows, and no other connection for more."""
     connections: list[str] = []
@@ -138,7 +137,6 @@ def test_a_key_is_asked_for_once(stack: Any, page: Page, enter: Any) -> None:
     assert page.evaluate("sessionStorage.length") == 0
 
 
-@pytest.mark.long
 def test_jobs_are_found_compared_and_told_apart_on_a_phone(stack: Any, page: Page, enter: Any, brief: str) -> None:
     reward = {"scorers": [{"type": "function", "path": "e2e_scorers:raises_markup"}], "timeout_s": 5.0}
     told = {"owner": "ben", "purpose": "to-see-what-a-page-makes-of-it"}
@@ -185,7 +183,6 @@ def test_jobs_are_found_compared_and_told_apart_on_a_phone(stack: Any, page: Pag
     assert page.evaluate("window.attacked") is None
 
 
-@pytest.mark.long
 def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, enter: Any, make_job: Any) -> None:
     """Three verdicts, one of them taken back: as many bars as fates, as long as their shares."""
     spec = {**make_job(name="judged"), **LIVE}
@@ -212,7 +209,6 @@ def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, enter: Any, make_
     stack.finish(job)
 
 
-@pytest.mark.long
 def test_videos_of_held_out_episodes_are_played(stack: Any, page: Page, enter: Any, tmp_path: Path) -> None:
     """The film reaches the list, a player by ranges, the command line and the page; deleting the job deletes it."""
     job = stack.client.submit(ROBOT).id
@@ -278,7 +274,6 @@ VIEWS = {
 AXE = Path(__file__).with_name("axe") / "axe.min.js"
 
 
-@pytest.mark.long
 def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, enter: Any, brief: str) -> None:
     """No rule of axe-core is broken and nothing is wider than the screen; in both colour schemes, on both widths."""
     enter(page, stack)
@@ -422,7 +417,6 @@ def test_a_chart_tells_the_newest_of_each_curve_and_stays_zoomed(stack: Any, pag
     assert found["flat"] == [0, 1]
 
 
-@pytest.mark.long
 def test_metrics_say_what_they_mean(stack: Any, page: Page, enter: Any, brief: str) -> None:
     """Numerics and staleness stand apart, each with its sentence; curves run along updates or minutes."""
     enter(page, stack, where=f"#/jobs/{brief}/metrics")
@@ -449,7 +443,6 @@ MOST_BYTES, MOST_ROWS, MOST_POINTS, MOST_METRICS_BYTES = 300_000, 60, 400, 200_0
 LONGEST = {"8": 1, "512": 2, "1024": 3}
 
 
-@pytest.mark.long
 def test_the_page_is_light_and_soon_there(stack: Any, page: Page, enter: Any, brief: str) -> None:
     """With many jobs and a hundred thousand points: few bytes, none that the first paint waits for."""
     record = stack.client.get(brief)
