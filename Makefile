@@ -133,7 +133,7 @@ bench-embodied: $(BIN)/pytest  ## a robot arm as a job beside one plain process,
 $(SB3_VENV)/bin/.stable-baselines3:
 	$(PYTHON) -m venv $(SB3_VENV)
 	$(SB3_VENV)/bin/pip install -q torch==2.13.0  # first and pinned: the same one on both sides
-	$(SB3_VENV)/bin/pip install -q stable-baselines3==2.9.2 gymnasium==1.4.0 mujoco==3.3.0
+	$(SB3_VENV)/bin/pip install -q stable-baselines3==2.9.2 "gymnasium[mujoco]==1.4.0" mujoco==3.3.0
 	touch $@
 
 bench-sac: $(BIN)/fonttools $(SB3_VENV)/bin/.stable-baselines3  ## SAC as a job beside Stable-Baselines3, two MuJoCo tasks, three seeds (installs it into an environment of its own)
