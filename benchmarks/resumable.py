@@ -48,7 +48,7 @@ class Finished:
 def run_all(work: Callable[[Key], dict[str, Any]], keys: Sequence[Key], finished: Finished, *, parallel: int) -> bool:
     """Run ``work`` in processes for every key that is not finished yet, ``parallel`` at once.
 
-    A run that fails is told on stderr and does not stop the others.
+    A run that fails is reported on stderr and does not stop the others.
 
     Returns:
         Whether every run of ``keys`` is finished.

@@ -12,10 +12,13 @@ from penstock.shared.protocol.audit_log import AuditRecord, decode_record, encod
 from penstock.shared.protocol.bus_clock import bus_datetime
 from penstock.shared.protocol.keys import Scope, StoredKey, new_key
 from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.message import Message
 
 __all__ = ["AuditLog", "KeyStore"]
 
 SECRET = "episode-keys"
+BLOCK = 10_000
+"""Most records that one backward step of a page reads."""
 APPEND_S = 2.0
 """Deadline for storing one record (seconds), while the response waits; about one fail-over of the bus."""
 
@@ -32,21 +35,50 @@ class AuditLog:
         await self._bus.publish(subject, encode_record(record), msg_id=record.request, deadline_s=APPEND_S)
 
     async def page(
-        self, *, key: str, job: str, since: float | None, after: int, limit: int
+        self, *, key: str, job: str, since: float | None, after: int | None, limit: int, newest_first: bool
     ) -> list[tuple[int, AuditRecord]]:
-        """Return at most ``limit`` records with a sequence above ``after``, oldest first, each with its sequence.
+        """Return at most ``limit`` records, each with its sequence, in the order of their sequences or the reverse.
 
-        ``key`` and ``job`` ('': any) filter by equality; ``since``: only those stored from then on (Unix seconds).
+        Args:
+            key: only requests of the key with this id ('': of any).
+            job: only requests about the job with this id ('': about any, or none).
+            since: only records stored from then on (Unix seconds).
+            after: only records behind this sequence, in the order of the page.
         """
-        start = after + 1 if since is None else max(after + 1, await self._first_since(since))
-        found: list[tuple[int, AuditRecord]] = []
-        stored = self._bus.scan(subjects.AUDIT, subjects.audits(key, job), start_seq=start)
-        async with contextlib.aclosing(stored) as messages:
+        subject = subjects.audits(key, job)
+        first = 1 if since is None else await self._first_since(since)
+        if newest_first:
+            messages = await self._newest(subject, first, after, limit)
+        else:
+            messages = await self._oldest(subject, max(first, (after or 0) + 1), limit)
+        return [(message.seq, decode_record(message.data)) for message in messages]
+
+    async def _oldest(self, subject: str, first: int, limit: int) -> list[Message]:
+        """Return at most ``limit`` messages from the sequence ``first`` on."""
+        found: list[Message] = []
+        async with contextlib.aclosing(self._bus.scan(subjects.AUDIT, subject, start_seq=first)) as messages:
             async for message in messages:
-                found.append((message.seq, decode_record(message.data)))
+                found.append(message)
                 if len(found) == limit:
                     break
         return found
+
+    async def _newest(self, subject: str, first: int, before: int | None, limit: int) -> list[Message]:
+        """Return at most ``limit`` messages with sequences from ``first`` to below ``before``, newest first.
+
+        The server reads streams forwards only, so this reads blocks of growing size, the newest block first.
+        """
+        state = await self._bus.stream_state(subjects.AUDIT)
+        first, end = max(first, state.first_seq), state.last_seq
+        if before is not None:
+            end = min(end, before - 1)
+        found: list[Message] = []
+        size = limit
+        while first <= end and len(found) < limit:
+            start = max(first, end - size + 1)
+            found += reversed(await self._bus.read(subjects.AUDIT, subject, start_seq=start, end_seq=end))
+            end, size = start - 1, min(4 * size, BLOCK)
+        return found[:limit]
 
     async def _first_since(self, since: float) -> int:
         """Return the sequence of the first record stored at that time or later.

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from penstock.services.coordinator.api.access import BackendDep, SomeJob
 from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.scopes import require
+from penstock.services.coordinator.jobs.job_index import Order
 
 __all__ = ["router"]
 
@@ -44,7 +45,7 @@ class AuditEntry(BaseModel):
 
 
 class AuditPage(BaseModel):
-    """One page, oldest first; ``after=last_id`` gets the next."""
+    """One page; ``after=last_id`` gets the next."""
 
     object: Literal["list"] = "list"
     data: list[AuditEntry]
@@ -62,15 +63,16 @@ async def list_audit_log(
     since: Annotated[
         float | None, Query(ge=0, le=_LATEST_S, description="Unix seconds: only entries from then on")
     ] = None,
-    after: Annotated[int, Query(ge=0, le=_SEQ_MAX, description="last_id of the previous page")] = 0,
+    after: Annotated[int | None, Query(ge=0, le=_SEQ_MAX, description="last_id of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Order = "desc",
 ) -> Response:
-    """List the requests that changed something, oldest first: sender, time, address, and result.
+    """List the requests that changed something, newest first unless ``order=asc``: sender, time, address, and result.
 
     No request can change or remove an entry; the oldest entries are dropped when the log reaches its size limit.
     """
     log = backend.control.audit_log
-    found = await log.page(key=key, job=job, since=since, after=after, limit=limit + 1)
+    found = await log.page(key=key, job=job, since=since, after=after, limit=limit + 1, newest_first=order == "desc")
     page = [AuditEntry(id=seq, **msgspec.structs.asdict(record)) for seq, record in found[:limit]]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return Json(AuditPage(data=page, has_more=len(found) > limit, first_id=first, last_id=last))

@@ -28,7 +28,7 @@ function live(content, loop, name, above, work) {
   loop(EVERY_MS, () => fill(place, work));
 }
 
-async function told(what, asked) {
+async function attempt(what, asked) {
   return asked.then((reply) => { say(`${what}: done.`); return reply ?? true; }, (problem) => { say(`${what}: ${problem.message}`, "error"); return null; });
 }
 
@@ -45,11 +45,11 @@ function keys(content, signal, loop) {
     if (!values) return;
     const models = values.models.split(",").map((name) => name.trim()).filter(Boolean);
     const body = { name: values.name, scopes: SCOPES.filter((scope) => scope in values), ...(models.length ? { models } : {}), ...(values.days ? { expires_in_s: 86400 * Number(values.days) } : {}) };
-    const made = await told("Making the key", change("POST", "/v1/keys", body));
+    const made = await attempt("Making the key", change("POST", "/v1/keys", body));
     if (made) await ask("The key, shown this once", make("pre", { class: "code", tabindex: 0 }, made.key), "I have stored it");
   };
   const revoke = async (row) => {
-    if (await ask(`Revoke ${row.name}?`, make("p", {}, "Whoever uses it is refused from now on."), "Revoke", "danger")) await told("Revoking", change("DELETE", `/v1/keys/${row.id}`));
+    if (await ask(`Revoke ${row.name}?`, make("p", {}, "Whoever uses it is refused from now on."), "Revoke", "danger")) await attempt("Revoking", change("DELETE", `/v1/keys/${row.id}`));
   };
   const columns = [
     ["name", (row) => row.name, "wide"], ["scopes", (row) => row.scopes.join(", "), "wide"], ["models", (row) => row.models?.join(", ") ?? "all", "wide"],
@@ -65,22 +65,22 @@ function webhooks(content, signal, loop) {
     const values = await ask("Add a webhook", [
       field("Address", make("input", { name: "url", type: "url", required: true })), field("Description", make("input", { name: "description", maxlength: 200 }))], "Add it");
     if (!values) return;
-    const made = await told("Adding the webhook", change("POST", "/v1/webhooks", values));
+    const made = await attempt("Adding the webhook", change("POST", "/v1/webhooks", values));
     if (made) await ask("Its secret, shown this once", make("pre", { class: "code", tabindex: 0 }, made.secret), "I have stored it");
   };
   const test = async (row) => {
-    const reply = await told("Sending a test", change("POST", `/v1/webhooks/${row.id}/test`));
+    const reply = await attempt("Sending a test", change("POST", `/v1/webhooks/${row.id}/test`));
     if (reply) say(reply.delivered ? "The receiver took the test." : `The receiver did not take it: ${reply.error}`, reply.delivered ? "" : "error");
   };
   const remove = async (row) => {
-    if (await ask("Forget this webhook?", make("p", {}, row.url), "Forget", "danger")) await told("Forgetting", change("DELETE", `/v1/webhooks/${row.id}`));
+    if (await ask("Forget this webhook?", make("p", {}, row.url), "Forget", "danger")) await attempt("Forgetting", change("DELETE", `/v1/webhooks/${row.id}`));
   };
   const columns = [
     ["address", (row) => [row.url, row.description && make("div", { class: "soft" }, row.description)], "wide"], ["types", (row) => row.types.join(", "), "wide"], ["job", (row) => row.job ?? "all"],
     ["state", (row) => make("span", { class: row.enabled ? "is-true" : "is-false" }, row.enabled ? "on" : `off ${row.disabled_reason}`)],
     ["", (row) => make("div", { class: "actions" },
       make("button", { type: "button", onclick: () => test(row) }, "test"),
-      make("button", { type: "button", onclick: () => told("Switching", change("PATCH", `/v1/webhooks/${row.id}`, { enabled: !row.enabled })) }, row.enabled ? "switch off" : "switch on"),
+      make("button", { type: "button", onclick: () => attempt("Switching", change("PATCH", `/v1/webhooks/${row.id}`, { enabled: !row.enabled })) }, row.enabled ? "switch off" : "switch on"),
       make("button", { type: "button", class: "danger", onclick: () => remove(row) }, "forget"))],
   ];
   live(content, loop, "Webhooks", make("p", { class: "links" }, make("button", { type: "button", onclick: add }, "Add a webhook")), async () =>
@@ -99,23 +99,25 @@ function files(content, signal, loop) {
 
 function auditLog(content, signal, loop) {
   const asked = { key: "", job: "" };
-  const on = (name) => ({ target }) => { asked[name] = target.value.trim(); };
+  let pages = 1;
+  const on = (name) => ({ target }) => { asked[name] = target.value.trim(); pages = 1; };
   const columns = [
     ["time", (row) => clock(row.time)], ["key", (row) => row.key_name || row.key, "wide"], ["from", (row) => row.address], ["request", (row) => make("code", {}, `${row.method} ${row.route}`), "wide"],
     ["status", (row) => String(row.status), "number"], ["job", (row) => row.job && make("a", { href: `#/jobs/${encodeURIComponent(row.job)}` }, `…${row.job.slice(-8)}`)],
   ];
+  const older = make("button", { type: "button", hidden: true, onclick: () => { pages += 1; } }, "Show older");
   const above = make("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
-    field("Id of a key", make("input", { type: "search", onchange: on("key") })), field("Id of a job", make("input", { type: "search", onchange: on("job") })));
+    field("Id of a key", make("input", { type: "search", onchange: on("key") })), field("Id of a job", make("input", { type: "search", onchange: on("job") })), older);
   live(content, loop, "Audit log", above, async () => {
     const query = new URLSearchParams({ limit: 100, ...Object.fromEntries(Object.entries(asked).filter(([, text]) => text)) });
-    let [after, rows] = [0, []];
-    for (let page = 0; page < 10; page += 1) { // oldest first: the newest of the last pages are shown
-      const found = await get(`/v1/audit-log?${query}&after=${after}`, signal);
-      rows = [...rows, ...found.data];
-      if (!found.has_more) break;
-      after = found.last_id;
+    let [rows, more] = [[], true];
+    for (let page = 0; more && page < pages; page += 1) {
+      if (rows.length) query.set("after", rows.at(-1).id);
+      const found = await get(`/v1/audit-log?${query}`, signal);
+      [rows, more] = [[...rows, ...found.data], found.has_more];
     }
-    return table("Requests that changed something", columns, rows.reverse().slice(0, 200), "None yet.", (row) => String(row.id));
+    older.hidden = !more;
+    return table("Requests that changed something", columns, rows, "None yet.", (row) => String(row.id));
   });
 }
 

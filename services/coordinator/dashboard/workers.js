@@ -17,8 +17,8 @@ export function showWorkers({ content, signal, loop, path }) {
   content.replaceChildren(panel("Services", services), panel("Busy and waiting", activity),
     panel("Time of the trainer", spent), panel("Stages of the newest updates", stages));
   loop(EVERY_MS, async () => {
-    const told = history.size ? "workers" : "workers?history=true";
-    const [now, { data }, why] = await Promise.all([path, `${path}/${told}`, `${path}/why`].map((url) => get(url, signal)));
+    const query = history.size ? "workers" : "workers?history=true";
+    const [now, { data }, why] = await Promise.all([path, `${path}/${query}`, `${path}/why`].map((url) => get(url, signal)));
     const rows = data.map((row) => ({ ...row, wait: waitOf(row, why.data) }));
     patch(services, table("Services", columns(rows, now.spec.train?.max_lag ?? 0), rows, "No service has been heard of.", (row) => row.worker));
     patch(spent, spentOf(rows));
@@ -84,10 +84,10 @@ function activityOf(history, now) {
   const start = Math.max(now - KEPT_S, Math.min(...[...history.values()].flat().map((span) => span.start), now));
   if (now - start < 1) return make("p", { class: "hint" }, "Watching since now; a strip for each worker grows here.");
   const place = (time) => `${(100 * (Math.max(time, start) - start)) / (now - start)}%`;
-  return [make("p", { class: "hint" }, `The last ${age(now - start)}, as their heartbeats told.`, legend(["busy", "waiting", "lost"])),
+  return [make("p", { class: "hint" }, `The last ${age(now - start)}, from their heartbeats.`, legend(["busy", "waiting", "lost"])),
     [...history].map(([worker, spans]) => {
       const text = sharesOf(spans, start, now);
-      return make("div", { class: "strip told", "data-key": worker }, make("span", { class: "strip-name" }, worker), make("div", { class: "track", role: "img", "aria-label": `${worker}: ${text}` },
+      return make("div", { class: "strip reported", "data-key": worker }, make("span", { class: "strip-name" }, worker), make("div", { class: "track", role: "img", "aria-label": `${worker}: ${text}` },
         spans.map((span) => make("div", { class: `span ${span.kind}`, title: `${span.kind}${span.wait ? `, for ${span.wait}` : ""}: ${age(span.end - span.start)}`,
           style: { left: place(span.start), width: `calc(${place(span.end)} - ${place(span.start)})` } }))),
       make("span", { class: "strip-text soft" }, text));
@@ -121,7 +121,7 @@ function spentOf(rows) {
       const parts = PARTS.filter((name) => seconds[name] > 0);
       const share = (name) => `${((100 * seconds[name]) / total).toFixed(seconds[name] < 0.1 * total ? 1 : 0)} %`;
       const text = parts.map((name) => `${name} ${share(name)}`).join(", ");
-      return make("div", { class: "strip told", "data-key": worker }, make("span", { class: "strip-name" }, worker),
+      return make("div", { class: "strip reported", "data-key": worker }, make("span", { class: "strip-name" }, worker),
         make("div", { class: "track parts", role: "img", "aria-label": `${worker}: ${text} of ${age(total)}` },
           parts.map((name) => make("div", { class: `part ${name}`, title: `${name} ${age(seconds[name])}`, style: { width: `${(100 * seconds[name]) / total}%` } }))),
         make("span", { class: "strip-text soft" }, `${text} of ${age(total)}`));

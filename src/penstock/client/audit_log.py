@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from penstock.client.flows import rows
 from penstock.client.results import AuditEntry
 from penstock.client.sending import AsyncSend, Send, Steps, awaits_all, runs
@@ -10,16 +12,21 @@ __all__ = ["AsyncAuditLog", "AuditLog"]
 
 
 def _list(
-    *, since: float | None = None, key: str | None = None, job: str | None = None, limit: int = 100
+    *,
+    since: float | None = None,
+    key: str | None = None,
+    job: str | None = None,
+    limit: int = 100,
+    order: Literal["asc", "desc"] = "desc",
 ) -> Steps[list[AuditEntry]]:
-    """List up to ``limit`` requests that changed something, oldest first.
+    """List up to ``limit`` requests that changed something, newest first unless ``order`` is ``asc``.
 
     Args:
         since: Unix seconds; only requests from then on.
         key: id of a key; only its requests.
         job: id of a job; only requests that concern or created it.
     """
-    return (yield from rows(AuditEntry, "/v1/audit-log", "id", limit, since=since, key=key, job=job))
+    return (yield from rows(AuditEntry, "/v1/audit-log", "id", limit, since=since, key=key, job=job, order=order))
 
 
 class AuditLog:

@@ -51,7 +51,7 @@ async def test_what_was_done_names_the_key_that_did_it(open_desk: Any) -> None:
             path.partition("?")[0].replace(desk.job, "{job_id}").replace("alice", "{user}") for _, path, _, _ in wanted
         ]
         expected = [(method, place, status) for (method, _, _, status), place in zip(wanted, templates, strict=True)]
-        assert [(row["method"], row["route"], row["status"]) for row in rows] == expected
+        assert [(row["method"], row["route"], row["status"]) for row in reversed(rows)] == expected
         assert {row["job"] for row in rows} == {desk.job, ""}
         erased = desk.desk.pseudonyms.of("alice")
         assert [row["path"] for row in rows if "users" in row["route"]] == [{"user": erased}] * 2
@@ -111,16 +111,20 @@ async def test_nobody_takes_a_record_out_and_old_ones_make_room(bus: Bus) -> Non
     assert (state.first_seq > 1, state.last_seq) == (True, 10)
 
 
-async def test_pages_begin_where_they_are_asked_to(bus: Bus) -> None:
+async def test_pages_begin_where_they_are_asked_to(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     log = AuditLog(bus)
-    assert await log.page(key="", job="", since=0.0, after=0, limit=10) == []
+    for newest_first in (False, True):
+        assert await log.page(key="", job="", since=0.0, after=None, limit=10, newest_first=newest_first) == []
     for number in range(12):
         await log.append(record(number, key="ab"[number % 2], job=f"job_{number % 3:032x}"))
         await asyncio.sleep(0.002)
     times = [message.time for message in await bus.read(subjects.AUDIT, "audit.>")]
 
-    async def seqs(key: str = "", job: str = "", since: float | None = None, after: int = 0) -> list[int]:
-        return [seq for seq, _ in await log.page(key=key, job=job, since=since, after=after, limit=5)]
+    async def seqs(
+        key: str = "", job: str = "", since: float | None = None, after: int | None = None, newest_first: bool = False
+    ) -> list[int]:
+        page = await log.page(key=key, job=job, since=since, after=after, limit=5, newest_first=newest_first)
+        return [seq for seq, _ in page]
 
     assert await seqs() == [1, 2, 3, 4, 5]
     assert await seqs(after=9) == [10, 11, 12]
@@ -129,7 +133,16 @@ async def test_pages_begin_where_they_are_asked_to(bus: Bus) -> None:
     for place, time in enumerate(times, 1):
         assert (await seqs(since=time - 1e-6))[0] == place
     assert await seqs(since=times[6] - 1e-6, after=8) == [9, 10, 11, 12]
-    assert await seqs(since=times[-1] + 1) == []
+    assert await seqs(since=times[-1] + 1) == await seqs(since=times[-1] + 1, newest_first=True) == []
+
+    assert await seqs(newest_first=True) == [12, 11, 10, 9, 8]
+    assert await seqs(after=4, newest_first=True) == [3, 2, 1]
+    assert await seqs(key="b", newest_first=True) == [12, 10, 8, 6, 4]
+    assert await seqs(key="a", job=f"job_{2:032x}", newest_first=True) == [9, 3]
+    assert await seqs(since=times[9] - 1e-6, newest_first=True) == [12, 11, 10]
+    assert await seqs(after=1, newest_first=True) == await seqs(after=12) == []
+    monkeypatch.setattr(access, "BLOCK", 2)
+    assert await seqs(job=f"job_{0:032x}", after=12, newest_first=True) == [10, 7, 4, 1]
 
 
 async def test_what_was_done_stands_though_its_record_is_lost(

@@ -185,7 +185,7 @@ class Deployment:
     @property
     def audit_log(self) -> list[AuditRecord]:
         """Every record of the audit log, oldest first."""
-        page = AuditLog(self.bus).page(key="", job="", since=None, after=0, limit=1000)
+        page = AuditLog(self.bus).page(key="", job="", since=None, after=None, limit=1000, newest_first=False)
         return [record for _, record in self.run(page)]
 
     # -- what a leader and workers do --------------------------------------------------------------------------------

@@ -129,10 +129,14 @@ async def test_only_administrators_read_it_page_by_page(connect: Any, deployment
         id, bearer = await made(client, "jobs:write", "jobs:read", "feedback:admin")
         jobs = [(await client.post("/v1/jobs", json=job, headers=bearer)).json()["id"] for _ in range(3)]
         assert (await client.get("/v1/audit-log", headers=bearer)).status_code == 403
-        first = (await client.get("/v1/audit-log?limit=3", headers=ROOT)).json()
+        first = (await client.get("/v1/audit-log?limit=3&order=asc", headers=ROOT)).json()
         assert ([row["id"] for row in first["data"]], first["has_more"], first["last_id"]) == ([1, 2, 3], True, 3)
-        second = (await client.get("/v1/audit-log?limit=3&after=3", headers=ROOT)).json()
+        second = (await client.get("/v1/audit-log?limit=3&after=3&order=asc", headers=ROOT)).json()
         assert ([row["job"] for row in second["data"]], second["has_more"]) == (jobs[2:], False)
+        newest = (await client.get("/v1/audit-log?limit=3", headers=ROOT)).json()
+        assert ([row["id"] for row in newest["data"]], newest["has_more"], newest["last_id"]) == ([4, 3, 2], True, 2)
+        oldest = (await client.get("/v1/audit-log?limit=3&after=2", headers=ROOT)).json()
+        assert ([row["id"] for row in oldest["data"]], oldest["has_more"]) == ([1], False)
         for query, count in ((f"key={id}", 3), (f"job={jobs[0]}", 1), ("since=9e10", 0), ("key=nobody", 0)):
             rows = (await client.get(f"/v1/audit-log?{query}", headers=ROOT)).json()["data"]
             assert len(rows) == count, query
@@ -142,14 +146,16 @@ async def test_only_administrators_read_it_page_by_page(connect: Any, deployment
 @pytest.mark.parametrize("many", [3, 120])
 async def test_clients_and_the_command_read_all_pages(served: Any, deployment: Any, job: Any, many: int) -> None:
     with Client(served.url) as client:
-        id = client.submit(job).id
+        other, id = client.submit(job).id, client.submit(job).id
         for _ in range(many):
             client.pause(id)
-        rows = client.audit_log.list(job=id, limit=1000)
-        assert len(client.audit_log.list(key="local", limit=2)) == 2
+        rows = client.audit_log.list(job=id, limit=1000, order="asc")
+        assert client.audit_log.list(key="local", limit=2) == rows[:-3:-1]
+        assert client.audit_log.list(job=id, limit=1000) == rows[::-1]
+        assert [row.job for row in client.audit_log.list(job=other, limit=1)] == [other]
     assert [row.route for row in rows] == ["/v1/jobs"] + ["/v1/jobs/{job_id}/pause"] * many
     async with AsyncClient(served.url) as aclient:
-        assert await aclient.audit_log.list(since=0.0, limit=1000) == rows
+        assert await aclient.audit_log.list(since=0.0, job=id, limit=1000, order="asc") == rows
     env = {"PENSTOCK_URL": served.url, "COLUMNS": "250"}
     told = CliRunner().invoke(cli, ["audit-log", "--job", id, "--since", "1h"], env=env)
     assert (told.exit_code, told.output.count(f"POST /v1/jobs/{id}/pause")) == (0, many)

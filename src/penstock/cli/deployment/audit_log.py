@@ -19,14 +19,16 @@ def audit_log(
     since: Annotated[str, typer.Option(help="Only entries up to this age, like 90m, 12h or 30d.")] = "1d",
     key: Annotated[str | None, typer.Option(help="Only requests with this key (id).")] = None,
     job: Annotated[str | None, typer.Option(help="Only requests about this job, and the one that created it.")] = None,
-    limit: Annotated[int, typer.Option("--limit", "-n", min=1, max=100_000, help="Maximum number of rows.")] = 1000,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=1, max=100_000, help="Maximum number of rows: the newest.")
+    ] = 1000,
     as_json: Json = False,
 ) -> None:
-    """Show the requests that changed something, oldest first, with their senders; needs the scope admin."""
+    """Show the newest requests that changed something, the newest last, with their senders; needs the scope admin."""
     start = time.time() - (seconds_of(since) or 0.0)
     with Client() as client:
         of_job = client.find(job).id if job is not None else None
-        rows = client.audit_log.list(since=start, key=key, job=of_job, limit=limit)
+        rows = client.audit_log.list(since=start, key=key, job=of_job, limit=limit)[::-1]
     if as_json:
         show_json(rows)
         return
