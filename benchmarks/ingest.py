@@ -42,11 +42,11 @@ async def serve_naively(nats_url: str, port: int, data_dir: Path) -> None:
     import uvicorn
 
     from penstock.services.coordinator.api import create_app
-    from penstock.services.coordinator.control import CoordinatorControl
     from penstock.services.coordinator.feedback import service
     from penstock.services.coordinator.feedback.ingest import Ingest, Stored
     from penstock.services.coordinator.jobs.members import Members
     from penstock.services.coordinator.jobs.store import JobStore
+    from penstock.services.coordinator.services import build_services
     from penstock.shared.config.service import ServiceSettings
     from penstock.shared.protocol import subjects
     from penstock.shared.protocol.codec import pack
@@ -73,7 +73,7 @@ async def serve_naively(nats_url: str, port: int, data_dir: Path) -> None:
         )
         store = JobStore(bus)
         desk = service.FeedbackService(bus, store, data_dir)
-        app = create_app(CoordinatorControl(bus, store, Members(), {}, settings), settings, desk=desk)
+        app = create_app(build_services(bus, store, Members(), {}, settings), desk=desk)
         running = asyncio.create_task(desk.run())
         await uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", access_log=False)).serve()
         running.cancel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,12 @@ from penstock.services.coordinator.jobs.job_index import JobEntry
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.origins import Origins
 from penstock.services.coordinator.problems import HttpProblem
+from penstock.services.coordinator.submission import Submissions
 from penstock.services.coordinator.training.checkpoints import COMMIT
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ProtocolError
-from penstock.shared.protocol.jobs import JobRecord, ModelOrigin
+from penstock.shared.protocol.jobs import ModelOrigin
 
 __all__ = ["Deployments"]
 
@@ -39,16 +40,10 @@ class Servable:
 
 
 class Deployments:
-    """Deploys checkpoints of jobs as models. Every method may raise Unavailable.
+    """Deploys checkpoints of jobs as models. Every method may raise Unavailable."""
 
-    Args:
-        submit: ``CoordinatorControl.submit``.
-    """
-
-    def __init__(
-        self, store: JobStore, origins: Origins, submit: Callable[..., Awaitable[JobRecord]], settings: ServiceSettings
-    ) -> None:
-        self._store, self._origins, self._submit, self._settings = store, origins, submit, settings
+    def __init__(self, store: JobStore, origins: Origins, submissions: Submissions, settings: ServiceSettings) -> None:
+        self._store, self._origins, self._submissions, self._settings = store, origins, submissions, settings
 
     async def find(self, reference: str) -> ModelOrigin:
         """Return the checkpoint `job:NAME@WHICH`. Raises NotFound, or ConfigError if the reference is malformed."""
@@ -75,7 +70,7 @@ class Deployments:
         # The key counts earlier deployments, so concurrent requests, here or at another replica, get the same job.
         key = f"deploy\n{origin.checkpoint}\n{sum(_serves(job, origin) for job in index.all())}"
         raw: dict[str, Any] = {"checkpoint": origin.checkpoint}
-        return (await self._submit(ServingJob.parse(spec), raw, key=key)).id
+        return (await self._submissions.submit(ServingJob.parse(spec), raw, key=key)).id
 
     def _check_room(self, unfinished: Iterable[JobEntry]) -> None:
         most = self._settings.deploy_most
@@ -95,8 +90,7 @@ class Deployments:
         """Return the models that ``deploy`` accepts, oldest first; ``models``: only jobs of these names or ids."""
         if not self._settings.deploy_most:
             return []
-        index = await self._store.index()
-        entries = index.all() if models is None else index.of_models(models)
+        entries = (await self._store.index()).of_models(models)
         finished = [job for job in entries if job.finished and job.kind in ("rl", "online_rl")][-LISTED:]
         return await asyncio.to_thread(_with_final, finished)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import difflib
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from penstock.services.coordinator.jobs.job_index import JobEntry, JobIndex
+from penstock.services.coordinator.jobs.job_index import JobEntry
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.training.checkpoints import choose_checkpoint, read_stored
 from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.ledger_cache import LedgerCache
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.jobs.kinds import AnyJob, parse_job
@@ -44,18 +45,10 @@ def warnings_of(spec: AnyJob, origin: ModelOrigin | None) -> list[str]:
 
 
 class Origins:
-    """Finds checkpoints by name.
+    """Finds checkpoints by name; ``data_dir`` holds them."""
 
-    Args:
-        index: returns the current index of all jobs.
-        ledger: returns the folded ledger of a job.
-        data_dir: data directory that holds the checkpoints.
-    """
-
-    def __init__(
-        self, index: Callable[[], Awaitable[JobIndex]], ledger: Callable[[str], Awaitable[LedgerState]], data_dir: Path
-    ) -> None:
-        self._index, self._ledger, self._data_dir = index, ledger, data_dir
+    def __init__(self, jobs: JobStore, ledgers: LedgerCache, data_dir: Path) -> None:
+        self._jobs, self._ledgers, self._data_dir = jobs, ledgers, data_dir
 
     async def resolve(self, spec: AnyJob) -> tuple[AnyJob, ModelOrigin | None]:
         """Replace a reference in ``model.path`` by the checkpoint's directory; return the new spec and the origin.
@@ -89,7 +82,7 @@ class Origins:
         config = parse_job(entry.record().spec)
         if not isinstance(config, JobConfig):
             raise ConfigError(f"job '{entry.id}' is of kind '{entry.kind}': it has no checkpoints of a language model")
-        state = await self._ledger(entry.id)
+        state = await self._ledgers.state(entry.id)
         found = choose_checkpoint(state, which)
         path = checkpoint_path(self._data_dir, found.path)
         if await asyncio.to_thread(read_stored, path) is None:
@@ -106,7 +99,7 @@ class Origins:
 
     async def job(self, job: str) -> JobEntry:
         """Return a job by id, or the newest job of a name, preferring jobs that train. Raises NotFound."""
-        index = await self._index()
+        index = await self._jobs.index()
         if (known := index.get(job)) is not None:
             return known
         named = index.of_models(frozenset({job}))

@@ -16,7 +16,6 @@ from typing import Any
 import uvicorn
 
 from penstock.services.coordinator.api import create_app
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.feedback.service import FeedbackService
 from penstock.services.coordinator.jobs.gauges import StreamGauges
 from penstock.services.coordinator.jobs.members import Members
@@ -28,8 +27,9 @@ from penstock.services.coordinator.leader.evaluation_runner import EvaluationRun
 from penstock.services.coordinator.leader.leader_rpc import COORDINATOR, Leader
 from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.leader.serving_runner import ServingRunner
+from penstock.services.coordinator.ledger_room import describe_ledger, is_filling
 from penstock.services.coordinator.online.supply import LiveSupply
-from penstock.services.coordinator.queries.storage_health import describe_ledger, is_filling
+from penstock.services.coordinator.services import build_services
 from penstock.services.coordinator.serving import Gateway
 from penstock.services.coordinator.training.journal import MIN_SEGMENT_BYTES, archive_whole
 from penstock.services.coordinator.training.restart import earliest_start
@@ -91,7 +91,7 @@ class CoordinatorService:
         )
         self.leading = False
         self.ready = False
-        self.control = CoordinatorControl(bus, self.store, self.members, self.runners, settings)
+        self.services = build_services(bus, self.store, self.members, self.runners, settings)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._server: uvicorn.Server | None = None
         self._http: asyncio.Task[None] | None = None
@@ -132,7 +132,7 @@ class CoordinatorService:
         return {job: runner.status() for job, runner in self.runners.items() if runner.ready}
 
     async def _serve_http(self) -> None:
-        app = create_app(self.control, self.settings, stopping=self._stopping, desk=self.feedback, serving=self.gateway)
+        app = create_app(self.services, stopping=self._stopping, desk=self.feedback, serving=self.gateway)
         self._server = server_of(app, self.settings)
         await self._server._serve()
         if not self._server.should_exit:
@@ -179,10 +179,10 @@ class CoordinatorService:
 
     async def _lead(self, epoch: int, lease: Lease) -> None:
         """Run every unfinished job, until the lease is lost."""
-        courier = Courier(self.bus, self.control.webhooks, private=self.settings.webhook_private)
+        courier = Courier(self.bus, self.services.webhooks, private=self.settings.webhook_private)
         parts = (
-            self._watch_jobs(epoch), lease.keep(), self.control.leader.serve(), self.feedback.finish_deletions(),
-            courier.run(), self.control.scaling.run(),
+            self._watch_jobs(epoch), lease.keep(), self.services.leader.serve(), self.feedback.finish_deletions(),
+            courier.run(), self.services.scaling.run(),
         )  # fmt: skip
         tasks = [asyncio.create_task(part) for part in parts]
         try:
@@ -250,7 +250,7 @@ class CoordinatorService:
         config = parse_training(record.spec)
         supply: LiveSupply | None = None
         if isinstance(config, OnlineJob):
-            supply = LiveSupply(self.bus, record.id, config, epoch=epoch, archive=self.control.archive)
+            supply = LiveSupply(self.bus, record.id, config, epoch=epoch, archive=self.services.archive)
         return JobRunner(
             self.bus, self.store, self.members, record, epoch=epoch, data_dir=self.settings.data_dir, supply=supply
         )
@@ -276,7 +276,7 @@ class CoordinatorService:
     async def _archive(self, job: str, least: int) -> None:
         """Move the ledger of a finished job to the archive, if LEDGER holds at least ``least`` bytes of it."""
         try:
-            await archive_whole(self.bus, job, self.control.archive, least=least)
+            await archive_whole(self.bus, job, self.services.archive, least=least)
         except Fenced as error:
             logger.info("the ledger of job %s is not archived: %s", job, error)
         except Unavailable:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
+from penstock.services.coordinator.jobs.removal import delete_job
 from penstock.services.coordinator.jobs.retention import check_room
 from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.ledger_room import reserve_ledger
 from penstock.services.coordinator.submission import check_budget
+from penstock.services.coordinator.training.extension import check_extension, told_of_extension
+from penstock.services.coordinator.training.ledger_cache import LedgerCache
 from penstock.shared.config.jobs.amendable import changed_keys
 from penstock.shared.config.jobs.kinds import AnyJob, parse_job, parse_training
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import StreamFull, Unavailable
+from penstock.shared.errors import Conflict, StreamFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, DesiredState, JobRecord, Operation
+from penstock.shared.runtime.ledger import LedgerArchive
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["Steering"]
@@ -29,10 +35,13 @@ VERBS: dict[DesiredState, str] = {"running": "resume", "paused": "pause", "cance
 
 
 class Steering:
-    """Applies requests to job records. Every method raises NotFound (unknown job) and Conflict (finished job)."""
+    """Applies requests to job records. Every method raises NotFound (unknown job) and Conflict (not in this phase)."""
 
-    def __init__(self, bus: Bus, store: JobStore, settings: ServiceSettings) -> None:
+    def __init__(
+        self, bus: Bus, store: JobStore, ledgers: LedgerCache, archive: LedgerArchive, settings: ServiceSettings
+    ) -> None:
         self._bus, self._store, self._settings = bus, store, settings
+        self._ledgers, self._archive = ledgers, archive
 
     async def set_desired(
         self, job: str, state: DesiredState, *, by: str, force: bool = False, checkpoint: bool = True
@@ -79,8 +88,22 @@ class Steering:
             await self._publish_event(job, "amend", by, {"keys": [key for key in keys if key not in sections]})
         return record
 
-    async def extend(self, job: str, max_updates: int, *, by: str) -> JobRecord:
-        """Continue a finished job until ``max_updates``. Raises Conflict if it runs already."""
+    async def extend(self, job: str, max_updates: int, *, by: str) -> tuple[JobRecord, list[str]]:
+        """Continue a finished job until ``max_updates``; return its record and messages for the user on what changes.
+
+        ``by``: as for ``set_desired``.
+
+        Raises:
+            Conflict: the job has not ended, or cannot continue (the message says why).
+            ConfigError: the job no longer fits here (byte budget).
+            HttpProblem: 507, the ledger has no room.
+        """
+        before = await self._store.get(job)
+        if before.status.phase not in TERMINAL_PHASES:
+            raise Conflict(f"job '{job}' is {before.status.phase}: amend train.max_updates instead")
+        state = await self._ledgers.state(job)
+        await asyncio.to_thread(check_extension, before, state, max_updates, self._settings.data_dir)
+        await reserve_ledger(self._bus)
         others = (await self._store.index()).unfinished()
 
         def longer(record: JobRecord) -> AnyJob:
@@ -91,7 +114,19 @@ class Steering:
 
         record = await self._store.extend(job, longer)
         await self._publish_event(job, "extend", by, {"max_updates": max_updates})
-        return record
+        return record, told_of_extension(parse_training(before.spec), state, max_updates)
+
+    async def delete(self, job: str, *, checkpoints: bool) -> None:
+        """Delete a finished job with its ledger, groups, metrics, events and feedback; safe to repeat.
+
+        ``checkpoints``: also delete its checkpoint files on the coordinator's host.
+
+        Raises:
+            Conflict: the job has not ended, or a running job started from one of these checkpoints.
+        """
+        folder = self._settings.data_dir / "checkpoints" if checkpoints else None
+        await delete_job(self._bus, self._store, job, checkpoints=folder, archive=self._archive)
+        self._ledgers.forget(job)
 
     async def _check_smaller_budget(self, record: JobRecord, edit: Callable[[JobRecord], AnyJob]) -> None:
         """Refuse a byte budget too small for the groups of the job; the largest size of a group never changes."""

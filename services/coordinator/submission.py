@@ -1,10 +1,11 @@
-"""Checks of a submitted job, the preview of its effects, and job ids by submission key."""
+"""Submission of jobs: the checks, the preview of the effects, and job ids by submission key."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
+import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -15,13 +16,18 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator.auth import is_loopback
-from penstock.services.coordinator.jobs.environments import check_camera
+from penstock.services.coordinator.graders import GraderBench
+from penstock.services.coordinator.jobs.environments import check_camera, describe_environment
 from penstock.services.coordinator.jobs.job_index import JobEntry
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.retention import check_room
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.ledger_room import reserve_ledger
+from penstock.services.coordinator.origins import Origins, warnings_of
 from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.trackers import check_trackers
 from penstock.services.coordinator.training.health import rate_warnings
+from penstock.services.coordinator.user_code import CodeTrials, check_uploaded
 from penstock.shared.config.data import DataConfig
 from penstock.shared.config.environment import completion_tokens, room_of
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
@@ -43,14 +49,27 @@ from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
 from penstock.shared.protocol.embodied.environment import EnvSpec
 from penstock.shared.protocol.ids import new_job_id
+from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["SubmissionIds", "beginning_note", "check_budget", "check_groups", "check_packages", "plan_job", "tell"]
+__all__ = [
+    "SubmissionIds",
+    "Submissions",
+    "beginning_note",
+    "check_budget",
+    "check_groups",
+    "check_packages",
+    "plan_job",
+]
 
 SEALED_BYTES, REWARD_BYTES = 140, 9
 """Bytes of a group in the ledger and in the manifest of its batch, and of each of its rewards."""
 ENTRY_ROOM = 128 << 10
 """Bytes reserved in a ledger entry for other events of the same decision as a batch."""
+FILM_S = 60.0
+"""Deadline for describing a simulator with a camera (seconds): its first rendered frame is slow on a busy CPU."""
+DESCRIBE_S = 30.0
+"""Deadline for an env worker to create and describe a simulator at submission (seconds); a job has no such limit."""
 JOB_PREFIX = "job"
 SERVED = ("online_rl", "serving")
 """Kinds of jobs that clients address by name."""
@@ -58,6 +77,79 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
 )  # fmt: skip
 """Files of which a tokenizer directory must hold at least one."""
+
+
+class Submissions:
+    """Submits jobs and previews them. Every method may raise Unavailable."""
+
+    def __init__(
+        self, bus: Bus, store: JobStore, members: Members, settings: ServiceSettings, *, origins: Origins,
+        graders: GraderBench,
+    ) -> None:  # fmt: skip
+        self._bus, self._store, self._members, self._settings = bus, store, members, settings
+        self._origins, self._graders, self._ids = origins, graders, SubmissionIds(bus)
+
+    async def submit(
+        self, spec: AnyJob, raw: dict[str, Any], *, key: str = "", fine_tuning: dict[str, Any] | None = None
+    ) -> JobRecord:
+        """Store a new job durably and return its record; ``raw`` is the job file as the user wrote it.
+
+        A repeated submission with the same ``key`` (made of its sender and request) returns the same job, on every
+        replica. ``fine_tuning`` is the fine-tuning request that the job file was made from.
+
+        Raises:
+            ConfigError: the job file is valid but the job cannot run here (data missing, memory, budgets).
+            HttpProblem: 507, the ledger has no room for another job.
+            StreamFull: no room; the client may retry.
+        """
+        id = await self._ids.job_id(key, json.dumps(raw, default=str).encode()) if key else ""
+        if id and (known := await self._store.find(id)) is not None:
+            return known
+        spec, origin = await self._origins.resolve(spec)
+        try:
+            plan = await self._plan(spec)
+        except ConfigError:
+            if id and (known := await self._store.find(id)) is not None:  # what it collides with is itself
+                return known
+            raise
+        record = await self._store.create(spec, id, fine_tuning=fine_tuning, origin=origin)
+        await self._warn(record.id, [*plan["warnings"], *warnings_of(spec, origin)])
+        return record
+
+    async def dry_run(self, spec: AnyJob) -> dict[str, Any]:
+        """Return the effects of ``submit`` without submitting: resolved batch sizes, data summary, memory.
+
+        Raises:
+            ConfigError: as for ``submit``.
+        """
+        spec, origin = await self._origins.resolve(spec)
+        plan = await self._plan(spec)
+        plan["warnings"] += await CodeTrials(self._bus, self._graders, self._members).run(spec)
+        if origin is None:
+            return plan
+        plan["warnings"] += warnings_of(spec, origin)
+        return plan | {"origin": origin.model_dump(mode="json")}
+
+    async def _plan(self, spec: AnyJob) -> dict[str, Any]:
+        await asyncio.to_thread(check_uploaded, spec, self._settings.data_dir)
+        if isinstance(spec, AnyTraining):
+            await reserve_ledger(self._bus)
+        atomic = (await self._bus.stream_state(subjects.EXPERIENCE)).atomic
+        running = (await self._store.index()).unfinished()
+        return await plan_job(
+            spec, running, self._settings, self._members, stores_parts=atomic, describe=self._describe
+        )
+
+    async def _describe(self, spec: EmbodiedJob) -> EnvSpec:
+        camera = spec.evaluation.num_videos > 0
+        return await describe_environment(self._bus, spec, deadline_s=FILM_S if camera else DESCRIBE_S, camera=camera)
+
+    async def _warn(self, job: str, warnings: Sequence[str]) -> None:
+        """Publish warnings as events of a job. A failure is ignored, because the job is already submitted."""
+        for text in warnings:
+            row = {"time": bus_time(), "level": "warning", "type": "submitted", "message": text, "data": {}}
+            with contextlib.suppress(Unavailable, StreamFull):
+                await self._bus.publish(subjects.events(job), msgspec.json.encode(row))
 
 
 async def plan_job(
@@ -147,14 +239,6 @@ def _plan_serving(spec: ServingJob, running: Sequence[JobEntry]) -> dict[str, An
         "serving": {"model": spec.name, "hold_s": spec.serving.hold_s, "idle_s": spec.serving.idle_s},
         "warnings": [],
     }
-
-
-async def tell(bus: Bus, job: str, warnings: Sequence[str]) -> None:
-    """Publish warnings as events of a job. A failure is ignored, because the job is already submitted."""
-    for text in warnings:
-        row = {"time": bus_time(), "level": "warning", "type": "submitted", "message": text, "data": {}}
-        with contextlib.suppress(Unavailable, StreamFull):
-            await bus.publish(subjects.events(job), msgspec.json.encode(row))
 
 
 async def check_budget(spec: AnyJob, *, stores_parts: bool) -> None:

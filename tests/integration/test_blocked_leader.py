@@ -13,7 +13,6 @@ from typing import Any, Literal
 import msgspec
 import pytest
 
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.leader.effects import EffectPublisher
@@ -21,6 +20,7 @@ from penstock.services.coordinator.leader.leader_rpc import LeaderRpc
 from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.service import CoordinatorService
+from penstock.services.coordinator.services import Services
 from penstock.services.coordinator.training.journal import Journal
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.retry import Retry
@@ -179,8 +179,8 @@ async def test_a_leader_that_cannot_recover_says_why(small: Bus, tmp_path: Path)
 
 async def test_the_last_of_the_ledger_is_kept_for_jobs_that_run(small: Bus, tmp_path: Path) -> None:
     service = CoordinatorService(small, ServiceSettings(data_dir=tmp_path, experience_bytes=1 << 30))
-    control: CoordinatorControl = service.control
-    first = await control.submit(CONFIG, SPEC)
+    services: Services = service.services
+    first = await services.submissions.submit(CONFIG, SPEC)
     service.runners[first.id] = runner = JobRunner(
         small, service.store, Members(), first, epoch=1, data_dir=tmp_path
     )  # fmt: skip
@@ -190,24 +190,24 @@ async def test_the_last_of_the_ledger_is_kept_for_jobs_that_run(small: Bus, tmp_
             await small.publish(junk(subjects.LEDGER), b"x" * 10_000)
 
     await service.watch_ledger()
-    assert not [row for row in await control.why(first.id) if "LEDGER" in row["waiting_for"]]
+    assert not [row for row in await services.diagnosis.why(first.id) if "LEDGER" in row["waiting_for"]]
     await fill_to(0.71)
     for _ in range(2):
         await service.watch_ledger()
     await runner.outbox.flush()
     rows = [msgspec.json.decode(m.data) for m in await small.read(subjects.EVENTS, subjects.events(first.id))]
     assert [row["message"][:18] for row in rows if row["type"] == "ledger_filling"] == ["LEDGER is 71% full"]
-    assert "penstock rm" in (await control.why(first.id))[-1]["waiting_for"]
-    assert (await control.submit(CONFIG, SPEC)).id, "there is still room"
+    assert "penstock rm" in (await services.diagnosis.why(first.id))[-1]["waiting_for"]
+    assert (await services.submissions.submit(CONFIG, SPEC)).id, "there is still room"
     await fill_to(0.9)
-    for refused in (control.submit(CONFIG, SPEC), control.dry_run(CONFIG)):
+    for refused in (services.submissions.submit(CONFIG, SPEC), services.submissions.dry_run(CONFIG)):
         with pytest.raises(HttpProblem, match="penstock rm JOB") as problem:
             await refused
         assert (problem.value.status, problem.value.code) == (507, "ledger_full")
     assert len((await service.store.index()).all()) == 2
     await small.purge(subjects.LEDGER, junk(subjects.LEDGER))
     await service.watch_ledger()
-    assert (await control.submit(CONFIG, SPEC)).id
+    assert (await services.submissions.submit(CONFIG, SPEC)).id
 
 
 @pytest.mark.parametrize("kind", ["failed", "halted"])

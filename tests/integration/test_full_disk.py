@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from penstock.local import Stack, StackOptions, StreamSizes
-from penstock.services.coordinator.queries.storage_health import WriteProbe
+from penstock.services.coordinator.queries.health import WriteProbe
 from penstock.shared.errors import DiskFull, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.transport.bus import Bus, Outgoing

@@ -13,9 +13,9 @@ import pytest
 
 from penstock.services.coordinator import graders
 from penstock.services.coordinator.api import create_app
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.services import build_services
 from penstock.services.reward.grading import GradingService
 from penstock.services.reward.service import RewardService
 from penstock.shared.config.service import ServiceSettings
@@ -37,7 +37,7 @@ PYTHON = {
 @pytest.fixture
 async def client(bus: Bus, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     settings = ServiceSettings(data_dir=tmp_path, rate_limit="100000/minute")
-    app = create_app(CoordinatorControl(bus, JobStore(bus), Members(), {}, settings), settings)
+    app = create_app(build_services(bus, JobStore(bus), Members(), {}, settings))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60) as found:
         yield found

@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.jobs.job_index import JobIndex
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.services import Services, build_services
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
@@ -27,7 +27,7 @@ JOB: dict[str, Any] = {
     "reward": {"scorers": [{"type": "exact"}]},
     "train": {"batch_size": 16, "max_updates": 1},
 }
-EVERYTHING: dict[str, Any] = {"phase": None, "name": None, "kind": None, "labels": {}}
+EVERYTHING: dict[str, Any] = {"phase": None, "name": None, "kind": None, "labels": {}, "models": None}
 
 
 async def store_jobs(bus: Bus, count: int, *, phases: tuple[Any, ...] = ("succeeded",)) -> list[JobRecord]:
@@ -50,31 +50,36 @@ async def store_jobs(bus: Bus, count: int, *, phases: tuple[Any, ...] = ("succee
     return records
 
 
-def control_of(bus: Bus, folder: Path) -> CoordinatorControl:
-    return CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=folder))
+def services_of(bus: Bus, folder: Path) -> Services:
+    return build_services(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=folder))
+
+
+async def page(services: Services, **wanted: Any) -> list[JobRecord]:
+    """Records of one page, as the route of jobs reads it."""
+    return [entry.record() for entry in (await services.jobs.index()).page(**wanted)]
 
 
 async def test_a_page_of_two_thousand_jobs_costs_what_a_page_of_few_does(bus: Bus, tmp_path: Path) -> None:
     await store_jobs(bus, 2000)
-    control = control_of(bus, tmp_path)
-    await control.list_jobs(after=None, limit=20, order="desc", **EVERYTHING)
+    services = services_of(bus, tmp_path)
+    await page(services, after=None, limit=20, order="desc", **EVERYTHING)
     took = []
     for _ in range(10):
         began = time.process_time()
-        assert len(await control.list_jobs(after=None, limit=20, order="desc", **EVERYTHING)) == 20
+        assert len(await page(services, after=None, limit=20, order="desc", **EVERYTHING)) == 20
         took.append(time.process_time() - began)
     assert min(took) < 0.03  # seconds of this process; reading every record took 0.3 and more
 
     began = time.process_time()
-    record = await control.submit(parse_job(JOB), JOB)
+    record = await services.submissions.submit(parse_job(JOB), JOB)
     assert time.process_time() - began < 0.2
-    (first,) = await control.list_jobs(after=None, limit=1, order="desc", **EVERYTHING)
+    (first,) = await page(services, after=None, limit=1, order="desc", **EVERYTHING)
     assert first.id == record.id
 
 
 async def test_pages_are_those_of_all_records_whatever_the_filter(bus: Bus, tmp_path: Path) -> None:
     records = await store_jobs(bus, 120, phases=PHASES)
-    control = control_of(bus, tmp_path)
+    services = services_of(bus, tmp_path)
     chance = random.Random(3)
     for _ in range(150):
         phase, name = chance.choice([None, *PHASES]), chance.choice([None, "job-3", "job-5", "nobody"])
@@ -88,48 +93,48 @@ async def test_pages_are_those_of_all_records_whatever_the_filter(bus: Bus, tmp_
             and labels.items() <= r.spec["metadata"].items()
             and (models is None or r.name in models or r.id in models)
         ]  # fmt: skip
-        found = await control.list_jobs(
-            after=after, limit=9, order=order, phase=phase, name=name, kind=kind, labels=labels, models=models
+        found = await page(
+            services, after=after, limit=9, order=order, phase=phase, name=name, kind=kind, labels=labels, models=models
         )
         assert [record.id for record in found] == [record.id for record in wanted[:9]]
     unfinished = [r.id for r in records if r.status.phase not in TERMINAL_PHASES]
-    assert [entry.id for entry in (await control.store.index()).unfinished()] == unfinished
+    assert [entry.id for entry in (await services.jobs.index()).unfinished()] == unfinished
 
 
 async def test_an_index_has_what_other_replicas_stored_before_it_was_asked(bus: Bus, tmp_path: Path) -> None:
-    here, there = control_of(bus, tmp_path), control_of(bus, tmp_path)
-    jobs = [await there.submit(parse_job(JOB), JOB) for _ in range(3)]
+    here, there = services_of(bus, tmp_path), services_of(bus, tmp_path)
+    jobs = [await there.submissions.submit(parse_job(JOB), JOB) for _ in range(3)]
     chance = random.Random(5)
     kept = {job.id: job.status.phase for job in jobs}
     for _ in range(30):
         job = chance.choice(sorted(kept))
         if len(kept) > 1 and chance.random() < 0.1:
-            await there.store.delete(job)
+            await there.jobs.delete(job)
             del kept[job]
         else:
             kept[job] = chance.choice(PHASES)
-            await there.store.set_status(job, phase=kept[job])
-        found = await here.list_jobs(after=None, limit=100, order="asc", **EVERYTHING)
+            await there.jobs.set_status(job, phase=kept[job])
+        found = await page(here, after=None, limit=100, order="asc", **EVERYTHING)
         assert {record.id: record.status.phase for record in found} == kept
         for phase in PHASES:
-            found = await here.list_jobs(after=None, limit=100, order="asc", **{**EVERYTHING, "phase": phase})
+            found = await page(here, after=None, limit=100, order="asc", **{**EVERYTHING, "phase": phase})
             assert {record.id for record in found} == {job for job, known in kept.items() if known == phase}
 
 
 async def test_questions_at_once_read_each_change_once(bus: Bus, tmp_path: Path, monkeypatch: Any) -> None:
     await store_jobs(bus, 50)
-    control, taken, take = control_of(bus, tmp_path), [], JobIndex.take
-    await control.store.index()
+    services, taken, take = services_of(bus, tmp_path), [], JobIndex.take
+    await services.jobs.index()
     monkeypatch.setattr(JobIndex, "take", lambda self, entry: (taken.append(entry.revision), take(self, entry))[1])
-    await asyncio.gather(*(control.submit(parse_job(JOB), JOB) for _ in range(20)))
-    found = await control.list_jobs(after=None, limit=100, order="asc", **EVERYTHING)
+    await asyncio.gather(*(services.submissions.submit(parse_job(JOB), JOB) for _ in range(20)))
+    found = await page(services, after=None, limit=100, order="asc", **EVERYTHING)
     assert len(found) == 70
     assert sorted(taken) == sorted(set(taken))
 
 
 async def test_a_record_that_is_no_record_is_left_out_and_hides_no_job(bus: Bus, tmp_path: Path) -> None:
-    control = control_of(bus, tmp_path)
-    record = await control.submit(parse_job(JOB), JOB)
+    services = services_of(bus, tmp_path)
+    record = await services.submissions.submit(parse_job(JOB), JOB)
     await bus.kv(subjects.JOBS).put(new_job_id(), b"{}")
-    found = await control.list_jobs(after=None, limit=100, order="asc", **EVERYTHING)
+    found = await page(services, after=None, limit=100, order="asc", **EVERYTHING)
     assert [job.id for job in found] == [record.id]

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.removal import delete_job
 from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.services import build_services
 from penstock.services.coordinator.training import journal as journal_module
 from penstock.services.coordinator.training.journal import Journal, archive_whole
 from penstock.services.coordinator.training.ledger import LedgerState, fold
@@ -214,16 +214,16 @@ async def test_a_damaged_archive_is_seen_and_named(
 ) -> None:
     store = JobStore(bus)
     job = (await store.create(CONFIG)).id
-    control = CoordinatorControl(bus, store, Members(), {}, ServiceSettings(data_dir=tmp_path))
+    services = build_services(bus, store, Members(), {}, ServiceSettings(data_dir=tmp_path))
     leader = Leader(bus, archive, job=job)
     await leader.load()
     await leader.write(250)
-    whole = await control.audit(job)
+    whole = await services.diagnosis.audit(job)
     assert (whole["ok"], whole["equation"]["drawn"]) == (True, 249)
     damage(segments(tmp_path, job))
     with pytest.raises(ArchiveError, match=text):
         await read_ledger(bus, job, archive)
-    report = await control.audit(job)
+    report = await services.diagnosis.audit(job)
     assert [check["name"] for check in report["checks"] if not check["ok"]] == ["archive"]
     assert await Leader(bus, archive, job=job).load() == leader.state, "a leader needs no more than a snapshot"
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.services import build_services
 from penstock.services.coordinator.training.journal import Journal
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.service import ServiceSettings
@@ -84,8 +84,8 @@ async def report_of(bus: Bus, config: OnlineJob, entries: list[list[Event]], dir
     first = Checkpointed(**BASE, number=0, version=0, digest="w0", path="/gone", trainer_epoch=1, low_seq=0)
     for entry in [[JobStarted(**BASE, config_digest="c")], [first, promoted("initial")], *entries]:
         await journal.append(entry)
-    control = CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=directory))
-    return await control.audit(record.id)
+    services = build_services(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=directory))
+    return await services.diagnosis.audit(record.id)
 
 
 def passed(entropy: float) -> Promoted:
@@ -132,8 +132,8 @@ async def test_an_audit_finds_an_admission_that_does_not_follow(bus: Bus, tmp_pa
         first, second = await live.serve(bus, job), await live.serve(bus, job)
         await live.post_feedback(bus, job, ("a", first, 1.0), ("b", second, -1.0))
         await live.until_sealed(bus, job, 1)
-    control = CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
-    honest = await control.audit(job)
+    services = build_services(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
+    honest = await services.diagnosis.audit(job)
     assert honest["ok"], honest["violations"]
     assert {row["name"]: row["detail"] for row in honest["checks"]}["decisions"].startswith("2 of")
 
@@ -147,6 +147,6 @@ async def test_an_audit_finds_an_admission_that_does_not_follow(bus: Bus, tmp_pa
             for event in entry
         ]
         await bus.publish(subject, encode_events(tampered))
-    found = await control.audit(job)
+    found = await services.diagnosis.audit(job)
     assert [row["name"] for row in found["checks"] if not row["ok"]] == ["decisions"]
     assert found["violations"][0].startswith("decisions: ordinal 0: decided again it would be policy by feedback")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.services import Services, build_services
 from penstock.services.coordinator.training.journal import Journal, archive_whole
 from penstock.shared.config.service import ServiceSettings, checkpoint_path
 from penstock.shared.protocol import subjects
@@ -24,7 +24,7 @@ SIZES = {"experience_bytes": 64 << 20, "stream_bytes": 32 << 20}
 
 
 @pytest.fixture
-async def old(tmp_path: Path) -> AsyncIterator[tuple[Bus, CoordinatorControl]]:
+async def old(tmp_path: Path) -> AsyncIterator[tuple[Bus, Services]]:
     """The recorded deployment's bus and what answers for it, as this version sees them."""
     with tarfile.open(RECORDED) as archive:
         archive.extractall(tmp_path, filter="data")
@@ -32,31 +32,31 @@ async def old(tmp_path: Path) -> AsyncIterator[tuple[Bus, CoordinatorControl]]:
         async with await Bus.connect(server.url, name="today") as bus:
             await bus.ensure_streams(**SIZES)
             settings = ServiceSettings(data_dir=tmp_path / "data", nats_monitor_url=server.monitor_url)
-            yield bus, CoordinatorControl(bus, JobStore(bus), Members(), {}, settings)
+            yield bus, build_services(bus, JobStore(bus), Members(), {}, settings)
 
 
-async def test_its_jobs_fold_and_their_books_are_sound(old: tuple[Bus, CoordinatorControl]) -> None:
-    bus, control = old
-    jobs = {entry.name: entry for entry in await control.job_entries()}
+async def test_its_jobs_fold_and_their_books_are_sound(old: tuple[Bus, Services]) -> None:
+    bus, services = old
+    jobs = {entry.name: entry for entry in (await services.jobs.index()).all()}
     assert {name: entry.phase for name, entry in jobs.items()} == {
         "finished": "succeeded", "unfinished": "paused", "agent": "paused",
     }  # fmt: skip
     for name, trained, batches in (("finished", 6, 3), ("unfinished", 14, 7), ("agent", 4, 2)):
-        report = await control.audit(jobs[name].id)
+        report = await services.diagnosis.audit(jobs[name].id)
         assert report["ok"], (name, report["violations"])
         assert (report["equation"]["trained"], report["batches"]) == (trained, batches)
         state = await Journal(bus, jobs[name].id).load()
         assert state.checkpoint is not None
-        folder = checkpoint_path(control.settings.data_dir, state.checkpoint.path)
+        folder = checkpoint_path(services.settings.data_dir, state.checkpoint.path)
         assert (folder / "COMMIT").exists(), "the path of then lies elsewhere now"
         assert {f"{prefix}/mean" for prefix in ("reward",)} <= {
-            row["name"] for row in await control.metric_names(jobs[name].id)
+            row["name"] for row in await services.charts.names(jobs[name].id)
         }
 
 
-async def test_its_feedback_is_read(old: tuple[Bus, CoordinatorControl]) -> None:
-    bus, control = old
-    (job,) = [entry.id for entry in await control.job_entries() if entry.kind == "online_rl"]
+async def test_its_feedback_is_read(old: tuple[Bus, Services]) -> None:
+    bus, services = old
+    (job,) = [entry.id for entry in (await services.jobs.index()).all() if entry.kind == "online_rl"]
     batches = await bus.read(subjects.FEEDBACK, subjects.feedback(job))
     items = [item for message in batches for item in unpack(message.data, FeedbackBatch)[0].items]
     assert [item.metric for item in items] == ["accepted"] * 5
@@ -64,10 +64,10 @@ async def test_its_feedback_is_read(old: tuple[Bus, CoordinatorControl]) -> None
     assert len([unpack(message.data, Interaction) for message in turns]) == 7
 
 
-async def test_its_ledgers_are_archived(old: tuple[Bus, CoordinatorControl]) -> None:
-    bus, control = old
-    for entry in await control.job_entries():
-        before = await control.audit(entry.id)
-        await archive_whole(bus, entry.id, control.archive, least=1)
+async def test_its_ledgers_are_archived(old: tuple[Bus, Services]) -> None:
+    bus, services = old
+    for entry in (await services.jobs.index()).all():
+        before = await services.diagnosis.audit(entry.id)
+        await archive_whole(bus, entry.id, services.archive, least=1)
         assert len(await bus.read(subjects.LEDGER, subjects.ledger(entry.id))) == 1
-        assert await control.audit(entry.id) == before
+        assert await services.diagnosis.audit(entry.id) == before

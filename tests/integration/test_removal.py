@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from penstock.services.coordinator import service as module
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.removal import STREAMS
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.service import CoordinatorService
+from penstock.services.coordinator.services import Services, build_services
 from penstock.services.coordinator.training.journal import Journal
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
@@ -35,9 +35,9 @@ CONFIG = JobConfig.parse(SPEC)
 
 
 @pytest.fixture
-def control(bus: Bus, tmp_path: Path) -> CoordinatorControl:
+def services(bus: Bus, tmp_path: Path) -> Services:
     settings = ServiceSettings(data_dir=tmp_path)
-    return CoordinatorControl(bus, JobStore(bus), Members(), {}, settings)
+    return build_services(bus, JobStore(bus), Members(), {}, settings)
 
 
 async def leave_traces(bus: Bus, job: str) -> None:
@@ -63,58 +63,58 @@ async def traces_of(bus: Bus, job: str) -> list[str]:
 
 
 async def test_a_deleted_job_leaves_nothing_and_its_neighbours_everything(
-    bus: Bus, control: CoordinatorControl, tmp_path: Path
+    bus: Bus, services: Services, tmp_path: Path
 ) -> None:
-    jobs = [(await control.submit(CONFIG, SPEC)).id for _ in range(2)]
+    jobs = [(await services.submissions.submit(CONFIG, SPEC)).id for _ in range(2)]
     for job in jobs:
         await leave_traces(bus, job)
         folder = tmp_path / "checkpoints" / job / "00000001-a"
         folder.mkdir(parents=True)
         (folder / "COMMIT").write_text("c")
-        await control.store.set_status(job, phase="succeeded")
+        await services.jobs.set_status(job, phase="succeeded")
     gone, kept = jobs
     everything = await traces_of(bus, kept)
     assert len(everything) == len(STREAMS) + 6
-    await control.delete(gone, checkpoints=False)
+    await services.steering.delete(gone, checkpoints=False)
     assert not await traces_of(bus, gone)
     assert (tmp_path / "checkpoints" / gone).is_dir()
     with pytest.raises(NotFound):
-        await control.delete(gone, checkpoints=True)
+        await services.steering.delete(gone, checkpoints=True)
     assert await traces_of(bus, kept) == everything
-    await control.delete(kept, checkpoints=True)
+    await services.steering.delete(kept, checkpoints=True)
     assert not (tmp_path / "checkpoints" / kept).exists()
 
 
 async def test_a_job_that_runs_is_not_deleted_nor_what_it_began_with(
-    bus: Bus, control: CoordinatorControl, tmp_path: Path
+    bus: Bus, services: Services, tmp_path: Path
 ) -> None:
-    first = (await control.submit(CONFIG, SPEC)).id
+    first = (await services.submissions.submit(CONFIG, SPEC)).id
     await leave_traces(bus, first)
     everything = await traces_of(bus, first)
     with pytest.raises(Conflict, match="is pending: only what has ended is deleted; cancel it first"):
-        await control.delete(first, checkpoints=True)
+        await services.steering.delete(first, checkpoints=True)
     assert await traces_of(bus, first) == everything
-    await control.store.set_status(first, phase="failed")
+    await services.jobs.set_status(first, phase="failed")
     path = tmp_path / "checkpoints" / first / "00000001-a"
     path.mkdir(parents=True)
     (path / "config.json").write_text("{}")
-    second = await control.store.create(JobConfig.parse({**SPEC, "model": {"path": str(path), "tokenizer": "char"}}))
+    second = await services.jobs.create(JobConfig.parse({**SPEC, "model": {"path": str(path), "tokenizer": "char"}}))
     with pytest.raises(Conflict, match=f"job '{second.id}', which runs, began with"):
-        await control.delete(first, checkpoints=True)
+        await services.steering.delete(first, checkpoints=True)
     assert await traces_of(bus, first) == everything
-    await control.store.set_status(second.id, phase="succeeded")
-    await control.delete(first, checkpoints=True)
+    await services.jobs.set_status(second.id, phase="succeeded")
+    await services.steering.delete(first, checkpoints=True)
     assert not path.exists()
 
 
-async def test_the_id_of_a_deleted_job_is_not_used_again(bus: Bus, control: CoordinatorControl) -> None:
+async def test_the_id_of_a_deleted_job_is_not_used_again(bus: Bus, services: Services) -> None:
     """Its tickets would be taken for those that were published before."""
-    job = (await control.submit(CONFIG, SPEC, key="k")).id
-    await control.store.set_status(job, phase="cancelled")
-    await control.delete(job, checkpoints=False)
+    job = (await services.submissions.submit(CONFIG, SPEC, key="k")).id
+    await services.jobs.set_status(job, phase="cancelled")
+    await services.steering.delete(job, checkpoints=False)
     with pytest.raises(Conflict, match="was deleted; use a new Idempotency-Key"):
-        await control.submit(CONFIG, SPEC, key="k")
-    assert not (await control.store.index()).all()
+        await services.submissions.submit(CONFIG, SPEC, key="k")
+    assert not (await services.jobs.index()).all()
 
 
 @pytest.mark.long
@@ -126,7 +126,7 @@ async def test_a_job_that_is_deleted_while_its_leader_ends_is_not_led_again(
     job = (await service.store.create(CONFIG)).id
     await service.store.set_status(job, phase="succeeded")
     await asyncio.wait_for(service._run_job(job, 1), 30)
-    await service.control.delete(job, checkpoints=False)
+    await service.services.steering.delete(job, checkpoints=False)
     await asyncio.wait_for(service._run_job(job, 1), 30)
     assert not await bus.read(subjects.LEDGER, subjects.ledger(job)), "nothing begins anew"
 

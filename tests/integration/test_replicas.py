@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.leader.leader_rpc import Leader
 from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.problems import HttpProblem
+from penstock.services.coordinator.services import Services, build_services
 from penstock.services.coordinator.submission import SubmissionIds
 from penstock.shared.config.jobs.kinds import parse_training
 from penstock.shared.config.service import ServiceSettings
@@ -27,21 +27,21 @@ SPEC: dict[str, Any] = {"kind": "online_rl", "name": "live", "model": {"config":
 def replica(bus: Bus, tmp_path: Path) -> Any:
     """Make a coordinator behind HTTP, with the runners that it has."""
 
-    def make(runners: dict[str, Leader] | None = None) -> CoordinatorControl:
+    def make(runners: dict[str, Leader] | None = None) -> Services:
         settings = ServiceSettings(data_dir=tmp_path)
-        return CoordinatorControl(bus, JobStore(bus), Members(), runners or {}, settings)
+        return build_services(bus, JobStore(bus), Members(), runners or {}, settings)
 
     return make
 
 
 async def test_a_submission_is_one_job_on_every_replica(replica: Any) -> None:
-    controls = [replica(), replica()]
+    fronts = [replica(), replica()]
     spec = parse_training(SPEC)
-    records = await asyncio.gather(*(controls[n % 2].submit(spec, SPEC, key="k") for n in range(10)))
+    records = await asyncio.gather(*(fronts[n % 2].submissions.submit(spec, SPEC, key="k") for n in range(10)))
     assert len({record.id for record in records}) == 1
-    assert len((await controls[0].store.index()).all()) == 1
+    assert len((await fronts[0].jobs.index()).all()) == 1
     with pytest.raises(HttpProblem) as reused:
-        await controls[1].submit(spec, {**SPEC, "metadata": {"a": "b"}}, key="k")
+        await fronts[1].submissions.submit(spec, {**SPEC, "metadata": {"a": "b"}}, key="k")
     assert (reused.value.status, reused.value.code) == (422, "idempotency_key_reused")
 
 
@@ -49,22 +49,24 @@ async def test_a_submission_goes_on_after_the_death_of_its_coordinator(bus: Bus,
     """The first one had settled the job's id, and had not stored it."""
     settled = await SubmissionIds(bus).job_id("k", json.dumps(SPEC).encode())
     for _ in range(2):
-        assert (await replica().submit(parse_training(SPEC), SPEC, key="k")).id == settled
+        assert (await replica().submissions.submit(parse_training(SPEC), SPEC, key="k")).id == settled
 
 
 async def test_a_follower_says_why_as_the_leader_does(bus: Bus, replica: Any, tmp_path: Path) -> None:
     follower = replica()
-    record = await follower.submit(parse_training(SPEC), SPEC)
-    (row,) = await follower.why(record.id)
+    record = await follower.submissions.submit(parse_training(SPEC), SPEC)
+    (row,) = await follower.diagnosis.why(record.id)
     assert row["holder"] == "nobody"
     runner = JobRunner(bus, JobStore(bus), Members(), record, epoch=1, data_dir=tmp_path)
     leader = replica({record.id: runner})
     tasks = [asyncio.create_task(runner.lead()), asyncio.create_task(leader.leader.serve())]
     try:
         async with asyncio.timeout(30):
-            while not runner.ready or not (await follower.why(record.id))[0]["waiting_for"].startswith("a live"):
+            while not runner.ready or not (await follower.diagnosis.why(record.id))[0]["waiting_for"].startswith(
+                "a live"
+            ):
                 await asyncio.sleep(0.01)
-        mine, theirs = await leader.why(record.id), await follower.why(record.id)
+        mine, theirs = await leader.diagnosis.why(record.id), await follower.diagnosis.why(record.id)
         assert [row["waiting_for"] for row in theirs] == [row["waiting_for"] for row in mine]
     finally:
         for task in tasks:

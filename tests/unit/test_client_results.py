@@ -86,7 +86,7 @@ def test_rows_without_a_schema_have_the_keys_of_their_structs(tmp_path: Path) ->
     lines = read_logs(tmp_path, job="j", service=None, tail=1, after=None)["lines"]
     rows: list[tuple[type[msgspec.Struct], dict[str, Any]]] = [
         (Sample, {**sample_rows(1, [broken])[0], "href": "/"}),
-        (TokenSample, {**sample_detail(1, made, 1), "href": "/", "token_texts": None}),  # control.py adds the texts
+        (TokenSample, {**sample_detail(1, made, 1), "href": "/", "token_texts": None}),  # SampleBrowser adds it
         (MetricName, metric_names([{"step": 1, "values": {"reward": 0.5}}])[0]),
         (StageSpan, timeline([sealed, trained], step=None)[0]),
         (LogLine, lines[0]),

@@ -1,4 +1,4 @@
-"""Dependencies of the routes: the coordinator, the settings, the stop signal, and validated job ids."""
+"""Dependencies of the routes: the services, the stop signal, and validated job ids."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from penstock.services.coordinator.api.http.occupancy import Occupancy
 from penstock.services.coordinator.api.http.ratelimit import RateLimiter
 from penstock.services.coordinator.api.http.volatile import Volatile
 from penstock.services.coordinator.auth import KeyRing
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.feedback.service import FeedbackService
+from penstock.services.coordinator.services import Services
 from penstock.services.coordinator.serving.gateway import Gateway
-from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import NotFound
 
 __all__ = ["Backend", "BackendDep", "JobId", "SomeJob", "known_job_id"]
@@ -25,12 +24,10 @@ __all__ = ["Backend", "BackendDep", "JobId", "SomeJob", "known_job_id"]
 _JOB_ID = re.compile(r"job_[0-9a-f]{32}", re.ASCII)
 
 
-@dataclass(frozen=True)
-class Backend:
-    """State that all routes of one app share."""
+@dataclass(frozen=True, kw_only=True)
+class Backend(Services):
+    """State that all routes of one app share: the services, and what HTTP adds to them."""
 
-    control: CoordinatorControl
-    settings: ServiceSettings
     stopping: asyncio.Event
     volatile: Volatile
     ring: KeyRing

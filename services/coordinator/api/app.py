@@ -56,11 +56,10 @@ from penstock.services.coordinator.api.live import (
 )
 from penstock.services.coordinator.api.live.direct import Direct
 from penstock.services.coordinator.auth import KeyRing
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.feedback.service import FeedbackService
 from penstock.services.coordinator.problems import Flaw, HttpProblem
+from penstock.services.coordinator.services import Services
 from penstock.services.coordinator.serving.gateway import Gateway
-from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import PenstockError
 from penstock.shared.protocol.trace import new_trace, trace_of, tracing
 
@@ -94,14 +93,13 @@ ROUTERS = (
 
 
 def create_app(
-    control: CoordinatorControl,
-    settings: ServiceSettings,
+    services: Services,
     *,
     stopping: asyncio.Event | None = None,
     desk: FeedbackService | None = None,
     serving: Gateway | None = None,
 ) -> FastAPI:
-    """Return the HTTP application over ``control``.
+    """Return the HTTP application over ``services``.
 
     Set ``stopping`` to end event streams and long polls, so that a graceful shutdown does not wait for clients that
     stay connected. Without ``desk`` the application accepts no feedback; without ``serving`` it serves no models.
@@ -109,11 +107,12 @@ def create_app(
     Raises:
         ConfigError: the bind address is not loopback and no keys exist, or a rate limit cannot be parsed.
     """
+    settings = services.settings
     volatile = Volatile(settings.redis_url)
-    ring = KeyRing(settings, control.keys)
+    ring = KeyRing(settings, services.keys)
     limiter, occupancy = RateLimiter(settings, volatile), Occupancy(settings)
     stopping = stopping or asyncio.Event()
-    feeds = Feeds(control, stopping)
+    feeds = Feeds(services.jobs, services.events, stopping)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -133,7 +132,8 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.backend = Backend(
-        control, settings, stopping, volatile, ring, limiter, occupancy, feeds, desk, serving
+        **vars(services), stopping=stopping, volatile=volatile, ring=ring, limiter=limiter, occupancy=occupancy,
+        feeds=feeds, feedback=desk, serving=serving,
     )  # fmt: skip
     app.openapi = lambda: openapi.describe(app, ROUTERS)  # type: ignore[method-assign]
     app.add_api_route("/openapi.json", openapi.Document(app.openapi).__call__, include_in_schema=False)

@@ -71,8 +71,9 @@ async def list_audit_log(
 
     No request can change or remove an entry; the oldest entries are dropped when the log reaches its size limit.
     """
-    log = backend.control.audit_log
-    found = await log.page(key=key, job=job, since=since, after=after, limit=limit + 1, newest_first=order == "desc")
+    found = await backend.audit_log.page(
+        key=key, job=job, since=since, after=after, limit=limit + 1, newest_first=order == "desc"
+    )
     page = [AuditEntry(id=seq, **msgspec.structs.asdict(record)) for seq, record in found[:limit]]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return Json(AuditPage(data=page, has_more=len(found) > limit, first_id=first, last_id=last))

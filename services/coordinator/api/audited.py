@@ -131,7 +131,7 @@ class Audited:
         if not request.allowed:
             return
         try:
-            await self.backend.control.audit_log.append(record)
+            await self.backend.audit_log.append(record)
         except PenstockError as error:
             RECORDS.labels("lost").inc()
             log.error("the audit log lacks request %s: %s", record.request, error, extra={"record": fields})

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from penstock.services.coordinator.api.http.sse import END, PING, PING_S, RETRY, failure
 from penstock.services.coordinator.api.http.turns import Turns
-from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.jobs.events import JobEvents
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.runtime.tasks import end_tasks
@@ -42,8 +43,8 @@ PER_TURN = 32
 class Feeds:
     """Event followers and record watchers by job, started with their first reader. ``stopping`` ends all waits."""
 
-    def __init__(self, control: CoordinatorControl, stopping: asyncio.Event) -> None:
-        self._control, self._stopping = control, stopping
+    def __init__(self, jobs: JobStore, events: JobEvents, stopping: asyncio.Event) -> None:
+        self._jobs, self._events, self._stopping = jobs, events, stopping
         self._calls: dict[Hashable, asyncio.Task[Any]] = {}
         self._watched: dict[str, _Watched] = {}
         self._followed: dict[str, _Followed] = {}
@@ -89,7 +90,7 @@ class Feeds:
             async with asyncio.timeout(seconds):
                 return await waiter.found
         except TimeoutError:
-            found = await self.once(("job", job), LOOK_S / 2, lambda: self._control.get(job))
+            found = await self.once(("job", job), LOOK_S / 2, lambda: self._jobs.get(job))
             return found if found.revision >= record.revision else record  # the shared read may be older
         finally:
             watched.waiters.discard(waiter)
@@ -103,7 +104,7 @@ class Feeds:
                 error: PenstockError | None = None
                 record: JobRecord | None = None
                 try:
-                    record = await self._control.get(job)
+                    record = await self._jobs.get(job)
                 except PenstockError as raised:
                     error = raised
                 for count, waiter in enumerate(list(watched.waiters)):
@@ -155,13 +156,13 @@ class Feeds:
             place = found[-1].seq if found else place
 
     async def _page(self, job: str, after: int) -> list[_Event]:
-        return [_Event(seq, row) for seq, row in await self._control.events(job, after=after, limit=PAGE)]
+        return [_Event(seq, row) for seq, row in await self._events.page(job, after=after, limit=PAGE)]
 
     async def _follower(self, job: str) -> _Followed:
         """Return the follower of a job; start one at the newest event if there is none."""
         followed = self._followed.get(job)
         if followed is None:
-            newest = await self.once(("newest", job), LOOK_S, lambda: self._control.newest_event(job))
+            newest = await self.once(("newest", job), LOOK_S, lambda: self._events.newest(job))
             followed = self._followed.get(job)
         if followed is None:
             followed = self._followed[job] = _Followed(newest)
@@ -183,7 +184,7 @@ class Feeds:
             await end_tasks([idle, stop, reading])
 
     async def _read(self, job: str, followed: _Followed) -> None:
-        following: Any = self._control.follow_events(job, after=followed.first)
+        following: Any = self._events.follow(job, after=followed.first)
         async with contextlib.aclosing(following) as rows:
             async for seq, row in rows:
                 followed.add(_Event(seq, row))

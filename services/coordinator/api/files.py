@@ -98,7 +98,7 @@ async def upload(request: Request, caller: Annotated[Caller, require("jobs:write
         if form.get("purpose") != "fine-tune":
             raise _flawed("/purpose", "must be 'fine-tune'")
         name = (source.filename or "rows.jsonl")[:255]
-        record = await asyncio.to_thread(backend.control.files.add, source.file, name, "fine-tune", key=key)
+        record = await asyncio.to_thread(backend.files.add, source.file, name, "fine-tune", key=key)
     return Json(record, 200, {"Location": f"/v1/files/{record.id}"})
 
 
@@ -112,7 +112,7 @@ async def upload_code(request: Request, backend: BackendDep) -> Response:
     Workers run the code where a job names it: as scorer, tool or curriculum.
     """
     wanted = await read_model(request, CodeToKeep)
-    return Json(await asyncio.to_thread(backend.control.files.add_code, wanted.source))
+    return Json(await asyncio.to_thread(backend.files.add_code, wanted.source))
 
 
 @router.get("", response_model=FileList, dependencies=READ)
@@ -125,7 +125,7 @@ async def list_files(
     purpose: Annotated[str | None, Query(max_length=32)] = None,
 ) -> Response:
     """List the files, newest first unless ``order=asc``."""
-    found = await asyncio.to_thread(backend.control.files.list_all)
+    found = await asyncio.to_thread(backend.files.list_all)
     if order == "desc":
         found.reverse()
     if after is not None:
@@ -139,7 +139,7 @@ async def list_files(
 @router.get("/{file_id}", response_model=FileRecord, dependencies=READ)
 async def get_file(file_id: FileId, backend: BackendDep) -> Response:
     """Show a file."""
-    return Json(await asyncio.to_thread(backend.control.files.find, file_id))
+    return Json(await asyncio.to_thread(backend.files.find, file_id))
 
 
 @router.get(
@@ -150,9 +150,9 @@ async def get_file(file_id: FileId, backend: BackendDep) -> Response:
 )
 async def get_content(file_id: FileId, backend: BackendDep) -> Response:
     """Download the content of a file."""
-    record = await asyncio.to_thread(backend.control.files.find, file_id)
+    record = await asyncio.to_thread(backend.files.find, file_id)
     try:
-        file, size = await open_file(backend.control.files.content(file_id))
+        file, size = await open_file(backend.files.content(file_id))
     except FileNotFoundError:
         raise NotFound(f"file '{file_id}' is gone") from None
     return reply_of(file, size, None, etag=f'"{record.sha256}"')
@@ -163,11 +163,11 @@ async def get_content(file_id: FileId, backend: BackendDep) -> Response:
 )
 async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
     """Delete a file that no unfinished job reads."""
-    path = str(await asyncio.to_thread(backend.control.files.content, file_id))
-    for job in await backend.control.job_entries():
+    path = str(await asyncio.to_thread(backend.files.content, file_id))
+    for job in (await backend.jobs.index()).all():
         if not job.finished and {file_id, path} & set(_paths(job.record().spec.get("data", {}))):
             raise Conflict(f"job '{job.id}' reads file '{file_id}'; cancel it first")
-    await asyncio.to_thread(backend.control.files.delete, file_id)
+    await asyncio.to_thread(backend.files.delete, file_id)
     return Json(FileDeleted(id=file_id))
 
 

@@ -49,7 +49,7 @@ async def create_fine_tuning_job(request: Request, caller: Writer, backend: Back
     wanted = await read_model(request, FineTuningRequest)
     header = request.headers.get("idempotency-key")
     key = f"{caller.id}\nfine_tuning\n{token_of(header)}" if header is not None else ""
-    job = await backend.control.fine_tuning.create(wanted, key=key)
+    job = await backend.fine_tuning.create(wanted, key=key)
     return Json(job, 200, {"Location": f"/v1/fine_tuning/jobs/{job.id}"})
 
 
@@ -63,13 +63,13 @@ async def list_fine_tuning_jobs(
 ) -> Response:
     """List the jobs that this API submitted, newest first. ``metadata[KEY]=VALUE`` selects jobs with that label."""
     labels = {m[1]: value for key, value in request.query_params.multi_items() if (m := _LABEL.fullmatch(key))}
-    return Json(await backend.control.fine_tuning.page(after=after, limit=limit, labels=labels, models=caller.models))
+    return Json(await backend.fine_tuning.page(after=after, limit=limit, labels=labels, models=caller.models))
 
 
 @router.get("/{job_id}", response_model=FineTuningJob, dependencies=READ)
 async def get_fine_tuning_job(job: JobId, backend: BackendDep) -> Response:
     """Show a job."""
-    desk = backend.control.fine_tuning
+    desk = backend.fine_tuning
     return Json(desk.shown(await desk.get(job)))
 
 
@@ -96,7 +96,7 @@ async def list_fine_tuning_events(
     job: JobId, backend: BackendDep, after: AfterEvent = None, limit: Limit = 20
 ) -> Response:
     """List the events of a job, newest first."""
-    return Json(await backend.control.fine_tuning.events(job, after=after, limit=limit))
+    return Json(await backend.fine_tuning.events(job, after=after, limit=limit))
 
 
 @router.get("/{job_id}/checkpoints", response_model=CheckpointPage, dependencies=READ)
@@ -104,10 +104,10 @@ async def list_fine_tuning_checkpoints(
     job: JobId, backend: BackendDep, after: AfterCheckpoint = None, limit: Limit = 10
 ) -> Response:
     """List the checkpoints of a job, newest first; each can be the `model` of another job."""
-    return Json(await backend.control.fine_tuning.checkpoints(job, after=after, limit=limit))
+    return Json(await backend.fine_tuning.checkpoints(job, after=after, limit=limit))
 
 
 async def _steer(job: str, caller: Caller, backend: BackendDep, state: DesiredState) -> Response:
-    desk = backend.control.fine_tuning
+    desk = backend.fine_tuning
     await desk.get(job)
-    return Json(desk.shown(await backend.control.steering.set_desired(job, state, by=caller.id)))
+    return Json(desk.shown(await backend.steering.set_desired(job, state, by=caller.id)))

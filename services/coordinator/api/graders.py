@@ -92,7 +92,7 @@ _RUN: dict[str, Any] = {"response_model": GraderRun, "openapi_extra": body_schem
 async def validate_grader(request: Request, backend: BackendDep) -> Response:
     """Check a grader: slots, formula, and that a reward worker can open it (Python compiles, sandbox and keys)."""
     wanted = await read_model(request, GraderToValidate)
-    reply = await backend.control.graders.grade(wanted.grader, None, {})
+    reply = await backend.graders.grade(wanted.grader, None, {})
     if reply.error:
         flaw = Flaw(pointer="/grader", detail=reply.error)
         raise HttpProblem(422, "invalid_grader", f"the grader cannot be opened: {reply.error}", errors=[flaw])
@@ -104,9 +104,7 @@ async def validate_grader(request: Request, backend: BackendDep) -> Response:
 async def run_grader(request: Request, backend: BackendDep) -> Response:
     """Grade one answer in a process of a reward worker, killed after 30 s. The reply flags errors of the grader."""
     wanted = await read_model(request, GraderToRun)
-    return Json(
-        _run(wanted.grader, await backend.control.graders.grade(wanted.grader, wanted.model_sample, wanted.item))
-    )
+    return Json(_run(wanted.grader, await backend.graders.grade(wanted.grader, wanted.model_sample, wanted.item)))
 
 
 def _run(grader: AnyGrader, reply: GradeReply) -> GraderRun:

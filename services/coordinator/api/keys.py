@@ -97,7 +97,7 @@ async def create_key(request: Request, backend: BackendDep) -> Response:
     wanted = await read_model(request, KeyRequest)
     warnings = await _unreached(backend, wanted.models or [])
     scopes = sorted(set(wanted.scopes))
-    key, text = await backend.control.keys.create(
+    key, text = await backend.keys.create(
         wanted.name, scopes, expires_at=wanted.end, rate_limit=wanted.rate_limit, models=wanted.models,
         max_weight=wanted.max_weight, code_modules=wanted.code_modules,
     )  # fmt: skip
@@ -113,7 +113,7 @@ async def _unreached(backend: Backend, models: list[str]) -> list[str]:
     """
     if not models:
         return []
-    jobs = await backend.control.job_entries(frozenset(models))
+    jobs = (await backend.jobs.index()).of_models(frozenset(models))
     known = {name for job in jobs for name in (job.id, job.name)}
     flaws = [
         Flaw(pointer=f"/models/{place}", detail=f"there is no job '{name}', and none will get this id")
@@ -129,13 +129,13 @@ async def _unreached(backend: Backend, models: list[str]) -> list[str]:
 @router.get("", response_model=KeyList)
 async def list_keys(backend: BackendDep) -> Response:
     """List the keys: their scopes and expiry, never their texts."""
-    return Json(KeyList(data=[key.shown() for key in await backend.control.keys.list_all()]))
+    return Json(KeyList(data=[key.shown() for key in await backend.keys.list_all()]))
 
 
 @router.get("/{key_id}", response_model=KeyRecord)
 async def get_key(key_id: KeyId, backend: BackendDep) -> Response:
     """Show a key."""
-    found = [key for key in await backend.control.keys.list_all() if key.id == key_id]
+    found = [key for key in await backend.keys.list_all() if key.id == key_id]
     if not found:
         raise NotFound(f"no key '{key_id}'")
     return Json(found[0].shown())
@@ -144,9 +144,9 @@ async def get_key(key_id: KeyId, backend: BackendDep) -> Response:
 @router.delete("/{key_id}", status_code=204)
 async def revoke_key(key_id: KeyId, backend: BackendDep) -> Response:
     """Revoke a key at once; other replicas of the API may accept it for one more second."""
-    known = {key.id for key in await backend.control.keys.list_all()}
+    known = {key.id for key in await backend.keys.list_all()}
     if key_id not in known:
         raise NotFound(f"no key '{key_id}'")
-    await backend.control.keys.delete(key_id)
+    await backend.keys.delete(key_id)
     backend.ring.forget(key_id)
     return Response(status_code=204)

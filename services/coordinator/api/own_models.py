@@ -29,7 +29,7 @@ async def check_job(backend: Backend, caller: Caller, job: str, missing: str = "
         NotFound: the key does not reach the job, or it does not exist.
         Unavailable: the job cannot be read.
     """
-    if caller.models is not None and not caller.may_use((await backend.control.get(job)).name, job):
+    if caller.models is not None and not caller.may_use((await backend.jobs.get(job)).name, job):
         raise NotFound(missing or f"no job '{job}'")
 
 
@@ -37,7 +37,7 @@ async def jobs_of(backend: Backend, caller: Caller) -> list[str] | None:
     """Return the ids of all jobs within the caller's reach; None for all models. Raises Unavailable."""
     if caller.models is None:
         return None
-    return [entry.id for entry in await backend.control.job_entries(caller.models)]
+    return [entry.id for entry in (await backend.jobs.index()).of_models(caller.models)]
 
 
 def reaches_all(caller: Caller) -> HttpProblem:

@@ -108,7 +108,7 @@ async def limits(backend: BackendDep) -> Response:
         idempotency_keep_s=KEEP_S,
         authentication=backend.ring.required,
     )
-    return Json({**await backend.control.limits(), **own.model_dump()})
+    return Json({**await backend.health.limits(), **own.model_dump()})
 
 
 def _connections(settings: ServiceSettings) -> ConnectionLimits:
@@ -150,7 +150,7 @@ async def healthz() -> Response:
 @router.get("/readyz", response_model=Health, responses={503: {"model": Health}})
 async def readyz(backend: BackendDep) -> Response:
     """Report readiness: 503 with the failed checks if the process cannot work. A loss of Redis is not a failure."""
-    ok, checks = await backend.feeds.once("health", HEALTH_S, backend.control.health)
+    ok, checks = await backend.feeds.once("health", HEALTH_S, backend.health.check)
     if backend.volatile.configured:
         detail = "in use" if await backend.volatile.answers() else "away, using memory"
         checks = {**checks, "redis": {"ok": True, "detail": detail}}

@@ -104,11 +104,11 @@ async def create_webhook(
     """
     wanted = await read_model(request, WebhookRequest)
     if wanted.job is not None:
-        await backend.control.get(wanted.job)
+        await backend.jobs.get(wanted.job)
     header = request.headers.get("idempotency-key")
     key = f"{caller.id}\n{token_of(header)}" if header is not None else ""
     fields = wanted.model_dump()
-    hook = await _with_url(backend.control.webhooks.create(**fields, key=key))
+    hook = await _with_url(backend.webhooks.create(**fields, key=key))
     if {name: getattr(hook, name) for name in fields} != fields:
         detail = "this Idempotency-Key was used for another webhook, or for one that was changed since; use a new key"
         raise HttpProblem(422, "idempotency_key_reused", detail)
@@ -119,14 +119,14 @@ async def create_webhook(
 @router.get("", response_model=WebhookList, dependencies=READ)
 async def list_webhooks(backend: BackendDep) -> Response:
     """List the webhooks."""
-    return Json(WebhookList(data=[hook.shown() for hook in await backend.control.webhooks.list_all()]))
+    return Json(WebhookList(data=[hook.shown() for hook in await backend.webhooks.list_all()]))
 
 
 @router.get("/{webhook_id}", response_model=Webhook, dependencies=READ)
 async def get_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
     """Show a webhook: the last accepted event, and the error if the next one fails."""
-    hook = await backend.control.webhooks.find(webhook_id)
-    state = await backend.control.webhooks.state(webhook_id)
+    hook = await backend.webhooks.find(webhook_id)
+    state = await backend.webhooks.state(webhook_id)
     return Json(Webhook(**hook.shown().model_dump(), deliveries=state))
 
 
@@ -137,7 +137,7 @@ async def change_webhook(request: Request, webhook_id: WebhookId, backend: Backe
     """Change a webhook, or disable and enable it. Events of a disabled period are delivered once it is enabled."""
     wanted = await read_model(request, WebhookChange)
     changes = wanted.model_dump(exclude_none=True)
-    hooks = backend.control.webhooks
+    hooks = backend.webhooks
     hook = await (_with_url(hooks.change(webhook_id, changes)) if changes else hooks.find(webhook_id))
     return Json(hook.shown())
 
@@ -145,14 +145,14 @@ async def change_webhook(request: Request, webhook_id: WebhookId, backend: Backe
 @router.delete("/{webhook_id}", status_code=204, dependencies=WRITE)
 async def delete_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
     """Delete a webhook."""
-    await backend.control.webhooks.delete(webhook_id)
+    await backend.webhooks.delete(webhook_id)
     return Response(status_code=204)
 
 
 @router.post("/{webhook_id}/test", response_model=Trial, dependencies=WRITE)
 async def try_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
     """Post an event of type `rl.webhook.test.v1` once, now, and report whether the receiver accepted it."""
-    error = await backend.control.webhooks.test(webhook_id)
+    error = await backend.webhooks.test(webhook_id)
     return Json(Trial(delivered=not error, error=error))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.finetuning.base import BaseModelFile, open_base
@@ -18,53 +18,33 @@ from penstock.services.coordinator.finetuning.models import (
 )
 from penstock.services.coordinator.finetuning.shown import shown_checkpoint, shown_event, shown_job
 from penstock.services.coordinator.graders import scorer_of
-from penstock.services.coordinator.jobs.job_index import JobEntry
+from penstock.services.coordinator.jobs.events import JobEvents
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.origins import Origins
 from penstock.services.coordinator.problems import Flaw, HttpProblem
+from penstock.services.coordinator.submission import Submissions
+from penstock.services.coordinator.training.checkpoints import Checkpoints
 from penstock.shared.config.jobs.job import JobConfig
-from penstock.shared.config.jobs.kinds import AnyJob
 from penstock.shared.config.model import REFERENCE, parse_reference
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol.jobs import JobRecord
 
-__all__ = ["FineTuningService", "Jobs"]
+__all__ = ["FineTuningService"]
 
 Row = dict[str, Any]
 ALL = 1_000_000
 
 
-class Jobs(Protocol):
-    """The part of ``CoordinatorControl`` that fine-tuning uses."""
-
-    origins: Origins
-
-    async def submit(self, spec: AnyJob, raw: Row, *, key: str = "", fine_tuning: Row | None = None) -> JobRecord:
-        """See ``CoordinatorControl.submit``."""
-        ...
-
-    async def get(self, job: str) -> JobRecord:
-        """See ``CoordinatorControl.get``. Raises NotFound."""
-        ...
-
-    async def job_entries(self, models: frozenset[str] | None = None) -> list[JobEntry]:
-        """See ``CoordinatorControl.job_entries``."""
-        ...
-
-    async def events(self, job: str, *, after: int, limit: int) -> list[tuple[int, Row]]:
-        """Return events, oldest first."""
-        ...
-
-    async def checkpoints(self, job: str) -> list[Row]:
-        """Return checkpoints, oldest first."""
-        ...
-
-
 class FineTuningService:
     """Jobs that came from fine-tuning requests; methods with a job id raise NotFound for other jobs."""
 
-    def __init__(self, jobs: Jobs, files: FileStore, settings: ServiceSettings) -> None:
-        self._jobs, self._files, self._settings = jobs, files, settings
+    def __init__(
+        self, submissions: Submissions, files: FileStore, settings: ServiceSettings, *, jobs: JobStore,
+        events: JobEvents, checkpoints: Checkpoints, origins: Origins,
+    ) -> None:  # fmt: skip
+        self._submissions, self._jobs, self._events = submissions, jobs, events
+        self._checkpoints, self._origins, self._files, self._settings = checkpoints, origins, files, settings
 
     async def create(self, wanted: FineTuningRequest, *, key: str) -> FineTuningJob:
         """Submit a job.
@@ -80,7 +60,7 @@ class FineTuningService:
         config, chosen = await asyncio.to_thread(self._job_file, wanted, base)
         request = wanted.model_dump(mode="json", exclude_unset=True)
         origin = {**request, "hyperparameters": chosen, "base": base.name}
-        return shown_job(await self._jobs.submit(config, request, key=key, fine_tuning=origin))
+        return shown_job(await self._submissions.submit(config, request, key=key, fine_tuning=origin))
 
     def _job_file(self, wanted: FineTuningRequest, base: BaseModelFile) -> tuple[JobConfig, Row]:
         training = self._file("/training_file", wanted.training_file)
@@ -101,7 +81,7 @@ class FineTuningService:
         if not model.startswith(REFERENCE):
             return await asyncio.to_thread(open_base, model, folder)
         try:
-            made_by = await self._jobs.origins.job(parse_reference(model)[0])
+            made_by = await self._origins.job(parse_reference(model)[0])
             origin = (await self._jobs.get(made_by.id)).fine_tuning or {}
         except NotFound as error:
             raise ConfigError(str(error)) from None
@@ -123,8 +103,9 @@ class FineTuningService:
     async def page(
         self, *, after: str | None, limit: int, labels: dict[str, str], models: frozenset[str] | None
     ) -> JobPage:
-        """List jobs, newest first; ``labels`` of the metadata, ``models`` as in ``CoordinatorControl.list_jobs``."""
-        jobs = (job for job in reversed(await self._jobs.job_entries(models)) if job.fine_tuned)
+        """List jobs, newest first; ``labels`` of the metadata, ``models`` as in ``JobIndex.page``."""
+        index = await self._jobs.index()
+        jobs = (job for job in reversed(index.of_models(models)) if job.fine_tuned)
         jobs = (job for job in jobs if after is None or job.id < after)
         found = list(itertools.islice((job for job in jobs if labels.items() <= job.labels.items()), limit + 1))
         return JobPage(data=[shown_job(job.record()) for job in found[:limit]], has_more=len(found) > limit)
@@ -132,7 +113,7 @@ class FineTuningService:
     async def events(self, job: str, *, after: str | None, limit: int) -> EventPage:
         """List events, newest first."""
         await self.get(job)
-        rows = await self._jobs.events(job, after=0, limit=ALL)
+        rows = await self._events.page(job, after=0, limit=ALL)
         below = _place(after)
         found = [shown_event(seq, row) for seq, row in reversed(rows) if below is None or seq < below]
         return EventPage(data=found[:limit], has_more=len(found) > limit)
@@ -141,7 +122,7 @@ class FineTuningService:
         """List checkpoints, newest first."""
         await self.get(job)
         below = _place(after)
-        rows = [row for row in reversed(await self._jobs.checkpoints(job)) if below is None or row["number"] < below]
+        rows = [row for row in reversed(await self._checkpoints.rows(job)) if below is None or row["number"] < below]
         page = [shown_checkpoint(job, row) for row in rows[:limit]]
         first, last = (page[0].id, page[-1].id) if page else (None, None)
         return CheckpointPage(data=page, has_more=len(rows) > limit, first_id=first, last_id=last)

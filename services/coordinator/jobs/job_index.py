@@ -226,8 +226,10 @@ class JobIndex:
         phases = (phase for phase in self._by_phase if phase not in TERMINAL_PHASES)
         return [self._entries[id] for id in sorted(itertools.chain.from_iterable(self._by_phase[p] for p in phases))]
 
-    def of_models(self, models: frozenset[str]) -> list[JobEntry]:
-        """Return the jobs with one of these names or ids, oldest first."""
+    def of_models(self, models: frozenset[str] | None) -> list[JobEntry]:
+        """Return the jobs with one of these names or ids, or all for None, oldest first."""
+        if models is None:
+            return self.all()
         found = {id for model in models for id in self._by_name.get(model, ())} | models & self._entries.keys()
         return [self._entries[id] for id in sorted(found)]
 
@@ -235,9 +237,11 @@ class JobIndex:
         self, *, after: str | None, limit: int, order: Order, phase: str | None, name: str | None,
         kind: str | None, labels: Mapping[str, str], models: frozenset[str] | None,
     ) -> list[JobEntry]:  # fmt: skip
-        """Return at most ``limit`` jobs past the id ``after``, in the order of their ids.
+        """Return at most ``limit`` jobs in id order (id = creation time), strictly past ``after`` in that order.
 
-        The filters are those of ``CoordinatorControl.list_jobs``.
+        ``phase``, ``name``, ``kind`` and each of ``labels`` (of ``metadata``) filter by equality; ``models`` keeps only
+        jobs with one of these names or ids. ``after`` need not exist: it is only a position in the order. The API asks
+        for one more job than a page holds, to learn if there is a next page.
         """
         candidates = [self._ids]
         if name is not None:

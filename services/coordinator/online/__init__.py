@@ -6,7 +6,7 @@ draws. The ledger records every decision: admissions, and interactions and feedb
 DECISIONS is derived from the ledger.
 
 Callers: ``service`` gives each leader of an online job a ``LiveSupply``, which the runner drives through the protocol
-``coordinator.supply.Supply``; ``audit`` and ``control`` check and replay admissions. Allowed imports: ``shared``, the
+``coordinator.supply.Supply``; ``queries`` checks and replays admissions. Allowed imports: ``shared``, the
 coordinator's ledger, drafts and retries, and ``feedback`` for consent and deletions; never ``api`` or ``serving``. A
 module marked Pure reads neither the bus nor a clock.
 

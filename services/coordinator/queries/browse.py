@@ -6,13 +6,21 @@ import asyncio
 import contextlib
 import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from penstock.services.coordinator.queries.samples import check_env, choose_samples, sample_detail, sample_rows
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.queries.samples import (
+    check_env,
+    choose_samples,
+    sample_detail,
+    sample_rows,
+    token_texts,
+)
+from penstock.services.coordinator.training.checkpoints import Checkpoints
 from penstock.shared.config.jobs.kinds import trains
-from penstock.shared.errors import NotFound, ProtocolError
+from penstock.shared.errors import Conflict, NotFound, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.embodied.episode_group import decode_any_group
 from penstock.shared.protocol.embodied.video import Video, parse_video
@@ -31,16 +39,26 @@ _ROW_ID = re.compile(r"(\d{1,15})-(\d{1,15}\.\d{1,18})-(\d{1,6})", re.ASCII)
 
 
 class SampleBrowser:
-    """Reader of completions; see ``CoordinatorControl.samples`` and ``CoordinatorControl.sample``."""
+    """Reader of groups with completions. Every method may raise Unavailable."""
 
-    def __init__(self, bus: Bus, archive: LedgerArchive) -> None:
-        self._bus, self._archive = bus, archive
+    def __init__(self, bus: Bus, store: JobStore, checkpoints: Checkpoints, archive: LedgerArchive) -> None:
+        self._bus, self._store, self._checkpoints, self._archive = bus, store, checkpoints, archive
 
     async def page(
-        self, job: str, spec: Mapping[str, Any], *, step: int | None, limit: int, sort: str | None, after: str | None,
+        self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None,
         min_reward: float | None, env: str | None,
     ) -> list[Row]:  # fmt: skip
-        """Return the rows of one page; ``spec`` is the job file. Raises NotFound: it has no source ``env``."""
+        """Return completions, newest step first unless ``step`` is given; an evaluation job has step 0.
+
+        ``sort``: ``reward``, ``-reward``, ``length``, ``-length`` or None (order in the batch). ``after``: id of the
+        last row of the page before. ``env``: only rows whose prompts are from the source of that name. A row has
+        ``id``, ``step``, ``draw``, ``index``, ``env``, ``prompt``, ``completion``, ``answer``, ``reward``,
+        ``advantage``, ``tokens``, ``min_version``, ``max_version``, ``worker``.
+
+        Raises:
+            NotFound: the job is unknown, or it has no source of that name.
+        """
+        spec = (await self._store.get(job)).spec
         if env is not None:
             check_env(spec, env)
         after = None if after is None else after.removeprefix(f"{job}-")  # ids of an earlier release lack the job
@@ -53,20 +71,34 @@ class SampleBrowser:
             rows = await self._evaluated(chosen)
         return [_named(job, row) for row in rows]
 
-    async def one(self, job: str, row_id: str, *, trains: bool) -> Row:
-        """Return one completion; ``trains``: look in batches, not evaluations. Raises NotFound: unknown, or purged."""
+    async def one(self, job: str, row_id: str) -> Row:
+        """Return one row with tokens, token texts, log-probs, mask, versions and siblings.
+
+        Raises:
+            NotFound: the job or the row is unknown, or the group is purged.
+        """
+        is_trained = trains((await self._store.get(job)).spec)
         found = _ROW_ID.fullmatch(row_id)
         if found is None:
             raise NotFound(f"'{row_id[:80]}' is no sample: STEP-DRAW-INDEX, as the list of samples shows it")
         step, draw, index = int(found[1]), Draw.parse(found[2]), int(found[3])
-        seq = await (self._seq_in_batch(job, step, draw) if trains else self._seq_in_stream(job, draw))
+        seq = await (self._seq_in_batch(job, step, draw) if is_trained else self._seq_in_stream(job, draw))
         messages = {} if seq is None else await self._bus.get_whole(subjects.EXPERIENCE, [seq])
         if seq is None or seq not in messages:
             raise NotFound(f"sample '{row_id}' of job '{job}' is not there (any more)")
         group = await asyncio.to_thread(decode_any_group, messages[seq].data)
         if index >= group.num_trajectories:
             raise NotFound(f"draw {draw} has {group.num_trajectories} completions, none with index {index}")
-        return _named(job, sample_detail(step, group, index))
+        row = _named(job, sample_detail(step, group, index))
+        return row | {"token_texts": await self._texts(job, row["token_ids"])} if "token_ids" in row else row
+
+    async def _texts(self, job: str, token_ids: list[int]) -> list[str] | None:
+        """Decode tokens with the tokenizer of the initial checkpoint; None if that is not on this host."""
+        try:
+            path, _ = await self._checkpoints.file(job, 0, "tokenizer.json")
+            return await asyncio.to_thread(token_texts, path, token_ids)
+        except (NotFound, Conflict, OSError, ValueError):
+            return None
 
     async def _trained(
         self, job: str, *, step: int | None, limit: int, sort: str | None, after: str | None,
@@ -126,11 +158,16 @@ class SampleBrowser:
 class VideoBrowser:
     """Reader of videos of held-out episodes. A full stream drops the oldest ones of all jobs."""
 
-    def __init__(self, bus: Bus) -> None:
-        self._bus = bus
+    def __init__(self, bus: Bus, store: JobStore) -> None:
+        self._bus, self._store = bus, store
 
     async def rows(self, job: str) -> list[Row]:
-        """See ``CoordinatorControl.videos``."""
+        """Return the videos of held-out episodes, by policy version and reset id. Raises NotFound: unknown job.
+
+        ``name``, ``version``, ``reset_id``, ``task``, ``success``, ``reward`` (return), ``steps``, ``error`` (why there
+        is no video) and ``href``.
+        """
+        await self._store.get(job)
         return [
             {
                 "name": video.name, "version": video.version, "reset_id": video.reset_id, "task": video.task,
@@ -141,7 +178,8 @@ class VideoBrowser:
         ]  # fmt: skip
 
     async def data(self, job: str, name: str) -> bytes:
-        """See ``CoordinatorControl.video``."""
+        """Return the bytes of an MP4 file. Raises NotFound."""
+        await self._store.get(job)
         seq, video = (await self._newest(job)).get(name, (0, None))
         found = await self._bus.get_whole(subjects.VIDEOS, [seq]) if video is not None and not video.error else {}
         if seq not in found:

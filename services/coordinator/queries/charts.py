@@ -1,4 +1,4 @@
-"""Charts of a job: metric rows as columns, and the time spans of each update's stages. Pure.
+"""Charts of a job: metric rows as columns, and the time spans of each update's stages.
 
 Down-sampling preserves the shape of the curves, by largest-triangle-three-buckets (S. Steinarsson, "Downsampling Time
 Series for Visual Representation", 2013) over several curves with one axis: the area of a step is the sum of its
@@ -7,12 +7,17 @@ triangles in every curve, each scaled to its range.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import (
     BatchRefused,
     BatchSealed,
@@ -22,10 +27,54 @@ from penstock.shared.protocol.events import (
     Dropped,
     Event,
     LineageForked,
+    decode_events,
 )
 from penstock.shared.protocol.ids import Draw
+from penstock.shared.runtime.ledger import LedgerArchive, read_ledger
+from penstock.shared.transport.bus import Bus, Message
 
-__all__ = ["columns", "largest_triangles", "metric_names", "timeline"]
+__all__ = ["Charts", "columns", "largest_triangles", "metric_names", "timeline"]
+
+
+class Charts:
+    """Reader of metrics and timelines. Every method raises NotFound (unknown job) and may raise Unavailable."""
+
+    def __init__(self, bus: Bus, store: JobStore, archive: LedgerArchive) -> None:
+        self._bus, self._store, self._archive = bus, store, archive
+
+    async def metrics(
+        self, job: str, *, names: list[str] | None, step_from: int | None, step_to: int | None, max_points: int
+    ) -> dict[str, Any]:
+        """Return ``{"steps": [int], "wall": [Unix seconds], "series": {name: [float | None]}}``; lists equally long.
+
+        ``names`` None: all metrics. Bounds are inclusive. At most ``max_points`` columns, with the first and last kept.
+        """
+        wanted = partial(columns, names=names, step_from=step_from, step_to=step_to, max_points=max_points)
+        messages = await self._metrics(job)
+        return await asyncio.to_thread(lambda: wanted(_rows(messages)))
+
+    async def names(self, job: str) -> list[dict[str, Any]]:
+        """Return ``name``, ``count``, ``first_step``, ``last_step`` and ``last`` value of every metric."""
+        messages = await self._metrics(job)
+        return await asyncio.to_thread(lambda: metric_names(_rows(messages)))
+
+    async def timeline(self, job: str, *, step: int | None, limit: int) -> list[dict[str, Any]]:
+        """Return spans (``step``, ``stage``, ``start``, ``end``) of update ``step``, or of the newest ``limit``."""
+        await self._store.get(job)
+        entries = await read_ledger(self._bus, job, self._archive)
+        return await asyncio.to_thread(_timeline, [entry.data for entry in entries], step, limit)
+
+    async def _metrics(self, job: str) -> list[Message]:
+        await self._store.get(job)
+        return await self._bus.read(subjects.METRICS, subjects.metrics(job))
+
+
+def _rows(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(message.data) for message in messages]
+
+
+def _timeline(entries: Sequence[bytes], step: int | None, limit: int) -> list[dict[str, Any]]:
+    return timeline((event for data in entries for event in decode_events(data)), step=step, limit=limit)
 
 
 def columns(

@@ -35,7 +35,11 @@ async def replay_rows(
     to_batch: int | None,
     feedback: bool = False,
 ) -> AsyncGenerator[Row, None]:
-    """See ``CoordinatorControl.replay``."""
+    """Ask a trainer for a replay and yield its rows; see ``Diagnosis.replay``. With ``feedback``, add it to each row.
+
+    Raises:
+        Conflict: no trainer can replay the job now (raised before the first row).
+    """
     told: dict[int, list[Row]] = {}
     if feedback:
         entries = [entry.data for entry in await read_ledger(bus, job, archive)]

@@ -6,6 +6,7 @@ and those files. The trainer writes it; this module returns only files that the 
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import hashlib
 import re
@@ -18,6 +19,7 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator.training.ledger import LedgerState
+from penstock.services.coordinator.training.ledger_cache import LedgerCache
 from penstock.shared.config.model import CHECKPOINT_NAMES
 from penstock.shared.config.service import checkpoint_path
 from penstock.shared.errors import ConfigError, Conflict, NotFound
@@ -26,13 +28,11 @@ from penstock.shared.protocol.events import Checkpointed
 __all__ = [
     "COMMIT",
     "Artifacts",
+    "Checkpoints",
     "StoredCheckpoint",
     "StoredFile",
     "checkpoint_row",
-    "checkpoint_rows",
     "choose_checkpoint",
-    "delete_checkpoint",
-    "find_file",
     "read_stored",
 ]
 
@@ -62,13 +62,52 @@ class StoredCheckpoint:
     files: dict[str, StoredFile]
 
 
-def checkpoint_rows(state: LedgerState, data_dir: Path) -> list[dict[str, Any]]:
-    """Return every checkpoint of the current lineage, oldest first. Reads the disk: call it in a thread."""
+class Checkpoints:
+    """Checkpoints of the current lineage of each job. Every method raises NotFound (no such job or checkpoint)."""
+
+    def __init__(self, ledgers: LedgerCache, data_dir: Path) -> None:
+        self._ledgers, self._data_dir = ledgers, data_dir
+
+    async def rows(self, job: str) -> list[dict[str, Any]]:
+        """Return the checkpoints of a job, oldest first.
+
+        ``number``, ``version``, ``digest``, ``path``, ``time``, ``reason``, ``nbytes``, ``files`` (``name``,
+        ``nbytes``, ``sha256``), ``available`` (the files are on the coordinator's host) and the flags ``initial``,
+        ``best``, ``newest``, ``final``.
+        """
+        state = await self._ledgers.state(job)
+        return await asyncio.to_thread(_checkpoint_rows, state, self._data_dir)
+
+    async def row(self, job: str, number: int) -> dict[str, Any]:
+        """Return one row of ``rows``."""
+        return await asyncio.to_thread(checkpoint_row, await self._ledgers.state(job), self._data_dir, number)
+
+    async def file(self, job: str, number: int, name: str) -> tuple[Path, str]:
+        """Return the path and SHA-256 of a file of a committed checkpoint.
+
+        Raises:
+            NotFound: no such checkpoint, or its manifest does not name such a file.
+            Conflict: the files are not on the coordinator's host.
+        """
+        state = await self._ledgers.state(job)
+        path, file = await asyncio.to_thread(_find_file, state, self._data_dir, number, name)
+        return path, file.sha256
+
+    async def delete(self, job: str, number: int) -> None:
+        """Remove the files of a checkpoint from this host; the ledger still names it.
+
+        Raises:
+            Conflict: the run still needs it, or its files are not on this host.
+        """
+        await asyncio.to_thread(_delete, await self._ledgers.state(job), self._data_dir, number)
+
+
+def _checkpoint_rows(state: LedgerState, data_dir: Path) -> list[dict[str, Any]]:
     return [checkpoint_row(state, data_dir, number) for number in sorted(state.checkpoints)]
 
 
 def checkpoint_row(state: LedgerState, data_dir: Path, number: int) -> dict[str, Any]:
-    """Return one checkpoint. ``available``: its files are on this host; otherwise ``files`` is empty.
+    """Return one checkpoint. ``available``: its files are on this host; otherwise ``files`` is empty. Reads the disk.
 
     Raises:
         NotFound: the ledger has no such checkpoint.
@@ -126,13 +165,8 @@ def choose_checkpoint(state: LedgerState, name: str) -> Checkpointed:
     return _event(state, 0 if name == "initial" else newest)
 
 
-def find_file(state: LedgerState, data_dir: Path, number: int, name: str) -> tuple[Path, StoredFile]:
-    """Return path, size and SHA-256 of a checkpoint's file: the manifest, or a file that it names.
-
-    Raises:
-        NotFound: no such checkpoint or file.
-        Conflict: the files are not on this host (any more).
-    """
+def _find_file(state: LedgerState, data_dir: Path, number: int, name: str) -> tuple[Path, StoredFile]:
+    """Return path, size and SHA-256 of a checkpoint's file: the manifest, or a file that it names."""
     stored = read_stored(checkpoint_path(data_dir, _event(state, number).path))
     if stored is None:
         raise Conflict(f"the files of checkpoint {number} are not on the coordinator's host (deleted, or never there)")
@@ -155,13 +189,7 @@ def _event(state: LedgerState, number: int) -> Checkpointed:
         raise NotFound(f"no checkpoint {number}; there are: {listed}{near}") from None
 
 
-def delete_checkpoint(state: LedgerState, data_dir: Path, number: int) -> None:
-    """Remove the files of a checkpoint from this host; the ledger still names it.
-
-    Raises:
-        NotFound: no such checkpoint.
-        Conflict: the run still needs it, or its files are not on this host.
-    """
+def _delete(state: LedgerState, data_dir: Path, number: int) -> None:
     stored = read_stored(checkpoint_path(data_dir, _event(state, number).path))
     if not state.finished and number in (*state.pinned, max(state.checkpoints)):
         raise Conflict(f"checkpoint {number} is needed while the job runs: it is the initial, the best or the newest")

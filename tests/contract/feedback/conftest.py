@@ -14,11 +14,11 @@ import pytest
 import uvicorn
 
 from penstock.services.coordinator.api import create_app
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.feedback import service as service_module
 from penstock.services.coordinator.feedback.service import FeedbackService
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.services import build_services
 from penstock.services.coordinator.serving import Gateway
 from penstock.services.coordinator.webserver import KEEP_ALIVE_S
 from penstock.shared.config.jobs.kinds import parse_job
@@ -134,9 +134,9 @@ def open_desk(bus: Bus, tmp_path: Path) -> Open:
         settings = ServiceSettings(data_dir=data_dir or tmp_path, rate_limit="1000000/minute", **more)
         store = JobStore(bus)
         desk = FeedbackService(bus, store, settings.data_dir)
-        control = CoordinatorControl(bus, store, Members(), {}, settings)
+        services = build_services(bus, store, Members(), {}, settings)
         gateway = Gateway(bus, "api-0", pseudonym=desk.pseudonyms.of, consent_of=desk.consents.of)
-        app = create_app(control, settings, desk=desk, serving=gateway)
+        app = create_app(services, desk=desk, serving=gateway)
         running = asyncio.gather(desk.run(), desk.finish_deletions(), gateway.run())
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         jobs = (await store.index()).all() or [await store.create(parse_job(online_job()))]

@@ -23,10 +23,10 @@ import uvicorn
 
 from penstock.services.coordinator.access import AuditLog, KeyStore
 from penstock.services.coordinator.api import create_app
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.leader.effects import ATTEMPTS, REASON, SEQUENCE, STREAM
+from penstock.services.coordinator.services import Services, build_services
 from penstock.services.coordinator.training.journal import Journal
 from penstock.services.coordinator.webserver import KEEP_ALIVE_S, server_of
 from penstock.services.reward import worker as reward_worker
@@ -137,16 +137,16 @@ class Deployment:
         return ServiceSettings(**{**own, **more})
 
     @contextlib.asynccontextmanager
-    async def control(self, **more: Any) -> AsyncIterator[CoordinatorControl]:
-        """A front's control with a connection of its own, in the loop of the caller; keyword arguments are settings."""
+    async def services(self, **more: Any) -> AsyncIterator[Services]:
+        """A front's services with their own connection, in the loop of the caller; keyword arguments are settings."""
         async with await Bus.connect(self.server.url, name="api") as bus:
-            yield CoordinatorControl(bus, JobStore(bus), self.members, {}, self.settings(**more))
+            yield build_services(bus, JobStore(bus), self.members, {}, self.settings(**more))
 
     @contextlib.asynccontextmanager
     async def listening(self, **more: Any) -> AsyncIterator[int]:
         """The port of a front behind the server that coordinators start, in the loop of the caller."""
-        async with self.control(http_port=0, **more) as control:
-            server = server_of(create_app(control, control.settings), control.settings)
+        async with self.services(http_port=0, **more) as services:
+            server = server_of(create_app(services), services.settings)
             task = asyncio.create_task(server._serve())
             async with asyncio.timeout(DEADLINE_S):
                 while not server.started:
@@ -408,10 +408,10 @@ def deployment(deployed: Deployment, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture
-async def control(deployment: Deployment) -> AsyncIterator[CoordinatorControl]:
-    """The control of a front, in the loop of the test."""
-    async with deployment.control() as control:
-        yield control
+async def services(deployment: Deployment) -> AsyncIterator[Services]:
+    """The services of a front, in the loop of the test."""
+    async with deployment.services() as services:
+        yield services
 
 
 @pytest.fixture
@@ -426,8 +426,8 @@ def connect(deployment: Deployment) -> Callable[..., contextlib.AbstractAsyncCon
 
     @contextlib.asynccontextmanager
     async def build(**more: Any) -> AsyncIterator[httpx.AsyncClient]:
-        async with deployment.control(**more) as control:
-            app = create_app(control, control.settings)
+        async with deployment.services(**more) as services:
+            app = create_app(services)
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
             async with app.router.lifespan_context(app), client:
@@ -458,8 +458,8 @@ class Served:
 
     async def _serve(self) -> None:
         self.stopping = asyncio.Event()
-        async with self.deployment.control(**self._more) as control:
-            app = create_app(control, control.settings, stopping=self.stopping)
+        async with self.deployment.services(**self._more) as services:
+            app = create_app(services, stopping=self.stopping)
             config = uvicorn.Config(
                 app, port=self.port, log_level="error", timeout_graceful_shutdown=2, timeout_keep_alive=KEEP_ALIVE_S
             )

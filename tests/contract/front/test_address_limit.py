@@ -94,9 +94,9 @@ async def test_addresses_are_shared_over_valkey_and_in_memory_without(connect: A
 
 @pytest.mark.parametrize("variable", ["user_rate_limit", "address_rate_limit"])
 async def test_a_limit_that_cannot_be_read(deployment: Any, variable: str) -> None:
-    async with deployment.control(**{variable: "often"}) as control:
+    async with deployment.services(**{variable: "often"}) as services:
         with pytest.raises(ConfigError, match=f"PENSTOCK_{variable.upper()}: 'often' is no rate"):
-            create_app(control, control.settings)
+            create_app(services)
 
 
 # -- proxies ----------------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ async def test_a_trusted_proxy_says_who_the_client_is(deployment: Any) -> None:
 
 @pytest.mark.parametrize("text", ["proxy.internal", "10.0.0.1/8", "*,10.0.0.1"])
 async def test_proxies_that_cannot_be_read(deployment: Any, text: str) -> None:
-    async with deployment.control(forwarded_allow_ips=text) as control:
-        app = create_app(control, control.settings)
+    async with deployment.services(forwarded_allow_ips=text) as services:
+        app = create_app(services)
         with pytest.raises(ConfigError, match="PENSTOCK_FORWARDED_ALLOW_IPS: "):
-            server_of(app, control.settings)
+            server_of(app, services.settings)

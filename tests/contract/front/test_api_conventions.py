@@ -11,7 +11,7 @@ import yaml
 
 from penstock.services.coordinator.api import create_app
 from penstock.services.coordinator.api.guard import MAX_BODY_BYTES
-from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.queries.diagnosis import Diagnosis
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.jobs import JobFailure, JobRecord
@@ -239,9 +239,9 @@ async def test_keys(connect: Any, job: Any) -> None:
 
 
 async def test_open_to_the_network_without_keys_is_refused(deployment: Any) -> None:
-    async with deployment.control(http_host="0.0.0.0") as control:
+    async with deployment.services(http_host="0.0.0.0") as services:
         with pytest.raises(ConfigError, match="PENSTOCK_API_KEYS"):
-            create_app(control, control.settings)
+            create_app(services)
 
 
 @pytest.mark.parametrize(
@@ -282,9 +282,9 @@ async def test_live_requests_are_counted_apart(connect: Any) -> None:
 
 
 async def test_a_rate_limit_that_cannot_be_read(deployment: Any) -> None:
-    async with deployment.control(rate_limit="often") as control:
+    async with deployment.services(rate_limit="often") as services:
         with pytest.raises(ConfigError, match="600/minute"):
-            create_app(control, control.settings)
+            create_app(services)
 
 
 async def test_etag_and_not_modified(connect: Any, deployment: Any, job: Any) -> None:
@@ -329,7 +329,7 @@ async def test_defects_show_no_internals(connect: Any, deployment: Any, job: Any
     async def broken(*_: Any) -> Any:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(CoordinatorControl, "why", broken)
+    monkeypatch.setattr(Diagnosis, "why", broken)
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         reply = await client.get(f"/v1/jobs/{id}/why")

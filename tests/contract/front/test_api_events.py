@@ -16,7 +16,7 @@ import pytest
 
 from penstock.client import Client
 from penstock.services.coordinator.api.http.sse import event_stream
-from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.jobs.events import JobEvents
 from penstock.services.coordinator.webhooks.cloudevent import event_of
 from penstock.shared.errors import Unavailable
 from penstock.shared.transport.bus import Message
@@ -200,17 +200,17 @@ async def test_pings_and_cleanup() -> None:
 def test_a_failing_source_says_so_and_can_be_resumed(
     served: Any, deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    follow = CoordinatorControl.follow_events
+    follow = JobEvents.follow
 
-    async def broken(control: CoordinatorControl, job: str, *, after: int) -> AsyncIterator[tuple[int, dict[str, Any]]]:
-        async with contextlib.aclosing(follow(control, job, after=after)) as events:
+    async def broken(reader: JobEvents, job: str, *, after: int) -> AsyncIterator[tuple[int, dict[str, Any]]]:
+        async with contextlib.aclosing(follow(reader, job, after=after)) as events:
             async for seq, row in events:
                 yield seq, row
                 if seq == 2:
                     monkeypatch.undo()
                     raise Unavailable("the bus went away")
 
-    monkeypatch.setattr(CoordinatorControl, "follow_events", broken)
+    monkeypatch.setattr(JobEvents, "follow", broken)
     id = submit(served, job)
     url = f"{served.url}/v1/jobs/{id}/events"
     with httpx.stream("GET", url, headers={"accept": "text/event-stream"}, timeout=30) as reply:

@@ -12,7 +12,7 @@ import pytest
 from penstock.services.coordinator.api.http import idempotency
 from penstock.services.coordinator.api.http.idempotency import ReplyStore, StoredReply
 from penstock.services.coordinator.api.http.volatile import Volatile
-from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.submission import Submissions
 
 
 def with_key(key: str) -> dict[str, str]:
@@ -29,14 +29,14 @@ class Held:
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Held:
     """Submissions wait until they are let go on."""
-    submit, held = CoordinatorControl.submit, Held()
+    submit, held = Submissions.submit, Held()
 
     async def waiting(*given: Any, **named: Any) -> Any:
         held.begun.set()
         await held.go_on.wait()
         return await submit(*given, **named)
 
-    monkeypatch.setattr(CoordinatorControl, "submit", waiting)
+    monkeypatch.setattr(Submissions, "submit", waiting)
     return held
 
 

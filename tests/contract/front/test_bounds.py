@@ -19,8 +19,10 @@ from penstock.client import Client
 from penstock.services.coordinator.api.feeds import PER_TURN, Feeds
 from penstock.services.coordinator.api.http.documents import MAX_VALUES, count_values, items_of
 from penstock.services.coordinator.api.http.sse import END, RETRY
-from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.jobs.events import JobEvents
+from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.problems import HttpProblem
+from penstock.services.coordinator.services import Services
 from penstock.services.coordinator.webserver import KEEP_ALIVE_S, MAX_PIPELINED, _Bounds, server_of
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.runtime.tasks import end_tasks
@@ -222,14 +224,14 @@ async def test_many_who_wait_for_a_job_look_at_it_once(
     connect: Any, deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with connect() as client:
-        id, looks, get = (await client.post("/v1/jobs", json=job)).json()["id"], 0, CoordinatorControl.get
+        id, looks, get = (await client.post("/v1/jobs", json=job)).json()["id"], 0, JobStore.get
 
-        async def counted(control: CoordinatorControl, name: str) -> Any:
+        async def counted(store: JobStore, name: str) -> Any:
             nonlocal looks
             looks += 1
-            return await get(control, name)
+            return await get(store, name)
 
-        monkeypatch.setattr(CoordinatorControl, "get", counted)
+        monkeypatch.setattr(JobStore, "get", counted)
         polls = [asyncio.create_task(client.get(f"/v1/jobs/{id}", params={"wait": 30})) for _ in range(40)]
         async with asyncio.timeout(LONG_S):
             while looks < 45:  # 40 to begin with, and a few by which all of them were looked after
@@ -245,14 +247,14 @@ async def test_many_who_wait_for_a_job_look_at_it_once(
 async def test_many_readers_of_events_share_a_follower(
     deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    followers, follow = 0, CoordinatorControl.follow_events
+    followers, follow = 0, JobEvents.follow
 
-    def counted(control: CoordinatorControl, name: str, *, after: int) -> Any:
+    def counted(events: JobEvents, name: str, *, after: int) -> Any:
         nonlocal followers
         followers += 1
-        return follow(control, name, after=after)
+        return follow(events, name, after=after)
 
-    monkeypatch.setattr(CoordinatorControl, "follow_events", counted)
+    monkeypatch.setattr(JobEvents, "follow", counted)
     async with serving(deployment) as (client, _):
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
         deployment.emit(id, "phase", "pending")
@@ -282,12 +284,12 @@ async def test_many_readers_of_events_share_a_follower(
         assert lines == [*(f"id: {seq}" for seq in range(number % 3 + 1, 9)), "event: end"]
 
 
-async def test_readers_that_went_leave_nothing_behind(deployment: Any, control: CoordinatorControl, job: Any) -> None:
+async def test_readers_that_went_leave_nothing_behind(deployment: Any, services: Services, job: Any) -> None:
     """Nothing happens for hours, and clients come and go."""
     id = deployment.submit(job)
     deployment.emit(id, "phase", "pending")
-    feeds = Feeds(control, asyncio.Event())
-    newest = await control.newest_event(id)
+    feeds = Feeds(services.jobs, services.events, asyncio.Event())
+    newest = await services.events.newest(id)
 
     async def read() -> list[bytes]:
         stream = feeds.events(id, after=newest, encode=lambda job, seq, row: row["message"].encode())
@@ -340,14 +342,14 @@ class Crowd:
 
 
 async def test_readers_that_are_behind_share_what_is_encoded_and_take_turns(
-    deployment: Any, control: CoordinatorControl, job: Any
+    deployment: Any, services: Services, job: Any
 ) -> None:
     id = deployment.submit(job)
     deployment.emit(id, "phase", "pending")
     for place in range(200):
         deployment.emit(id, "step", str(place))
     deployment.advance(id, "succeeded")
-    feeds = Feeds(control, asyncio.Event())
+    feeds = Feeds(services.jobs, services.events, asyncio.Event())
     crowd = Crowd(feeds, id, after=0)
     found = await crowd.read(200)
     await feeds.close()
@@ -357,12 +359,12 @@ async def test_readers_that_are_behind_share_what_is_encoded_and_take_turns(
 
 
 async def test_readers_that_wait_share_what_is_encoded_and_take_turns(
-    deployment: Any, control: CoordinatorControl, job: Any
+    deployment: Any, services: Services, job: Any
 ) -> None:
     id = deployment.submit(job)
     deployment.emit(id, "phase", "pending")
-    feeds = Feeds(control, asyncio.Event())
-    crowd = Crowd(feeds, id, after=await control.newest_event(id))
+    feeds = Feeds(services.jobs, services.events, asyncio.Event())
+    crowd = Crowd(feeds, id, after=await services.events.newest(id))
     reading = asyncio.create_task(crowd.read(200))
     async with asyncio.timeout(LONG_S):
         while id not in feeds._followed or len(feeds._followed[id]._waiting) < 200:
@@ -406,15 +408,15 @@ async def test_a_connection_that_is_gone_is_not_written_to(
 
 
 async def test_a_wait_shows_nothing_older_than_what_it_began_with(
-    deployment: Any, control: CoordinatorControl, job: Any
+    deployment: Any, services: Services, job: Any
 ) -> None:
     """Another client looked at the job a moment before it was changed, and shares its look."""
     id = deployment.submit(job)
     deployment.emit(id, "phase", "pending")
-    feeds = Feeds(control, asyncio.Event())
-    old = await feeds.once(("job", id), 30.0, lambda: control.get(id))
+    feeds = Feeds(services.jobs, services.events, asyncio.Event())
+    old = await feeds.once(("job", id), 30.0, lambda: services.jobs.get(id))
     deployment.advance(id, "running")
-    new = await control.get(id)
+    new = await services.jobs.get(id)
     assert new.revision > old.revision
     assert (await feeds.until(new, lambda record: False, 0.01)).revision == new.revision
     await feeds.close()

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.client import AsyncClient, Client
 from penstock.services.coordinator.api.http.open_file import byte_range, open_file, reply_of
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.origins import warnings_of
 from penstock.services.coordinator.problems import HttpProblem
-from penstock.services.coordinator.training.checkpoints import checkpoint_row
+from penstock.services.coordinator.services import Services
+from penstock.services.coordinator.training.checkpoints import Checkpoints, checkpoint_row
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import CheckpointError, ConfigError, Conflict, NotFound
@@ -143,7 +143,7 @@ async def test_a_file_that_retention_takes_meanwhile_is_a_conflict(
     async def found(*_: object) -> tuple[Path, str]:
         return tmp_path / "deleted since", "0" * 64
 
-    monkeypatch.setattr(CoordinatorControl, "checkpoint_file", found)
+    monkeypatch.setattr(Checkpoints, "file", found)
     async with connect() as http:
         id = (await http.post("/v1/jobs", json=job)).json()["id"]
         reply = await http.get(f"/v1/jobs/{id}/checkpoints/4/files/model.safetensors")
@@ -290,13 +290,11 @@ def test_the_command_line_lists_and_gets(
 # -- a checkpoint as a model -----------------------------------------------------------------------------------------
 
 
-async def test_a_model_path_may_name_a_checkpoint(
-    submitted: tuple[Client, str], control: CoordinatorControl, job: Any
-) -> None:
+async def test_a_model_path_may_name_a_checkpoint(submitted: tuple[Client, str], services: Services, job: Any) -> None:
     client, name = submitted
 
     async def resolved(path: str) -> str | None:
-        spec, origin = await control.origins.resolve(JobConfig.parse({**job, "model": {"path": path}}))
+        spec, origin = await services.origins.resolve(JobConfig.parse({**job, "model": {"path": path}}))
         assert (origin is None) == (path == "/models/tiny")
         assert origin is None or (origin.model, origin.path, origin.job) == (path, spec.model.path, name)
         return str(spec.model.path)
@@ -307,7 +305,7 @@ async def test_a_model_path_may_name_a_checkpoint(
     assert await resolved(f"job:{name}@initial") == paths[0]
     assert await resolved("/models/tiny") == "/models/tiny"
     fresh = JobConfig.parse({**job, "model": {"path": f"job:{name}@4"}, "warm_start": {"steps": 3}})
-    _, origin = await control.origins.resolve(fresh)
+    _, origin = await services.origins.resolve(fresh)
     assert [text.partition(":")[0] for text in warnings_of(fresh, origin)] == ["warm_start", "optimizer.warmup_updates"]
     assert not warnings_of(fresh, None)
     gentle = {**job, "model": {"path": f"job:{name}@4"}, "optimizer": {"warmup_updates": 10}}
@@ -324,4 +322,4 @@ async def test_a_model_path_may_name_a_checkpoint(
     with pytest.raises(ConfigError, match="no job"):
         await resolved(f"job:{unknown}@0")
     with pytest.raises(NotFound, match="no final checkpoint"):
-        await control.deployments.find(f"job:{name}@final")
+        await services.deployments.find(f"job:{name}@final")

@@ -20,7 +20,7 @@ import yaml
 from penstock.client import AsyncClient, Client
 from penstock.client.calls import Call
 from penstock.client.patience import Attempts
-from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.submission import Submissions
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.errors import ConfigError, Conflict, DeadlineError, NotFound, Unavailable
 
@@ -215,7 +215,7 @@ def test_a_repetition_waits_for_its_first_attempt(
     served: Any, deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers that the first is still being worked on are no failures, however many: both get what it came to."""
-    submit, begun, may_end = CoordinatorControl.submit, threading.Event(), threading.Event()
+    submit, begun, may_end = Submissions.submit, threading.Event(), threading.Event()
     answers: list[int] = []
 
     async def held(*given: Any, **named: Any) -> Any:
@@ -228,7 +228,7 @@ def test_a_repetition_waits_for_its_first_attempt(
         if len(answers) == 3:  # more than it has retries
             may_end.set()
 
-    monkeypatch.setattr(CoordinatorControl, "submit", held)
+    monkeypatch.setattr(Submissions, "submit", held)
     call = Call("POST", "/v1/jobs", dict, body=orjson.dumps(job), key="same")
     with (
         Client(served.url, retries=1) as first,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 import types
@@ -17,6 +18,7 @@ import pytest
 from penstock.client import AsyncClient, Client, results
 from penstock.client.streams import Streams
 from penstock.services.coordinator.api import create_app
+from penstock.services.coordinator.services import Services
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import PenstockError
 
@@ -168,8 +170,8 @@ def run(method: Callable[..., Any], given: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
     """The OpenAPI document; nothing behind the application is asked for it."""
-    nobody: Any = types.SimpleNamespace(keys=None)
-    return create_app(nobody, ServiceSettings()).openapi()
+    nobody: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Services))
+    return create_app(Services(**{**nobody, "settings": ServiceSettings()})).openapi()
 
 
 def operations(document: dict[str, Any]) -> set[Operation]:

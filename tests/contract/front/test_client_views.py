@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from penstock.client.results import LogLine, MetricName, StageSpan
-from penstock.services.coordinator.control import CoordinatorControl
+from penstock.services.coordinator.queries.diagnosis import Diagnosis
 from penstock.shared.errors import CheckpointError, Conflict, NotFound
 from penstock.shared.protocol.events import Checkpointed
 
@@ -53,12 +53,12 @@ async def test_logs_are_followed_across_a_restart(
     served: Any, deployment: Any, asking: Any, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every line once: those before the server is started again, and those after."""
-    asked, read = threading.Event(), CoordinatorControl.logs
+    asked, read = threading.Event(), Diagnosis.logs
 
-    async def logs(control: CoordinatorControl, job: str, **query: Any) -> dict[str, Any]:
+    async def logs(diagnosis: Diagnosis, job: str, **query: Any) -> dict[str, Any]:
         if query["after"]:  # the first lines have come
             asked.set()
-        return await read(control, job, **query)
+        return await read(diagnosis, job, **query)
 
     def live() -> None:
         asked.wait(30)
@@ -68,7 +68,7 @@ async def test_logs_are_followed_across_a_restart(
         served.start()
         deployment.advance(job_id, "succeeded")
 
-    monkeypatch.setattr(CoordinatorControl, "logs", logs)
+    monkeypatch.setattr(Diagnosis, "logs", logs)
     begun = deployment.write_log(job_id).stat().st_size
     async with asking(served.url) as ask:
         thread = threading.Thread(target=live)

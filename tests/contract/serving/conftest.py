@@ -27,10 +27,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from penstock.services.coordinator.api import create_app
-from penstock.services.coordinator.control import CoordinatorControl
 from penstock.services.coordinator.feedback.service import FeedbackService
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.services import build_services
 from penstock.services.coordinator.serving import Gateway
 from penstock.services.coordinator.webserver import KEEP_ALIVE_S
 from penstock.services.rollout.session import RolloutSession
@@ -216,9 +216,9 @@ async def running_front(bus: Bus, settings: ServiceSettings) -> AsyncIterator[Fr
     store = JobStore(bus)
     gateway = Gateway(bus, settings.worker_id, pseudonym=lambda user: user and f"p-{user}", consent_of=consent_of)
     desk = FeedbackService(bus, store, settings.data_dir / settings.worker_id)
-    control = CoordinatorControl(bus, store, Members(), {}, settings)
+    services = build_services(bus, store, Members(), {}, settings)
     listener = socket.create_server(("127.0.0.1", 0))
-    app = create_app(control, settings, desk=desk, serving=gateway)
+    app = create_app(services, desk=desk, serving=gateway)
     http = uvicorn.Server(
         uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, timeout_keep_alive=KEEP_ALIVE_S)
     )

@@ -89,7 +89,7 @@ class AmendableList(BaseModel):
 @router.get("/amendable", response_model=AmendableList, dependencies=[require("jobs:read")])
 async def amendable(job: JobId, backend: BackendDep) -> Response:
     """List the settings that may change while the job runs, with values and ranges, except `backend` and `metadata`."""
-    spec = (await backend.control.get(job)).spec
+    spec = (await backend.jobs.get(job)).spec
     return Json({"object": "list", "data": ranges_of(job_model(spec).model_validate(spec)), "has_more": False})
 
 
@@ -129,7 +129,7 @@ async def amend(
         _check_match(if_match, record)
         return amended(record, patch)
 
-    record = await backend.control.steering.amend(job, edit, by=caller.id)
+    record = await backend.steering.amend(job, edit, by=caller.id)
     generation = record.generation
     record = await backend.feeds.until(
         record, lambda now: now.status.observed_generation >= generation or now.status.phase in TERMINAL_PHASES, wait
@@ -237,7 +237,7 @@ class ExtendedJob(JobRecord):
 async def extend(request: Request, job: JobId, caller: Writer, backend: BackendDep) -> Response:
     """Continue an ended job, with its optimizer state, schedule position, data order, numbering and ledger."""
     wanted = await read_model(request, Extension)
-    record, notes = await backend.control.extend(job, wanted.max_updates, by=caller.id)
+    record, notes = await backend.steering.extend(job, wanted.max_updates, by=caller.id)
     return Json(ExtendedJob(**record.model_dump(), notes=notes), 202, {"ETag": f'"{record.revision}"'})
 
 
@@ -265,7 +265,7 @@ async def get_operation(
     def is_over(record: JobRecord) -> bool:
         return (found := find(record)) is None or found.state != "pending"
 
-    found = find(await backend.feeds.until(await backend.control.get(job), is_over, wait))
+    found = find(await backend.feeds.until(await backend.jobs.get(job), is_over, wait))
     if found is None:
         raise NotFound(f"job '{job}' remembers no operation '{operation}'")
     return Json(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pathlib
 from typing import Annotated, Any
 
@@ -38,13 +39,13 @@ FileName = Annotated[str, Path(description="As the checkpoint's `files` name it"
 @router.get("", response_model=CheckpointList, dependencies=READ)
 async def list_checkpoints(job: JobId, backend: BackendDep) -> Response:
     """List the checkpoints that the ledger records, oldest first, with the sha256 of every file."""
-    return Json({"object": "list", "data": await backend.control.checkpoints(job), "has_more": False})
+    return Json({"object": "list", "data": await backend.checkpoints.rows(job), "has_more": False})
 
 
 @router.get("/{number}", response_model=CheckpointRow, dependencies=READ)
 async def get_checkpoint(job: JobId, number: Number, backend: BackendDep) -> Response:
     """Show one checkpoint and its files."""
-    return Json(await backend.control.checkpoint(job, number))
+    return Json(await backend.checkpoints.row(job, number))
 
 
 @router.delete(
@@ -55,7 +56,7 @@ async def get_checkpoint(job: JobId, number: Number, backend: BackendDep) -> Res
 )
 async def delete(job: JobId, number: Number, backend: BackendDep) -> Response:
     """Delete the files of a checkpoint. While the job runs, its initial, best and newest checkpoints are refused."""
-    await backend.control.delete_checkpoint(job, number)
+    await backend.checkpoints.delete(job, number)
     return Response(status_code=204)
 
 
@@ -70,12 +71,12 @@ async def delete(job: JobId, number: Number, backend: BackendDep) -> Response:
 )
 async def archive(job: JobId, number: Number, backend: BackendDep) -> Response:
     """Download all files of a checkpoint as one tar, in the directory `checkpoint-NUMBER`; its bytes never vary."""
-    row = await backend.control.checkpoint(job, number)
+    row = await backend.checkpoints.row(job, number)
     if not row["available"]:
         raise Conflict(f"the files of checkpoint {number} are not on the coordinator's host")
     members = []
     for file in row["files"]:
-        path, _ = await backend.control.checkpoint_file(job, number, file["name"])
+        path, _ = await backend.checkpoints.file(job, number, file["name"])
         members.append(Member(f"checkpoint-{number}/{file['name']}", path, file["nbytes"]))
     name = f"{job}-{number}.tar"
     headers = {"Content-Length": str(tar_bytes(members)), "Content-Disposition": f'attachment; filename="{name}"'}
@@ -99,7 +100,7 @@ async def download(
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
     """Download a file. Its ``ETag`` is its sha256; ``Range`` with ``If-Range`` resumes an interrupted download."""
-    path, sha256 = await backend.control.checkpoint_file(job, number, name)
+    path, sha256 = await backend.checkpoints.file(job, number, name)
     what = f"file '{name}' of checkpoint {number}"
     return await send_file(path, sha256, what, wanted=wanted, if_range=if_range, if_none_match=if_none_match)
 
@@ -119,7 +120,7 @@ async def artifact(
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
     """Download a file of any committed checkpoint by its sha256, which is also its ``ETag``; supports ``Range``."""
-    path = await backend.control.artifact(sha256)
+    path = await asyncio.to_thread(backend.artifacts.find, sha256)
     return await send_file(path, sha256, "this file", wanted=wanted, if_range=if_range, if_none_match=if_none_match)
 
 

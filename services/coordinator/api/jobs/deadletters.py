@@ -61,8 +61,8 @@ async def list_letters(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
     """List the dead letters of a job, oldest first."""
-    await backend.control.get(job)
-    found = await backend.control.dead_letters.page(job, after=after, limit=limit + 1)
+    await backend.jobs.get(job)
+    found = await backend.dead_letters.page(job, after=after, limit=limit + 1)
     page = [LetterRow(**row) for row in found[:limit]]
     first, last = (page[0].id, page[-1].id) if page else (None, None)
     return Json(LetterList(data=page, has_more=len(found) > limit, first_id=first, last_id=last))
@@ -71,15 +71,15 @@ async def list_letters(
 @router.get("/{letter}", response_model=Letter, dependencies=[require("jobs:read")])
 async def get_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Response:
     """Show a dead letter."""
-    await backend.control.get(job)
-    return Json(await backend.control.dead_letters.show(job, letter))
+    await backend.jobs.get(job)
+    return Json(await backend.dead_letters.show(job, letter))
 
 
 @router.delete("/{letter}", status_code=204, dependencies=[require("jobs:write")])
 async def drop_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Response:
     """Delete a dead letter. Its draw had ended when the dead letter was stored."""
-    await backend.control.get(job)
-    await backend.control.dead_letters.drop(job, letter)
+    await backend.jobs.get(job)
+    await backend.dead_letters.drop(job, letter)
     return Response(status_code=204)
 
 
@@ -93,6 +93,6 @@ async def replay_letter(
     (``result.stored`` counts the stored ones). If they still cannot be decoded, the operation fails and the dead letter
     stays.
     """
-    await backend.control.get(job)
-    await backend.control.dead_letters.check_replayable(job, letter)
+    await backend.jobs.get(job)
+    await backend.dead_letters.check_replayable(job, letter)
     return await begin(backend, job, "replay_dead_letter", caller, {"id": letter})

@@ -68,10 +68,10 @@ async def submit(
     check_code(caller, spec, backend.settings)
     await asyncio.to_thread(check_files, caller, spec, backend.settings)
     if dry_run:
-        return Json({"valid": True, "plan": await backend.control.dry_run(spec)})
+        return Json({"valid": True, "plan": await backend.submissions.dry_run(spec)})
     header = request.headers.get("idempotency-key")
     key = f"{caller.id}\n{token_of(header)}" if header is not None else ""
-    record = await backend.control.submit(spec, raw, key=key)
+    record = await backend.submissions.submit(spec, raw, key=key)
     return _record(record, 202, {"Location": f"/v1/jobs/{record.id}"})
 
 
@@ -95,11 +95,12 @@ async def list_jobs(
     ``metadata[KEY]=VALUE`` in the query, which may be repeated, selects jobs with these labels.
     """
     labels = {m[1]: value for key, value in request.query_params.multi_items() if (m := _LABEL.fullmatch(key))}
-    found = await backend.control.list_jobs(
+    index = await backend.jobs.index()
+    found = index.page(
         after=after, limit=limit + 1, order=order, phase=phase, name=name, kind=kind, labels=labels,
         models=caller.models,
     )  # fmt: skip
-    page = found[:limit]
+    page = [entry.record() for entry in found[:limit]]
     return Json(
         JobList(
             data=page,
@@ -119,7 +120,7 @@ async def get_job(
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
     """Show a job. ``?wait=60&for=terminal`` waits up to 60 s for its end (or for a phase) before it replies."""
-    record = await backend.control.get(job)
+    record = await backend.jobs.get(job)
     if wait and not if_none_match and goal == "change":
         if_none_match = _etag(record)
     record = await backend.feeds.until(record, lambda now: _reached(now, goal, if_none_match), wait)
@@ -139,7 +140,7 @@ async def delete(job: JobId, backend: BackendDep, checkpoints: bool = False) -> 
 
     Its checkpoints stay on disk, but no reply names them any more; ``checkpoints=true`` deletes them, too.
     """
-    await backend.control.delete(job, checkpoints=checkpoints)
+    await backend.steering.delete(job, checkpoints=checkpoints)
     return Response(status_code=204)
 
 
@@ -151,22 +152,20 @@ async def cancel(
 
     With ``checkpoint=false`` it only drains; with ``force=true`` it does neither.
     """
-    record = await backend.control.steering.set_desired(
-        job, "cancelled", by=caller.id, force=force, checkpoint=checkpoint
-    )
+    record = await backend.steering.set_desired(job, "cancelled", by=caller.id, force=force, checkpoint=checkpoint)
     return _record(record, 202)
 
 
 @router.post("/{job_id}/pause", status_code=202, response_model=JobRecord)
 async def pause(job: JobId, caller: Writer, backend: BackendDep) -> Response:
     """Request that a job stops after its current update. Safe to repeat."""
-    return _record(await backend.control.steering.set_desired(job, "paused", by=caller.id), 202)
+    return _record(await backend.steering.set_desired(job, "paused", by=caller.id), 202)
 
 
 @router.post("/{job_id}/resume", status_code=202, response_model=JobRecord)
 async def resume(job: JobId, caller: Writer, backend: BackendDep) -> Response:
     """Resume a paused job. Safe to repeat."""
-    return _record(await backend.control.steering.set_desired(job, "running", by=caller.id), 202)
+    return _record(await backend.steering.set_desired(job, "running", by=caller.id), 202)
 
 
 async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
@@ -189,7 +188,7 @@ async def check_origin(backend: Backend, caller: Caller, path: str) -> None:
         return
     with contextlib.suppress(ConfigError):  # a later check reports a bad reference in terms of the job file
         job, _ = parse_reference(path)
-        for made_by in await backend.control.job_entries(frozenset({job})):
+        for made_by in (await backend.jobs.index()).of_models(frozenset({job})):
             if not caller.may_use(made_by.name, made_by.id):
                 check_name(caller, path)
 

@@ -25,11 +25,11 @@ async def follow_logs(
 
     Ends once the job is terminal and a last read is done. Clients at the same cursor share a read.
     """
-    cursor, control = after, backend.control
+    cursor = after
     while True:
-        record = await backend.feeds.once(("job", job), LOOK_S, partial(control.get, job))
+        record = await backend.feeds.once(("job", job), LOOK_S, partial(backend.jobs.get, job))
         over = record.status.phase in TERMINAL_PHASES
-        read = partial(control.logs, job, service=service, tail=tail, after=cursor, unnamed=unnamed)
+        read = partial(backend.diagnosis.logs, job, service=service, tail=tail, after=cursor, unnamed=unnamed)
         found = await backend.feeds.once(("logs", job, service, tail, cursor, unnamed, over), LOOK_S, read)
         cursor = str(found["next"] or "")
         if found["lines"]:

@@ -117,18 +117,18 @@ async def events(
     ``format=cloudevents``, or ``application/cloudevents+json`` in ``Accept``, each event is a CloudEvent in the form
     that webhooks send.
     """
-    control, feeds = backend.control, backend.feeds
+    feeds = backend.feeds
     start = _start(after, last_event_id)
     as_cloud_events = form == "cloudevents" or (form is None and CLOUD_EVENT in accept)
     if "text/event-stream" in accept:
-        await feeds.once(("job", job), LOOK_S, partial(control.get, job))
+        await feeds.once(("job", job), LOOK_S, partial(backend.jobs.get, job))
         resumes = bool(last_event_id.strip() and start)
         stream = feeds.events(job, after=start, encode=_cloud_frame if as_cloud_events else _frame)
-        if resumes and not await feeds.once(("keeps", start), LOOK_S, partial(control.keeps_event, start)):
+        if resumes and not await feeds.once(("keeps", start), LOOK_S, partial(backend.events.is_kept, start)):
             stream = _after_reset(start, stream)
         return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
-    await control.get(job)
-    found = await control.events(job, after=start, limit=limit + 1)
+    await backend.jobs.get(job)
+    found = await backend.events.page(job, after=start, limit=limit + 1)
     page = found[:limit]
     return Json(
         {
@@ -170,9 +170,7 @@ async def metrics(
 ) -> Response:
     """Show metrics by column, thinned out to ``max_points``; as JSON, CSV or Parquet."""
     wanted = [name.strip() for name in names.split(",") if name.strip()] if names else None
-    found = await backend.control.metrics(
-        job, names=wanted, step_from=step_from, step_to=step_to, max_points=max_points
-    )
+    found = await backend.charts.metrics(job, names=wanted, step_from=step_from, step_to=step_to, max_points=max_points)
     if form == "csv" or (form is None and CSV in accept):
         return Response(as_csv(found), media_type=CSV)
     if form == "parquet" or (form is None and PARQUET in accept):
@@ -183,7 +181,7 @@ async def metrics(
 @router.get("/metrics/names", response_model=RowList, dependencies=[require("metrics:read")])
 async def metric_names(job: JobId, backend: BackendDep) -> Response:
     """List every metric of the job: name, number of values, first and last step, newest value."""
-    return _rows(await backend.control.metric_names(job))
+    return _rows(await backend.charts.names(job))
 
 
 @router.get("/timeline", response_model=RowList, dependencies=READ)
@@ -194,7 +192,7 @@ async def timeline(
     limit: Annotated[int, Query(ge=1, le=1000, description="Newest batches")] = 20,
 ) -> Response:
     """List the spans of each update, for a Gantt chart: `generate`, `wait`, `train`, `checkpoint`, in Unix seconds."""
-    return _rows(await backend.control.timeline(job, step=step, limit=limit))
+    return _rows(await backend.charts.timeline(job, step=step, limit=limit))
 
 
 @router.get("/workers", response_model=RowList, dependencies=READ)
@@ -207,7 +205,7 @@ async def workers(
     ] = False,
 ) -> Response:
     """List the workers of the job, their policy versions, and what each waits for."""
-    return _rows(await backend.control.workers(job, history=history))
+    return _rows(await backend.diagnosis.workers(job, history=history))
 
 
 @router.get("/samples", response_model=SampleList, dependencies=READ)
@@ -226,17 +224,17 @@ async def samples(
 
     `videos` contains addresses of videos of held-out episodes; `GET /v1/jobs/{job_id}/videos` describes them.
     """
-    found = await backend.control.samples(
+    found = await backend.samples.page(
         job, step=step, limit=limit + 1, sort=sort, after=after, min_reward=min_reward, env=env
     )
-    films = [row["href"] for row in await backend.control.videos(job) if row["href"]]
+    films = [row["href"] for row in await backend.videos.rows(job) if row["href"]]
     return Json({"object": "list", "data": found[:limit], "has_more": len(found) > limit, "videos": films})
 
 
 @router.get("/videos", response_model=RowList, dependencies=READ)
 async def videos(job: JobId, backend: BackendDep) -> Response:
     """List videos of held-out episodes, by policy version and reset id. A full store drops the oldest of all jobs."""
-    return _rows(await backend.control.videos(job))
+    return _rows(await backend.videos.rows(job))
 
 
 @router.get(
@@ -259,7 +257,7 @@ async def video(
     if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
     """Download a video as an MP4 file (H.264); supports ``Range``, which players use."""
-    data = await backend.control.video(job, name)
+    data = await backend.videos.data(job, name)
     etag = f'"{hashlib.sha256(data).hexdigest()}"'
     if etag in (tag.strip() for tag in if_none_match.split(",")):
         return Response(status_code=304, headers={"ETag": etag})
@@ -274,13 +272,13 @@ async def video(
 @router.get("/why", response_model=RowList, dependencies=READ)
 async def why(job: JobId, backend: BackendDep) -> Response:
     """List the current waits of the job: awaited event, subject, holder, and age in seconds."""
-    return _rows(await backend.control.why(job))
+    return _rows(await backend.diagnosis.why(job))
 
 
 @router.get("/audit", response_model=Audit, dependencies=READ)
 async def audit(job: JobId, backend: BackendDep) -> Response:
     """Check that drawn = trained + dropped + in flight, and all other invariants of the ledger."""
-    return Json(await backend.control.audit(job))
+    return Json(await backend.diagnosis.audit(job))
 
 
 @router.get(
@@ -305,11 +303,11 @@ async def logs(
     """
     unnamed = caller.may("admin")
     if follow:
-        await backend.control.get(job)
+        await backend.jobs.get(job)
         rows = follow_logs(backend, job, service=service, tail=tail, after=last_event_id or after, unnamed=unnamed)
         stream = event_stream(rows, stopping=backend.stopping)
         return StreamingResponse(stream, media_type="text/event-stream", headers=HEADERS)
-    found = await backend.control.logs(job, service=service, tail=tail, after=after, unnamed=unnamed)
+    found = await backend.diagnosis.logs(job, service=service, tail=tail, after=after, unnamed=unnamed)
     return Json(found)
 
 
@@ -323,8 +321,8 @@ async def logs(
 async def replay(request: Request, job: JobId, backend: BackendDep) -> Response:
     """Train sealed batches again from a checkpoint and compare; each line of the reply is one JSON row of progress."""
     body = await read_model(request, ReplayRequest)
-    await backend.control.get(job)
-    rows = backend.control.replay(job, **body.model_dump())
+    await backend.jobs.get(job)
+    rows = backend.diagnosis.replay(job, **body.model_dump())
     first = await anext(rows, None)  # before the response starts, so that a refusal gets its own status
     return StreamingResponse(_lines(first, rows), media_type="application/x-ndjson", headers=HEADERS)
 

@@ -23,5 +23,5 @@ async def begin(
     operation = Operation(
         id=f"op_{uuid6.uuid7().hex}", kind=kind, by=caller.id, created_at=bus_datetime(), args=args or {}
     )
-    await backend.control.steering.begin_operation(job, operation)
+    await backend.steering.begin_operation(job, operation)
     return Json(operation, 202, {"Location": f"/v1/jobs/{job}/operations/{operation.id}"})

@@ -54,4 +54,4 @@ async def get_sample(
     if found is None:
         raise NotFound(f"'{sample_id[:80]}' is no sample: JOB-STEP-DRAW-INDEX, as the list of samples shows it")
     await check_job(backend, caller, found[1], f"no job '{found[1]}'")
-    return Json(await backend.control.sample(found[1], found[2]))
+    return Json(await backend.samples.one(found[1], found[2]))

@@ -45,9 +45,9 @@ async def scale(
     409 `not_supervised` if `penstock up` does not run the deployment: scale it with the tool that runs the containers.
     """
     wish = await read_model(request, ScaleWish)
-    await backend.control.get(job)
+    await backend.jobs.get(job)
     try:
-        await backend.control.scaling.pool(wish.pool)
+        await backend.scaling.pool(wish.pool)
     except Unavailable:
         raise HttpProblem(
             409,

@@ -66,7 +66,7 @@ class Versions(BaseModel):
 @router.get("/versions", response_model=Versions, dependencies=[require("jobs:read")])
 async def show_versions(job: JobId, backend: BackendDep) -> Response:
     """Show the newest version, the served version, and the canary version."""
-    status = (await backend.control.get(job)).status
+    status = (await backend.jobs.get(job)).status
     served = status.policy_version if status.served_version is None else status.served_version
     trial = None if status.canary is None else Trial(**status.canary)
     return Json(Versions(newest=status.policy_version, served=served, canary=trial))

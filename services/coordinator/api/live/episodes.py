@@ -228,7 +228,7 @@ async def _signed(backend: Backend, caller: Caller, record: EpisodeRecord, wante
     """Return the text of a key for an episode, and its expiry."""
     expires = int(min(bus_time() + wanted.expires_in_s, _book(backend).remembered_until(record)))
     grant = EpisodeGrant(episode=record.id, maker=caller.id, scopes=sorted(set(wanted.scopes)), expires=expires)
-    return episode_key(grant, await backend.control.keys.secret()), datetime.fromtimestamp(expires, UTC)
+    return episode_key(grant, await backend.keys.secret()), datetime.fromtimestamp(expires, UTC)
 
 
 def _about(body: EpisodeBody, pseudonym: Callable[[str], str]) -> dict[str, object]:

@@ -125,7 +125,7 @@ async def retract(feedback_id: FeedbackId, caller: Admin, backend: BackendDep) -
 @router.get("/v1/jobs/{job_id}/feedback", response_model=Funnel, dependencies=[require("jobs:read")])
 async def funnel(job: JobId, backend: BackendDep) -> Response:
     """Count the feedback of a job by metric, source and status."""
-    await backend.control.get(job)
+    await backend.jobs.get(job)
     return Json(await _service(backend).funnel(job))
 
 

@@ -80,7 +80,7 @@ async def make_token(
     )  # fmt: skip
     base: Any = request.base_url
     token = FeedbackToken(
-        token=TOKENS.write(grant, await backend.control.keys.secret()), feedback_id=grant.id,
+        token=TOKENS.write(grant, await backend.keys.secret()), feedback_id=grant.id,
         metric_name=grant.metric, url=f"{str(base).rstrip('/')}/v1/feedback",
         expires_at=datetime.fromtimestamp(expires, UTC),
     )  # fmt: skip

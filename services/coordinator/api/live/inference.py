@@ -152,7 +152,7 @@ async def list_models(caller: Reader, backend: BackendDep) -> Response:
     Jobs and deployments appear under their names; ``served`` is false for a checkpoint that is not deployed.
     """
     found = [served for served in serving_of(backend).models() if _may_use(caller, served)]
-    waiting = await backend.control.deployments.servable(caller.models)
+    waiting = await backend.deployments.servable(caller.models)
     return Json(ModelList(data=[*map(_model, found), *map(_to_be_served, waiting)]))
 
 
@@ -165,7 +165,7 @@ async def get_model(
         return Json(_model(served_of(backend, model, caller)))
     origin = await _checkpoint_of(backend, model, caller)
     served = any(one.origin is not None and one.origin.checkpoint == origin.checkpoint for one in _all(backend))
-    made = (await backend.control.get(origin.job)).status.finished_at
+    made = (await backend.jobs.get(origin.job)).status.finished_at
     return Json(Model(
         id=model, created=int(made.timestamp()) if made is not None else 0, job=origin.job, online=False,
         policy_version=origin.version, served=served, checkpoint=origin.checkpoint,
@@ -246,7 +246,7 @@ async def get_interaction(
     """Show the record of a choice: tokens, log-probs, versions, sampling settings, and the decision on it."""
     marked = marked_id(interaction)
     if marked is not None:
-        for job in await backend.control.job_entries():
+        for job in (await backend.jobs.index()).all():
             if job.mark == marked[1]:
                 found = await serving_of(backend).interaction(job.id, marked[0])
                 if found is not None:
@@ -345,7 +345,7 @@ def _all(backend: Backend) -> list[Served]:
 async def _checkpoint_of(backend: Backend, model: str, caller: Caller) -> ModelOrigin:
     """Return the checkpoint of a reference. Raises HttpProblem: 404 no such checkpoint, or out of the key's reach."""
     try:
-        origin = await backend.control.deployments.find(model)
+        origin = await backend.deployments.find(model)
     except (NotFound, ConfigError) as error:
         if caller.models is not None:  # the reason could reveal jobs that the key does not reach
             raise no_model(model) from None
@@ -364,7 +364,7 @@ async def _deployed(backend: Backend, model: str, caller: Caller) -> Served:
     if not model.startswith(REFERENCE):
         return served_of(backend, model, caller)
     origin, serving = await _checkpoint_of(backend, model, caller), serving_of(backend)
-    job = await backend.control.deployments.deploy(origin)
+    job = await backend.deployments.deploy(origin)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(APPEAR_S):
             while True:
@@ -378,7 +378,7 @@ async def _deployed(backend: Backend, model: str, caller: Caller) -> Served:
 
 async def _check_alive(backend: Backend, job: str) -> None:
     """Raise HttpProblem (503) with the reason if the deployment failed."""
-    status = (await backend.control.get(job)).status
+    status = (await backend.jobs.get(job)).status
     if status.phase == "failed":
         headers = {"Retry-After": "60", "x-should-retry": "false"}
         raise HttpProblem(503, "deployment_failed", f"deployment '{job}' failed: {status.message}", headers=headers)

@@ -66,7 +66,7 @@ async def list_versions(
 ) -> Response:
     """List the versions of a model: the newest, the served one, and those of its checkpoints."""
     served = served_of(backend, model, caller)
-    trained = (await backend.control.get(served.job)).status.policy_version
+    trained = (await backend.jobs.get(served.job)).status.policy_version
     kept = await _checkpoints_of(backend, served.job)
     newest = max(trained, served.version, *kept)
     versions = sorted({newest, served.version, *kept}, reverse=True)
@@ -106,4 +106,4 @@ async def roll_back_model(
 
 async def _checkpoints_of(backend: Backend, job: str) -> dict[int, Kept]:
     """Return the newest checkpoint of each version."""
-    return {row["version"]: Kept.model_validate(row) for row in await backend.control.checkpoints(job)}
+    return {row["version"]: Kept.model_validate(row) for row in await backend.checkpoints.rows(job)}

@@ -142,7 +142,7 @@ async def _job_of(backend: Backend, caller: Caller, item: str) -> str:
 
 
 async def _held(backend: Backend, job: str) -> HeldFeedback:
-    await backend.control.get(job)
+    await backend.jobs.get(job)
     return _quarantine(backend)
 
 

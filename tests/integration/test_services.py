@@ -1,4 +1,4 @@
-"""Reads of the HTTP API from the streams: the fold of a finished job, and the audit in bounded portions."""
+"""Services of the HTTP API on a real bus: the fold of a finished job, and the audit in bounded portions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.services.coordinator import control as control_module
 from penstock.services.coordinator.api.jobs.samples import SAMPLE_ID
-from penstock.services.coordinator.control import CoordinatorControl, chunks_of, largest_size
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.leader.leader_rpc import LeaderRpc
-from penstock.services.coordinator.queries import storage_health
+from penstock.services.coordinator.queries import health
+from penstock.services.coordinator.queries.diagnosis import chunks_of, largest_size
+from penstock.services.coordinator.services import build_services
+from penstock.services.coordinator.training import ledger_cache
 from penstock.services.coordinator.training.journal import Journal
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.jobs.kinds import parse_job
@@ -74,14 +75,14 @@ async def job_of(bus: Bus, *, phase: str) -> str:
 
 
 async def test_a_finished_ledger_is_folded_once(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "KEPT_STATES", 2)
-    control = CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
+    monkeypatch.setattr(ledger_cache, "KEPT_STATES", 2)
+    services = build_services(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
     jobs = [await job_of(bus, phase="succeeded") for _ in range(3)]
     running = await job_of(bus, phase="running")
     for job in [*jobs, running]:
-        assert [row["number"] for row in await control.checkpoints(job)] == [0]
+        assert [row["number"] for row in await services.checkpoints.rows(job)] == [0]
         await bus.purge(subjects.LEDGER, subjects.ledger(job))  # only to see who reads it again
-    assert [len(await control.checkpoints(job)) for job in reversed([*jobs, running])] == [0, 1, 1, 0]
+    assert [len(await services.checkpoints.rows(job)) for job in reversed([*jobs, running])] == [0, 1, 1, 0]
 
 
 def test_the_audit_reads_portions_bounded_in_bytes() -> None:
@@ -94,7 +95,7 @@ def test_the_audit_reads_portions_bounded_in_bytes() -> None:
 
 
 async def test_an_audit_tells_what_it_cannot_read(bus: Bus, tmp_path: Path) -> None:
-    control = CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
+    services = build_services(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
     job, base = await job_of(bus, phase="running"), {"writer_epoch": 1, "time": 0.0}
     journal = Journal(bus, job)
     await journal.load()
@@ -111,7 +112,7 @@ async def test_an_audit_tells_what_it_cannot_read(bus: Bus, tmp_path: Path) -> N
                 BatchTrained(**base, **place, version=number, digest="w", trainer_epoch=1),
             ]
         )
-        return await control.audit(job)
+        return await services.diagnosis.audit(job)
 
     data, header = encode_group(group(job, Draw(0)))
     honest = await train(1, data, header.digest)
@@ -120,11 +121,11 @@ async def test_an_audit_tells_what_it_cannot_read(bus: Bus, tmp_path: Path) -> N
     (flaw,) = (await train(2, b"overwritten", "d"))["violations"]
     assert flaw.startswith("digests: batch 2, draw 1.0: the stored group does not decode: ")
     await bus.publish(subjects.ledger(job), b"overwritten")
-    assert "ledger equation: entry 6: " in (await control.audit(job))["violations"][0]
+    assert "ledger equation: entry 6: " in (await services.diagnosis.audit(job))["violations"][0]
 
 
 async def test_pages_of_samples_go_through_every_batch(bus: Bus, tmp_path: Path) -> None:
-    control = CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
+    services = build_services(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
     job = await job_of(bus, phase="running")
     journal = Journal(bus, job)
     await journal.load()
@@ -155,7 +156,7 @@ async def test_pages_of_samples_go_through_every_batch(bus: Bus, tmp_path: Path)
 
     async def pages(min_reward: float | None, env: str | None = None) -> list[str]:
         seen: list[str] = []
-        while rows := await control.samples(
+        while rows := await services.samples.page(
             job, step=None, limit=1, sort=None, after=seen[-1] if seen else None, min_reward=min_reward, env=env
         ):
             seen += [row["id"] for row in rows]
@@ -169,7 +170,7 @@ async def test_pages_of_samples_go_through_every_batch(bus: Bus, tmp_path: Path)
     for id in expected:
         path = SAMPLE_ID.fullmatch(id)
         assert path is not None, "GET /v1/samples/{id} takes the ids that the list shows"
-        one = await control.sample(path[1], path[2])
+        one = await services.samples.one(path[1], path[2])
         assert (one["id"], one["href"]) == (id, f"/v1/samples/{id}")
         assert set(one["siblings"]) < set(expected)
 
@@ -178,18 +179,18 @@ async def test_a_budget_may_shrink_no_further_than_the_groups_allow(bus: Bus, tm
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "x" * 50_000, "answer": "y"}) + "\n")
     spec = CONFIG.model_dump(mode="json", exclude_unset=True) | {"data": {"train": {"type": "file", "path": str(rows)}}}
-    control = CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
-    job = (await control.store.create(JobConfig.parse(spec))).id
+    services = build_services(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
+    job = (await services.jobs.create(JobConfig.parse(spec))).id
     need = 4 * CONFIG.groups_per_batch * CONFIG.max_group_bytes  # without its rows
 
     def with_budget(byte_budget: int) -> Callable[[JobRecord], JobConfig]:
         return lambda record: JobConfig.parse({**spec, "limits": {"byte_budget": byte_budget}})
 
     with pytest.raises(ConfigError, match="a data row of up to 50"):
-        await control.steering.amend(job, with_budget(need), by="k")
-    assert (await control.steering.amend(job, with_budget(need + 2_000_000), by="k")).generation == 2
+        await services.steering.amend(job, with_budget(need), by="k")
+    assert (await services.steering.amend(job, with_budget(need + 2_000_000), by="k")).generation == 2
     rows.unlink()
-    assert (await control.steering.amend(job, with_budget(need + 3_000_000), by="k")).generation == 3, (
+    assert (await services.steering.amend(job, with_budget(need + 3_000_000), by="k")).generation == 3, (
         "more is always enough"
     )
 
@@ -206,15 +207,15 @@ def group(job: str, draw: Draw) -> Group:
 
 
 async def test_who_cannot_write_is_not_ready(bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    control = CoordinatorControl(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
+    services = build_services(bus, JobStore(bus), Members(), {}, ServiceSettings(data_dir=tmp_path))
     monkeypatch.setattr(LeaderRpc, "name", lambda self: asyncio.sleep(0, "api-0"))
-    ready, checks = await control.health()
+    ready, checks = await services.health.check()
     assert (ready, checks["write"]["detail"]) == (True, "taken")
     await call(bus._connection, f"STREAM.DELETE.KV_{subjects.ANSWERS}", {}, deadline_s=5, what="lose a bucket")
-    monkeypatch.setattr(storage_health, "TRUST_S", 0.0)
-    assert (await control.health())[0], "the newest answer holds for a moment"
-    control._probe._until = 0.0
-    ready, checks = await control.health()
+    monkeypatch.setattr(health, "TRUST_S", 0.0)
+    assert (await services.health.check())[0], "the newest answer holds for a moment"
+    services.health._probe._until = 0.0
+    ready, checks = await services.health.check()
     assert not ready
     assert checks["ledger"]["ok"], "it can still be read"
     assert not checks["write"]["ok"]
@@ -222,14 +223,14 @@ async def test_who_cannot_write_is_not_ready(bus: Bus, tmp_path: Path, monkeypat
 
 async def test_an_open_deployment_tells_of_a_job_without_defences(bus: Bus, tmp_path: Path) -> None:
     settings = ServiceSettings(data_dir=tmp_path, http_host="0.0.0.0", api_keys="k")
-    control = CoordinatorControl(bus, JobStore(bus), Members(), {}, settings)
+    services = build_services(bus, JobStore(bus), Members(), {}, settings)
     model = {"config": {"hidden_size": 64}, "tokenizer": "char"}
     for name, online, told in (("bare", {}, 1), ("guarded", {"defences": "standard"}, 0)):
         file = {"kind": "online_rl", "name": name, "model": model, "online": online}
         spec = parse_job(file)
-        plan = await control.dry_run(spec)
-        record = await control.submit(spec, file)
-        events = [row for _, row in await control.events(record.id, after=0, limit=9)]
+        plan = await services.submissions.dry_run(spec)
+        record = await services.submissions.submit(spec, file)
+        events = [row for _, row in await services.events.page(record.id, after=0, limit=9)]
         assert [(row["level"], row["type"], row["message"]) for row in events] == [
             ("warning", "submitted", text) for text in plan["warnings"]
         ]

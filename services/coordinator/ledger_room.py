@@ -1,0 +1,40 @@
+"""Room in the stream LEDGER: when users are warned, and when new jobs are refused."""
+
+from __future__ import annotations
+
+from penstock.services.coordinator.problems import HttpProblem
+from penstock.shared.protocol import subjects
+from penstock.shared.transport.bus import Bus, StreamState
+
+__all__ = ["FILLING_SHARE", "RESERVED_SHARE", "describe_ledger", "is_filling", "reserve_ledger"]
+
+FILLING_SHARE = 0.7
+"""Fill level from which users are warned."""
+RESERVED_SHARE = 0.9
+"""Fill level from which the rest is reserved for running jobs: new jobs are refused."""
+ADVICE = (
+    "see that its archive can be written (ledgers/ in the data directory), delete finished jobs (penstock rm JOB), or "
+    "raise PENSTOCK_LEDGER_BYTES and restart the coordinator"
+)
+
+
+def is_filling(state: StreamState) -> bool:
+    """Return True if users should free space."""
+    return state.max_bytes > 0 and state.bytes >= FILLING_SHARE * state.max_bytes
+
+
+def describe_ledger(state: StreamState) -> str:
+    """Describe the fill level, and the remedy."""
+    return f"LEDGER is {state.bytes / state.max_bytes:.0%} full ({state.bytes} of {state.max_bytes} bytes): {ADVICE}"
+
+
+async def reserve_ledger(bus: Bus) -> None:
+    """Refuse a new job if only reserved space is left.
+
+    Raises:
+        HttpProblem: 507 the ledger has no space for another job.
+        Unavailable: the bus does not answer.
+    """
+    state = await bus.stream_state(subjects.LEDGER)
+    if state.max_bytes > 0 and state.bytes >= RESERVED_SHARE * state.max_bytes:
+        raise HttpProblem(507, "ledger_full", f"{describe_ledger(state)}; what is left is kept for the jobs that run")
