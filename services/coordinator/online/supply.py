@@ -15,8 +15,7 @@ from penstock.services.coordinator.feedback.made import erase_groups, is_made_of
 from penstock.services.coordinator.feedback.privacy import Consents, objection
 from penstock.services.coordinator.leader.why import wait_row
 from penstock.services.coordinator.online.decision_feed import DecisionFeed, Funnel
-from penstock.services.coordinator.online.group_maker import GroupMaker
-from penstock.services.coordinator.online.groups import empty_group, group_of
+from penstock.services.coordinator.online.groups import GroupMaker, empty_group, group_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.quarantine import Quarantine
 from penstock.services.coordinator.online.record_lookup import InteractionReader, RestoredCopies, requeue_dead_letter
