@@ -17,8 +17,8 @@ from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.coordinator.online import supply as supply_module
-from penstock.services.coordinator.online.admission_audit import audit_admissions
 from penstock.services.coordinator.online.supply import LiveSupply
+from penstock.services.coordinator.queries.admission_audit import audit_admissions
 from penstock.services.coordinator.queries.audit import audit_group, audit_ledger, sealed_by_seq
 from penstock.services.coordinator.training.draws import TrainedBatch
 from penstock.services.coordinator.training.ledger import LedgerState

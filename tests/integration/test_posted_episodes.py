@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.services.coordinator.jobs.store import JobStore
-from penstock.services.coordinator.online.admission_audit import audit_admissions
+from penstock.services.coordinator.queries.admission_audit import audit_admissions
 from penstock.services.coordinator.queries.audit import audit_ledger
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import decode_events

@@ -8,9 +8,9 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 from msgspec.structs import replace
 
-from penstock.services.coordinator.online.admission_audit import StoredFacts, replay_admissions
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.turns import Trajectory
+from penstock.services.coordinator.queries.admission_audit import StoredFacts, replay_admissions
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admission
 from penstock.shared.protocol.generation import Sampling, Span

@@ -12,9 +12,9 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import initialize, invariant, rule
 
-from penstock.services.coordinator.online.admission_audit import replay_posted_admissions
 from penstock.services.coordinator.online.examples import InteractionRecord
 from penstock.services.coordinator.online.groups import example_group, group_of
+from penstock.services.coordinator.queries.admission_audit import replay_posted_admissions
 from penstock.services.coordinator.training.decided import block_of_decision, episode_digest
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.protocol.events import Admitted, BatchSealed, Decided, Event

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from penstock.services.coordinator.online.admission_audit import flaws_of_admission
 from penstock.services.coordinator.online.fairness import flaws_of_weights
 from penstock.services.coordinator.online.source import flaws_of_baselines
+from penstock.services.coordinator.queries.admission_audit import flaws_of_admission
 from penstock.services.coordinator.training.canary import flaws_of_canaries
 from penstock.services.coordinator.training.hyperparameters import hyperparameters_of
 from penstock.services.coordinator.training.ledger import NO_SIGNAL, LedgerState

@@ -15,7 +15,7 @@ from penstock.services.coordinator.leader.leader_rpc import LeaderRpc
 from penstock.services.coordinator.leader.weight_routes import transports_of
 from penstock.services.coordinator.leader.why import wait_row
 from penstock.services.coordinator.ledger_room import describe_ledger, is_filling
-from penstock.services.coordinator.online.admission_audit import audit_admissions
+from penstock.services.coordinator.queries.admission_audit import audit_admissions
 from penstock.services.coordinator.queries.audit import Audit, audit_entries, audit_stored, sealed_by_seq
 from penstock.services.coordinator.queries.logfiles import read_logs
 from penstock.services.coordinator.queries.replays import replay_rows

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from penstock.services.coordinator.online import admission_audit
 from penstock.services.coordinator.online import matching as matching_module
-from penstock.services.coordinator.online.admission_audit import StoredFacts, replay_admissions
 from penstock.services.coordinator.online.credit import TurnTokens, TurnTree, branch_shares, returns, turn_tree
 from penstock.services.coordinator.online.fairness import flaws_of_weights
 from penstock.services.coordinator.online.groups import group_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.turns import Trajectory
+from penstock.services.coordinator.queries import admission_audit
+from penstock.services.coordinator.queries.admission_audit import StoredFacts, replay_admissions
 from penstock.services.coordinator.training.decision import Draft, copy_state
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.run import JobRun

@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.services.coordinator.online.admission_audit import flaws_of_admission
 from penstock.services.coordinator.online.fairness import owners_of
 from penstock.services.coordinator.online.groups import example_group
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource, batch_of
 from penstock.services.coordinator.online.statuses import feedback_statuses
+from penstock.services.coordinator.queries.admission_audit import flaws_of_admission
 from penstock.services.coordinator.training.decision import Draft
 from penstock.services.coordinator.training.gate import Candidate, Verdict
 from penstock.services.coordinator.training.ledger import LOGPROBS_DIFFER, LedgerState

@@ -11,13 +11,13 @@ from msgspec.structs import replace
 
 from penstock.services.coordinator.online import episode as episode_module
 from penstock.services.coordinator.online.admission import PolicyState, facts_of
-from penstock.services.coordinator.online.admission_audit import StoredFacts, replay_admissions
 from penstock.services.coordinator.online.episode import PostedEpisode
 from penstock.services.coordinator.online.fairness import flaws_of_weights
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.source import LiveSource
 from penstock.services.coordinator.online.statuses import UnrecordedDecisions
 from penstock.services.coordinator.online.turns import FeedbackItem, PostedTurn, tokens_of
+from penstock.services.coordinator.queries.admission_audit import StoredFacts, replay_admissions
 from penstock.services.coordinator.training.decision import Draft, copy_state
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.services.coordinator.training.run import JobRun
