@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.services.coordinator.online import lazy_heap as lazy_heap_module
-from penstock.services.coordinator.online.lazy_heap import CLEANED, LazyHeap
+from penstock.services.coordinator.online import undecided
+from penstock.services.coordinator.online.undecided import CLEANED, LazyHeap
 
 NAMES = st.sampled_from("abcdef")
 VALUES = st.integers(0, 9).map(float)
@@ -36,7 +36,7 @@ class Values:
 
 @pytest.fixture(autouse=True)
 def _clean_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lazy_heap_module, "SLACK", 2)
+    monkeypatch.setattr(undecided, "SLACK", 2)
 
 
 @given(st.lists(STEPS, max_size=120))
@@ -73,7 +73,7 @@ def test_however_many_wait_a_push_looks_at_few() -> None:
         values.put(str(number % 1_000), float(number))
         busiest = max(busiest, values.asked - before)
     assert 0 < busiest <= CLEANED
-    assert len(values.heap) <= 3 * len(values.now) + lazy_heap_module.SLACK
+    assert len(values.heap) <= 3 * len(values.now) + undecided.SLACK
     assert values.heap.lowest() == min(values.now.values())
 
 

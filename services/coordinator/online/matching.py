@@ -20,7 +20,6 @@ import msgspec
 from penstock.services.coordinator.online.admission import is_far_off
 from penstock.services.coordinator.online.episode import EPISODE_OVER, TOO_MANY_TURNS, ServedEpisode, without_objectors
 from penstock.services.coordinator.online.examples import targets_of
-from penstock.services.coordinator.online.lazy_heap import LazyHeap
 from penstock.services.coordinator.online.off_policy import COMMENT, DEMONSTRATION, EMPTY_BODY, OffPolicyExamples
 from penstock.services.coordinator.online.statuses import (
     CONSUMED,
@@ -39,7 +38,12 @@ from penstock.services.coordinator.online.turns import (
     canonical_id,
     episode_key,
 )
-from penstock.services.coordinator.online.unmatched import PendingRetractions, UndecidedFeedback, UnmatchedFeedback
+from penstock.services.coordinator.online.undecided import (
+    LazyHeap,
+    PendingRetractions,
+    UndecidedFeedback,
+    UnmatchedFeedback,
+)
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.online.section import REWARD

@@ -30,8 +30,8 @@ from penstock.services.coordinator.online.examples import (
     targets_of,
     text_preference,
 )
-from penstock.services.coordinator.online.lazy_heap import SLACK, LazyHeap
 from penstock.services.coordinator.online.turns import MAX_SEQ, FeedbackItem, PostedTurn, tokens_of
+from penstock.services.coordinator.online.undecided import SLACK, LazyHeap
 from penstock.services.coordinator.training.decided import episode_digest
 from penstock.services.coordinator.training.ledger import LedgerState
 from penstock.shared.config.jobs.online_job import OnlineJob

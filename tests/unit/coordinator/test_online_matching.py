@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from penstock.services.coordinator.online import episode as episode_module
 from penstock.services.coordinator.online import statuses as statuses_module
-from penstock.services.coordinator.online import unmatched as unmatched_module
+from penstock.services.coordinator.online import undecided
 from penstock.services.coordinator.online.admission import refusal_of
 from penstock.services.coordinator.online.matching import Matching
 from penstock.services.coordinator.online.off_policy import OffPolicyExamples
@@ -110,7 +110,7 @@ def test_a_job_may_accept_feedback_of_the_asking_key_only(early: bool, place: di
 
 
 def test_unmatched_feedback_is_bounded_for_each_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unmatched_module, "MAX_PER_KEY", 2)
+    monkeypatch.setattr(undecided, "MAX_PER_KEY", 2)
     found = matching()
     items = [rating(f"f{n}", f"i{n}", key="flood") for n in range(1, 4)]
     fates = [one for seq, item in enumerate(items) for one in found.on_feedback(seq, item, NOW)]
@@ -341,8 +341,8 @@ def test_a_sweep_looks_at_nothing_that_only_waits(monkeypatch: pytest.MonkeyPatc
 
 
 def test_all_keys_together_have_no_more_waiting_than_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unmatched_module, "MAX_UNMATCHED", 10)
-    monkeypatch.setattr(unmatched_module, "EVICTED_AT_ONCE", 3)
+    monkeypatch.setattr(undecided, "MAX_UNMATCHED", 10)
+    monkeypatch.setattr(undecided, "EVICTED_AT_ONCE", 3)
     found = matching()
     for number in range(11):
         fates = found.on_feedback(number, rating(f"f{number}", f"i{number}", key=f"k{number % 2}"), NOW)
