@@ -137,9 +137,8 @@ def create_app(
     )  # fmt: skip
     app.openapi = lambda: openapi.describe(app, ROUTERS)  # type: ignore[method-assign]
     app.add_api_route("/openapi.json", openapi.Document(app.openapi).__call__, include_in_schema=False)
-    for router in ROUTERS:
-        app.include_router(router)
-    app.include_router(dashboard.router)
+    for router in (*ROUTERS, dashboard.router):
+        app.router.routes.extend(router.routes)  # include_router analyses every signature once more
     _handle_errors(app)
     app.add_middleware(Direct, posts={**feedback.DIRECT, **inference.DIRECT}, backend=app.state.backend)
     app.add_middleware(Idempotency, store=ReplyStore(volatile))
