@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +36,7 @@ WORKERS, WORKER_BYTES = 3, 2 << 30
 """Processes that share the whole suite, and memory of one with what it starts. Two cores have room for three: many
 tests wait for processes of their own, few need a core all the time. The long ones do: two of them share two cores."""
 SLOW_UNTIL = 0.8
+NURSERY: pytest.StashKey[Any] = pytest.StashKey()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,6 +51,29 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
         return 0
     workers = WORKERS - 1 if config.option.markexpr.startswith("long") else WORKERS
     return max(1, min(workers, psutil.virtual_memory().available // WORKER_BYTES))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[Any]) -> None:
+    """Fork the processes that share the whole suite from one nursery, which forks their services and ranks, too."""
+    if _whole_suite(config):
+        config.stash[NURSERY] = nursery = module_beside("nursery").Nursery()
+        nursery.start()
+        for spec in specs:
+            spec.python = spec.python or str(nursery.interpreter)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a process that shares the suite where the nursery is."""
+    if (nursery := node.config.stash.get(NURSERY, None)) is not None:
+        node.workerinput["nursery"] = str(nursery.directory)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End the nursery of all."""
+    if (nursery := config.stash.get(NURSERY, None)) is not None:
+        nursery.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -147,9 +171,10 @@ async def bus(nats_server: NatsServer) -> AsyncIterator[Bus]:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Any]:
+def nursery(pytestconfig: pytest.Config) -> Iterator[Any]:
     """A ``Nursery``: forks services and ranks that need not import torch any more."""
-    found = module_beside("nursery").Nursery()
+    shared = getattr(pytestconfig, "workerinput", {}).get("nursery", "")
+    found = module_beside("nursery").Nursery(shared)
     yield found
     found.close()
 

@@ -4,7 +4,8 @@
 a program each time it is sent an order. What it forks runs as a program of its own: it has an environment, a session, a
 log and an end of its own, and can be stopped and killed like any other process. It ends with the nursery at the latest.
 
-The interpreter that a forked trainer starts for a replay is ``nursery_python.py``, which has that forked here, too.
+The interpreter that a forked trainer starts for a replay is ``nursery_python.py``, which has that forked here, too. So
+are the processes that share the whole suite: one nursery serves all of them (``conftest.py``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -49,12 +51,18 @@ INTERPRETER = Path(__file__).with_name("nursery_python.py")
 
 
 class Nursery:
-    """Started with the first program."""
+    """Started with the first program, unless another process started it: then ``directory`` is that nursery's."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: str = "") -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._turn = threading.Lock()
-        self._directory = tempfile.TemporaryDirectory(prefix="penstock-nursery-")
+        self._own = None if directory else tempfile.TemporaryDirectory(prefix="penstock-nursery-")
+        self.directory = Path(directory or self._own.name)  # type: ignore[union-attr]
+
+    @property
+    def interpreter(self) -> Path:
+        """A program that stands for ``python``: it forks here what ``nursery_python.py`` names."""
+        return self.directory / "python"
 
     def launch(self, module: str, environment: Mapping[str, str], log: IO[bytes]) -> Forked:
         """Run a module as the services are run: a ``penstock.local.launch.Launch``."""
@@ -74,32 +82,43 @@ class Nursery:
         order = {
             "program": program, "arguments": arguments, "environment": dict(environment), "directory": str(Path.cwd()),
         }  # fmt: skip
+        descriptors = [output, *([channel.fileno()] if channel else [])]
+        if self._own is None:
+            news = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            news.connect(str(self.directory / SOCKET))
+            socket.send_fds(news, [json.dumps(order).encode()], descriptors)
+            return Forked(news)
         ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        descriptors = [its.fileno(), output, *([channel.fileno()] if channel else [])]
         with self._turn, its:
-            self._start()
-            socket.send_fds(self._orders, [json.dumps(order).encode()], descriptors)
+            self.start()
+            socket.send_fds(self._orders, [json.dumps(order).encode()], [its.fileno(), *descriptors])
         return Forked(ours)
 
     def close(self) -> None:
-        """End it, and with it what it forked."""
+        """End it, and with it what it forked, unless it is another's."""
         if self._process is not None:
             self._orders.close()
             self._process.kill()
             self._process.wait()
             self._process = None
-        self._directory.cleanup()
+        if self._own is not None:
+            self._own.cleanup()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start it, once: a connection to its socket is taken from now on, and answered when its imports are done."""
         if self._process is not None:
             return
+        make_interpreter(self.directory)
         environment = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # the other check breaks CUDA in a fork
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [sys.executable, __file__, str(theirs.fileno()), self._directory.name]
+        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(self.directory / SOCKET))
+            listener.listen()
+            passed = [theirs.fileno(), listener.fileno()]
             self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
-            )
+                [sys.executable, __file__, *map(str, passed), str(self.interpreter)],
+                pass_fds=passed, env=environment, start_new_session=True,
+            )  # fmt: skip
 
 
 class Forked:
@@ -237,13 +256,16 @@ def become(order: Mapping[str, Any]) -> None:
     output, *channel = order["descriptors"]
     os.setsid()
     os.chdir(order["directory"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    if "code" in order:
+        become_interpreter(order["code"], output, *channel)
+        return
     with Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
-    os.environ.clear()
-    os.environ.update(order["environment"])
     program = order["program"]
     sys.argv = [program, *map(str, channel), *order["arguments"]]
     if program == "penstock.services.trainer":
@@ -253,6 +275,17 @@ def become(order: Mapping[str, Any]) -> None:
         runpy.run_path(program, run_name="__main__")
     else:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
+
+
+def become_interpreter(code: str, *streams: int) -> None:
+    """Run what follows ``python -c``; ``streams`` are its standard error, input and output."""
+    for descriptor, standard in zip(streams, (2, 0, 1), strict=True):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    sys.argv = ["-c"]
+    sys.path[0] = ""
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(code, "<string>", "exec"), vars(sys.modules["__main__"]))
 
 
 def imports(names: Sequence[str]) -> None:
@@ -268,24 +301,20 @@ def imports(names: Sequence[str]) -> None:
     gc.freeze()  # or the memory that all share would be copied by the first collection
 
 
-def make_interpreter(directory: Path) -> str:
+def make_interpreter(directory: Path) -> None:
     """A program that stands for ``python`` and knows where the nursery's socket is."""
     words = [sys.executable, "-IS", str(INTERPRETER), str(directory / SOCKET)]
     program = directory / "python"
     program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     program.chmod(0o700)
-    return str(program)
 
 
 def main() -> None:
     """The nursery, and each process that it forks."""
-    directory = Path(sys.argv[2])
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(directory / SOCKET))
-    listener.listen()
-    interpreter = make_interpreter(directory)
+    orders, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
+    interpreter = sys.argv[3]
     imports(IMPORTED)
-    order = serve(socket.socket(fileno=int(sys.argv[1])), listener)
+    order = serve(orders, listener)
     if order is not None:
         become({**order, "interpreter": interpreter})
 

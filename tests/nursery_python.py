@@ -1,7 +1,7 @@
-"""Stands for ``python`` where a nursery forked: a replay is forked there, too; anything else is run as always.
+"""Stands for ``python``: the nursery forks a replay and a process of pytest-xdist; anything else runs as always.
 
-``nursery_python.py SOCKET -m MODULE ARGUMENTS``, with the socket of the nursery. It imports next to nothing, so that it
-is there at once.
+``nursery_python.py SOCKET -m MODULE ARGUMENTS`` or ``nursery_python.py SOCKET -u -c CODE``, with the socket of the
+nursery. It imports next to nothing, so that it is there at once.
 """
 
 from __future__ import annotations
@@ -16,13 +16,22 @@ FORKED = ("penstock.services.trainer.replay",)
 WORD_BYTES = 16
 
 
-def run(path: str, module: str, arguments: list[str]) -> int:
-    """Have the nursery run a module with this environment and output; returns how it ended, negative for a signal."""
+def order_of(words: list[str]) -> tuple[dict[str, object], list[int]] | None:
+    """An order for the nursery and the descriptors that go with it; None if it does not fork this."""
+    if words[:1] == ["-m"] and words[1] in FORKED:
+        return {"program": words[1], "arguments": words[2:]}, [2]
+    if words[:2] == ["-u", "-c"] and len(words) == 3:
+        return {"code": words[2]}, [2, 0, 1]
+    return None
+
+
+def run(path: str, order: dict[str, object], descriptors: list[int]) -> int:
+    """Have the nursery carry out an order with this environment; returns how it ended, negative for a signal."""
     environment, directory = dict(os.environ), os.getcwd()  # noqa: PTH109  pathlib would take longer than all the rest
-    order = {"program": module, "arguments": arguments, "environment": environment, "directory": directory}
+    data = json.dumps({**order, "environment": environment, "directory": directory}).encode()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as nursery:
         nursery.connect(path)
-        socket.send_fds(nursery, [json.dumps(order).encode()], [2])
+        socket.send_fds(nursery, [data], descriptors)
         nursery.recv(WORD_BYTES)  # its process id
         return int(nursery.recv(WORD_BYTES) or -signal.SIGKILL)
 
@@ -30,9 +39,10 @@ def run(path: str, module: str, arguments: list[str]) -> int:
 def main() -> None:
     """Ends as what it runs does."""
     path, *words = sys.argv[1:]
-    if words[:1] != ["-m"] or words[1] not in FORKED:
+    ordered = order_of(words)
+    if ordered is None:
         os.execv(sys.executable, [sys.executable, *words])
-    code = run(path, words[1], words[2:])
+    code = run(path, *ordered)
     if code < 0:
         os.kill(os.getpid(), -code)
     sys.exit(code)
