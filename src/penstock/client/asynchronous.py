@@ -13,7 +13,7 @@ import httpx
 
 from penstock.client import calls, flows
 from penstock.client import feedback as said
-from penstock.client.answers import base_url, body_of, default_headers, unreachable
+from penstock.client.answers import authorities, base_url, body_of, default_headers, unreachable
 from penstock.client.audit_log import AsyncAuditLog
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
 from penstock.client.dead_letters import AsyncDeadLetters
@@ -68,7 +68,10 @@ class AsyncClient:
         self.quarantine = AsyncQuarantine(self._send)
         self.feedback_tokens, self.users = AsyncFeedbackTokens(self._send), AsyncUsers(self._send)
         self.episodes, self.models = AsyncEpisodes(self._send), AsyncModels(self._send)
-        self._http = httpx.AsyncClient(base_url=self.url, headers=default_headers(api_key, self.url), timeout=timeout_s)
+        self._http = httpx.AsyncClient(
+            base_url=self.url, headers=default_headers(api_key, self.url), timeout=timeout_s,
+            verify=authorities(self.url),
+        )  # fmt: skip
         self._streams = AsyncStreams(self._http, self.url, timeout_s, patience_s)
 
     async def __aenter__(self) -> AsyncClient:

@@ -12,7 +12,7 @@ import httpx
 
 from penstock.client import calls, flows
 from penstock.client import feedback as said
-from penstock.client.answers import base_url, body_of, default_headers, unreachable
+from penstock.client.answers import authorities, base_url, body_of, default_headers, unreachable
 from penstock.client.audit_log import AuditLog
 from penstock.client.calls import Call, Goal, JobFile, Order, Records, Row, Rows
 from penstock.client.dead_letters import DeadLetters
@@ -67,7 +67,10 @@ class Client:
         self.quarantine = Quarantine(self._send)
         self.feedback_tokens, self.users = FeedbackTokens(self._send), Users(self._send)
         self.episodes, self.models = Episodes(self._send), Models(self._send)
-        self._http = httpx.Client(base_url=self.url, headers=default_headers(api_key, self.url), timeout=timeout_s)
+        self._http = httpx.Client(
+            base_url=self.url, headers=default_headers(api_key, self.url), timeout=timeout_s,
+            verify=authorities(self.url),
+        )  # fmt: skip
         self._streams = Streams(self._http, self.url, timeout_s, patience_s)
 
     def __enter__(self) -> Client:

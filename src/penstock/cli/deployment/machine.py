@@ -20,7 +20,7 @@ import penstock
 from penstock.cli.deployment.engines import interpreter_with
 from penstock.cli.exits import FAILED
 from penstock.cli.printing import Json, note, show_json, show_line
-from penstock.client.answers import DEFAULT_URL
+from penstock.client.answers import DEFAULT_URL, authorities
 from penstock.local import Stack, StackOptions, StreamSizes, UpState, read_state
 from penstock.local.engines import engine_python, environment_of
 from penstock.shared.config.jobs.kinds import AnyJob, TextJob
@@ -246,7 +246,7 @@ def _copy_new_lines(log: Path, start: int) -> int:
 
 def _is_ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/readyz", timeout=2.0).is_success
+        return httpx.get(f"{url}/readyz", timeout=2.0, verify=authorities(url)).is_success
     except httpx.TransportError:
         return False
 

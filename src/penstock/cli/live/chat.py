@@ -13,7 +13,7 @@ import typer
 
 from penstock.cli.printing import Json, note, show_line
 from penstock.client import Client
-from penstock.client.answers import base_url, default_headers, error_of, unreachable
+from penstock.client.answers import authorities, base_url, default_headers, error_of, unreachable
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.jobs.online_job import OnlineJob
 from penstock.shared.config.online.section import MetricConfig
@@ -168,7 +168,10 @@ def _show(talk: Conversation, text: str, as_json: bool) -> None:
 
 
 def _http() -> httpx.Client:
-    return httpx.Client(base_url=base_url(None), headers=default_headers(None, base_url(None)), timeout=TIMEOUT)
+    url = base_url(None)
+    return httpx.Client(
+        base_url=url, headers=default_headers(None, url), timeout=TIMEOUT, verify=authorities(url)
+    )  # fmt: skip
 
 
 def _thumbs(client: Client, model: str, wanted: str | None) -> Thumbs | None:
