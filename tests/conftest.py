@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.util
@@ -96,7 +97,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt all that was imported and collected from garbage collection: passes over it took a third of the time."""
+    """Exempt all that was imported and collected from garbage collection: passes over it took a third of the time.
+
+    A ``CliRunner`` makes its command of an application once, not for each line: it has 77 of them, whose signatures
+    take longer to read than most of them take to run.
+    """
+    if (testing := sys.modules.get("typer.testing")) is not None:
+        testing._get_command = functools.cache(testing._get_command)  # type: ignore[attr-defined]
     gc.collect()
     gc.freeze()
 
