@@ -125,37 +125,36 @@ async def test_what_only_the_coordinator_can_refuse(connect: Any, job: Any) -> N
     assert "exceed the EXPERIENCE stream" in body["detail"]
 
 
-@pytest.mark.parametrize(
-    ("content", "kind", "status", "code"),
-    [
-        (b"{", "application/json", 400, "malformed_json"),
-        (b"a: [", "application/yaml", 400, "malformed_yaml"),
-        (b"a: \xff\xfe", "application/yaml", 400, "malformed_yaml"),
-        (b"[1]", "application/json", 422, "invalid_body"),
-        (b"", "application/yaml", 422, "invalid_body"),
-        (b"{}", "text/plain", 415, "unsupported_media_type"),
-        (b"{}", "", 415, "unsupported_media_type"),
-        (b"name: .inf", "application/yaml", 422, "invalid_job"),
-        (b"1: x", "application/yaml", 422, "invalid_job"),
-        (b"name: 2024-01-01", "application/yaml", 422, "invalid_job"),
-        (b'{"seed": 99999999999999999999}', "application/json", 422, "invalid_job"),
-        (b"[" * 400_000, "application/yaml", 422, "too_complex"),
-        (b"[" * 400_000, "application/json", 422, "too_complex"),
-        (b"&a [*a]", "application/yaml", 422, "too_complex"),
-        (
-            b"a: &a [x,x,x,x,x,x,x,x,x,x]\n" + b"".join(
-                b"%c: &%c [%s]\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 10)) for c in b"bcdefgh"
-            ), "application/yaml", 422, "too_complex",
-        ),
-    ],
-    ids=lambda value: repr(value)[:40],
-)  # fmt: skip
-async def test_hostile_bodies(connect: Any, content: bytes, kind: str, status: int, code: str) -> None:
+HOSTILE = [
+    (b"{", "application/json", 400, "malformed_json"),
+    (b"a: [", "application/yaml", 400, "malformed_yaml"),
+    (b"a: \xff\xfe", "application/yaml", 400, "malformed_yaml"),
+    (b"[1]", "application/json", 422, "invalid_body"),
+    (b"", "application/yaml", 422, "invalid_body"),
+    (b"{}", "text/plain", 415, "unsupported_media_type"),
+    (b"{}", "", 415, "unsupported_media_type"),
+    (b"name: .inf", "application/yaml", 422, "invalid_job"),
+    (b"1: x", "application/yaml", 422, "invalid_job"),
+    (b"name: 2024-01-01", "application/yaml", 422, "invalid_job"),
+    (b'{"seed": 99999999999999999999}', "application/json", 422, "invalid_job"),
+    (b"[" * 400_000, "application/yaml", 422, "too_complex"),
+    (b"[" * 400_000, "application/json", 422, "too_complex"),
+    (b"&a [*a]", "application/yaml", 422, "too_complex"),
+    (
+        b"a: &a [x,x,x,x,x,x,x,x,x,x]\n" + b"".join(
+            b"%c: &%c [%s]\n" % (c, c, b",".join([b"*%c" % (c - 1)] * 10)) for c in b"bcdefgh"
+        ), "application/yaml", 422, "too_complex",
+    ),
+]  # fmt: skip
+
+
+async def test_hostile_bodies(connect: Any) -> None:
     async with connect() as client:
-        began = time.process_time()  # of this process alone: the machine may be busy
-        reply = await client.post("/v1/jobs", content=content, headers={"content-type": kind})
-        assert_problem(reply, status, code)
-        assert time.process_time() - began < 5
+        for content, kind, status, code in HOSTILE:
+            began = time.process_time()  # of this process alone: the machine may be busy
+            reply = await client.post("/v1/jobs", content=content, headers={"content-type": kind})
+            assert_problem(reply, status, code)
+            assert time.process_time() - began < 5, content[:40]
 
 
 async def test_a_body_is_cut_off_while_it_streams_in(connect: Any) -> None:
@@ -244,20 +243,20 @@ async def test_open_to_the_network_without_keys_is_refused(deployment: Any) -> N
             create_app(services)
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"host": "evil.example"}, 403),
-        ({"host": "localhost:8000"}, 200),
-        ({"host": "[::1]:8000"}, 200),
-        ({"origin": "https://evil.example"}, 403),
-        ({"origin": "http://localhost:3000"}, 200),
-        ({"origin": "null"}, 403),
-    ],
-)
-async def test_web_pages_cannot_use_a_keyless_api(connect: Any, headers: dict[str, str], status: int) -> None:
+HEADERS_OF_PAGES = [
+    ({"host": "evil.example"}, 403),
+    ({"host": "localhost:8000"}, 200),
+    ({"host": "[::1]:8000"}, 200),
+    ({"origin": "https://evil.example"}, 403),
+    ({"origin": "http://localhost:3000"}, 200),
+    ({"origin": "null"}, 403),
+]
+
+
+async def test_web_pages_cannot_use_a_keyless_api(connect: Any) -> None:
     async with connect() as client:
-        assert (await client.get("/v1/jobs", headers=headers)).status_code == status
+        for headers, status in HEADERS_OF_PAGES:
+            assert (await client.get("/v1/jobs", headers=headers)).status_code == status, headers
 
 
 async def test_rate_limit(connect: Any) -> None:

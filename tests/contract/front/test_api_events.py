@@ -48,11 +48,15 @@ def test_list_pages(served: Any, deployment: Any, job: Any) -> None:
     assert [row["message"] for row in rest["data"]] == ["step 3", "step 4"]
 
 
-@pytest.mark.parametrize("cursor", ["9" * 5000, "-1", "1x", "\u00b2", str(1 << 53)])
-def test_a_cursor_that_the_stream_never_sent_is_refused(served: Any, job: Any, cursor: str) -> None:
-    id = submit(served, job)
-    reply = httpx.get(f"{served.url}/v1/jobs/{id}/events", headers={"last-event-id": cursor.encode("latin-1")})
-    assert (reply.status_code, reply.json()["type"]) == (422, "urn:penstock:problem:invalid_cursor")
+def test_a_cursor_that_the_stream_never_sent_is_refused(served: Any, job: Any) -> None:
+    url = f"{served.url}/v1/jobs/{submit(served, job)}/events"
+    with httpx.Client() as client:
+        for cursor in ("9" * 5000, "-1", "1x", "\u00b2", str(1 << 53)):
+            reply = client.get(url, headers={"last-event-id": cursor.encode("latin-1")})
+            assert (reply.status_code, reply.json()["type"]) == (422, "urn:penstock:problem:invalid_cursor"), cursor
+        for cursor in ("x", "-1", "1.5", "9" * 30):
+            reply = client.get(url, headers={"accept": "text/event-stream", "last-event-id": cursor})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (422, "invalid_cursor"), cursor
 
 
 def test_stream_to_the_end(served: Any, deployment: Any, job: Any) -> None:
@@ -151,14 +155,6 @@ def test_who_resumes_behind_events_that_are_gone_is_told(served: Any, deployment
     with Client(served.url) as client:
         rows = list(client.events(id, after=3))
     assert [row["type"] for row in rows] == ["reset", *["step"] * 3, "phase"]
-
-
-@pytest.mark.parametrize("cursor", ["x", "-1", "1.5", "9" * 30])
-def test_cursors_that_are_none(served: Any, job: Any, cursor: str) -> None:
-    id = submit(served, job)
-    headers = {"accept": "text/event-stream", "last-event-id": cursor}
-    reply = httpx.get(f"{served.url}/v1/jobs/{id}/events", headers=headers)
-    assert (reply.status_code, reply.json()["error"]["code"]) == (422, "invalid_cursor")
 
 
 def test_unknown_job_is_404_not_a_stream(served: Any) -> None:
