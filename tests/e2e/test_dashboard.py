@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from playwright.sync_api import Page, expect
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.ids import new_job_id
+from penstock.shared.protocol.live.interaction import new_marked_id
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.message import Outgoing
 
@@ -191,7 +191,7 @@ def test_the_fate_of_feedback_is_shown(stack: Any, page: Page, enter: Any, make_
     enter(page, stack, where=f"#/jobs/{job}/feedback")
     page.get_by_text("None yet: POST /feedback.").wait_for()
 
-    unknown = [str(uuid.uuid4()) for _ in range(3)]
+    unknown = [new_marked_id(job) for _ in range(3)]
     said = [stack.client.feedback("liked", True, inference=inference).feedback_id for inference in unknown]
     page.get_by_text("3 items").wait_for()
     rows = page.get_by_role("table", name="Feedback by status").locator("tr")
@@ -267,7 +267,7 @@ VIEWS = {
     "#/deployment/webhooks": ("button:text('Add a webhook')", ["Deployment", "Webhooks"]),
     "#/deployment/quarantine": (":text('unlike what its source')", ["Deployment", "Held back"]),
     "#/deployment/files": ("section.panel", ["Deployment", "Data sets"]),
-    "#/deployment/audit": ("td code:text('POST /v1/jobs')", ["Deployment", "Audit log"]),
+    "#/deployment/audit": ("td code:text-matches('^(POST|PUT|PATCH|DELETE) /')", ["Deployment", "Audit log"]),
     "#/deployment/health": ("table[aria-label=Limits]", ["Deployment", "Health", "Limits"]),
 }
 """Every view, a sign that it is complete, and its headings (the first of them, where metrics make others)."""
