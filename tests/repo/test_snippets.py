@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import re
 import shlex
@@ -111,9 +112,15 @@ def test_a_command_of_a_page_has_these_options(shown: Snippet) -> None:
                 parsed(words[1:])
 
 
+@functools.cache
+def group() -> Any:
+    """The command line: typer reads all signatures for it."""
+    return get_group(app)
+
+
 def parsed(words: list[str]) -> None:
     """Read a command line as ``penstock`` does, and do nothing. Raises TyperException."""
-    command: Any = get_group(app)
+    command: Any = group()
     while isinstance(command, TyperGroup):
         assert words[:1] != [], "names no command"
         assert words[0] in command.commands, f"there is no command '{words[0]}'"
