@@ -1,6 +1,6 @@
 """Every operation of the OpenAPI document over a whole deployment, with keys and without: what it promises holds.
 
-Each operation is called once so that it succeeds, then with generated requests.
+Each operation is called once so that it succeeds, then, where the long tests run, with generated requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LAST = ("DELETE", "cancel", "end", "resume")
 
 @pytest.mark.timeout(180)
 def test_the_document_holds(front: Any) -> None:
-    fuzz(front, examples=1)
+    fuzz(front, examples=0)
 
 
 @pytest.mark.long
@@ -49,7 +49,7 @@ def test_the_document_holds_for_many_requests(front: Any) -> None:
 
 def fuzz(front: Any, *, examples: int) -> None:
     """Raises AssertionError with everything that is wrong, and with the operations that never succeeded."""
-    schema = schemathesis.openapi.from_url(f"{front.url}/openapi.json")
+    schema = schemathesis.openapi.from_url(f"{front.url}/openapi.json", timeout=60)
     found = Findings(front)
     for operation in sorted((one.ok() for one in schema.get_all_operations()), key=_order):
         found.look_at(operation, examples)
@@ -71,14 +71,18 @@ class Findings:
         self.never_succeeded: list[str] = []
 
     def look_at(self, operation: Any, examples: int) -> None:
-        """Call an operation so that it succeeds, and then with generated requests."""
+        """Call an operation so that it succeeds, and then with ``examples`` generated requests."""
         label = f"{operation.method.upper()} {operation.path}"
         place = self.front.place(label)
         good = operation.Case(path_parameters=dict(place), **self.front.call(label))
         reply = self._send(label, good)
         if not 200 <= reply.status_code < 300:
             self.never_succeeded.append(f"{label}: {reply.status_code} {reply.text}")
+        if examples:
+            self._generate(operation, label, place, examples)
 
+    def _generate(self, operation: Any, label: str, place: dict[str, Any], examples: int) -> None:
+        """Call an operation with generated requests, most of them about what is there."""
         count = itertools.count(1)
 
         @hypothesis.settings(
