@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import pytest
 import yaml
 
 from penstock.client import AsyncClient, Client
+from penstock.client.answers import authorities
 from penstock.client.calls import Call
 from penstock.client.patience import Attempts
 from penstock.services.coordinator.submission import Submissions
@@ -307,3 +309,12 @@ def test_keys(serve: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("PENSTOCK_API_KEY", "secret")
     with Client(server.url) as client:
         assert client.list() == []
+
+
+def test_no_authority_is_trusted_where_none_is_needed() -> None:
+    """To load them takes 20 ms; over TLS they are those of the machine."""
+    assert authorities("https://penstock.example") is True
+    none = authorities("http://127.0.0.1:8000")
+    assert isinstance(none, ssl.SSLContext)
+    assert (none.verify_mode, none.check_hostname) == (ssl.CERT_REQUIRED, True)
+    assert none.cert_store_stats()["x509_ca"] == 0
