@@ -245,8 +245,9 @@ async def test_an_update_between_the_parts_of_a_prompt_leaves_nothing_of_the_old
     answer = asyncio.create_task(bench.engine.generate(bench.ask("new", prompt=prompt, n=2, max_new_tokens=5)))
     assert await asyncio.to_thread(reached.wait, 60)
     update = asyncio.create_task(bench.update(1, seed=1))
-    while not bench.engine._interrupt:  # the update waits for the end of this pass
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(60):
+        while not bench.engine._interrupt:  # the update waits for the end of this pass
+            await asyncio.sleep(0.001)
     go_on.set()
     await update
     for sample in (await answer).samples:

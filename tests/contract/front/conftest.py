@@ -73,6 +73,21 @@ JOB: dict[str, Any] = {
 }
 
 
+@contextlib.asynccontextmanager
+async def listening(app: Any, settings: ServiceSettings) -> AsyncIterator[int]:
+    """The port of an application behind the server that coordinators start, in the loop of the caller."""
+    server = server_of(app, settings)
+    task = asyncio.create_task(server._serve())
+    async with asyncio.timeout(DEADLINE_S):
+        while not server.started:
+            await asyncio.sleep(0.01)
+    try:
+        yield server.servers[0].sockets[0].getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
 class Deployment:
     """A NATS server, fronts of coordinators over it, and what a leader and workers would write: tests do that.
 
@@ -145,17 +160,11 @@ class Deployment:
     @contextlib.asynccontextmanager
     async def listening(self, **more: Any) -> AsyncIterator[int]:
         """The port of a front behind the server that coordinators start, in the loop of the caller."""
-        async with self.services(http_port=0, **more) as services:
-            server = server_of(create_app(services), services.settings)
-            task = asyncio.create_task(server._serve())
-            async with asyncio.timeout(DEADLINE_S):
-                while not server.started:
-                    await asyncio.sleep(0.01)
-            try:
-                yield server.servers[0].sockets[0].getsockname()[1]
-            finally:
-                server.should_exit = True
-                await task
+        async with (
+            self.services(http_port=0, **more) as services,
+            listening(create_app(services), services.settings) as port,
+        ):
+            yield port
 
     # -- what is stored ----------------------------------------------------------------------------------------------
 
@@ -412,6 +421,12 @@ async def services(deployment: Deployment) -> AsyncIterator[Services]:
     """The services of a front, in the loop of the test."""
     async with deployment.services() as services:
         yield services
+
+
+@pytest.fixture
+def listen() -> Callable[[Any, ServiceSettings], contextlib.AbstractAsyncContextManager[int]]:
+    """``async with listen(app, settings) as port``: see ``listening``."""
+    return listening
 
 
 @pytest.fixture

@@ -109,23 +109,11 @@ async def answering(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": bytes(16 << 20)})
 
 
-@contextlib.asynccontextmanager
-async def serving_app(**more: Any) -> AsyncIterator[int]:
-    server = server_of(answering, ServiceSettings(http_port=0, **more))
-    task = asyncio.create_task(server._serve())
-    async with asyncio.timeout(LONG_S):
-        while not server.started:
-            await asyncio.sleep(0.01)
-    try:
-        yield server.servers[0].sockets[0].getsockname()[1]
-    finally:
-        server.should_exit = True
-        await task
-
-
-async def test_who_reads_an_answer_slowly_gets_it_and_who_does_not_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_reads_an_answer_slowly_gets_it_and_who_does_not_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, listen: Callable[..., Any]
+) -> None:
     monkeypatch.setattr("penstock.services.coordinator.webserver.WRITE_S", 0.8)
-    async with serving_app() as port:
+    async with listen(answering, ServiceSettings(http_port=0)) as port:
 
         async def read(first_s: float, pause_s: float) -> int:
             """Bytes that came, with a pause before the first one and after each MiB."""
@@ -144,9 +132,9 @@ async def test_who_reads_an_answer_slowly_gets_it_and_who_does_not_is_dropped(mo
         assert slow > 16 << 20 > silent
 
 
-async def test_an_answer_is_not_cut_by_the_head_behind_it() -> None:
+async def test_an_answer_is_not_cut_by_the_head_behind_it(listen: Callable[..., Any]) -> None:
     """Some clients send an empty line after a body, or the next request before they have the answer."""
-    async with serving_app(http_head_s=0.3) as port:
+    async with listen(answering, ServiceSettings(http_port=0, http_head_s=0.3)) as port:
         answer = await answer_to(port, head("/slow", "connection: close"), b"\r\n", wait_s=0.1)
         assert answer.startswith(b"HTTP/1.1 200 "), answer[:100]
         assert answer.count(b"piece") == 10
