@@ -48,7 +48,7 @@ from penstock.shared.protocol.trace import tracing
 from penstock.shared.runtime.jobs import release_memory
 from penstock.shared.runtime.lease import Lease
 from penstock.shared.runtime.logs import bound
-from penstock.shared.runtime.tasks import end_tasks, unexpected
+from penstock.shared.runtime.tasks import end_tasks, first_error, unexpected
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["CoordinatorService"]
@@ -214,7 +214,7 @@ class CoordinatorService:
             broken += not expected
             logger.warning("leading job %s again: %s", job, error, exc_info=None if expected else error)
             if broken >= BROKEN_TRIES:
-                error = await unexpected(self._fail(job, f"internal error: {_first(error)}"))
+                error = await unexpected(self._fail(job, f"internal error: {first_error(error)}"))
                 if error is None or not _only(error, Unavailable):
                     break
             await asyncio.sleep(RETRY_S)
@@ -369,7 +369,3 @@ def _only(error: BaseException, *kinds: type[Exception]) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return all(_only(inner, *kinds) for inner in error.exceptions)
     return isinstance(error, kinds)
-
-
-def _first(error: BaseException) -> BaseException:
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error

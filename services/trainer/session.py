@@ -51,7 +51,7 @@ from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import Ack, BatchManifest, Command, Report
 from penstock.shared.protocol.weights import WeightManifest
 from penstock.shared.runtime.lease import Lease
-from penstock.shared.runtime.tasks import raise_if_cancelled
+from penstock.shared.runtime.tasks import first_error, raise_if_cancelled
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["TrainerSession", "is_wanted"]
@@ -166,7 +166,7 @@ class TrainerSession:
             if not self._draining:
                 await self._hold(lease)
         except* Fenced as group:
-            logger.warning("starting over: %s", _first(group))
+            logger.warning("starting over: %s", first_error(group))
         finally:
             await lease.release()
             with contextlib.suppress(RankLost):
@@ -180,7 +180,7 @@ class TrainerSession:
             try:
                 await self._train()
             except* (ConfigError, DataError, CheckpointError) as group:
-                reason = str(_first(group))
+                reason = str(first_error(group))
                 await self._reporter.ask(Report(kind="failed", epoch=self._epoch, reason=reason))
                 self._wait(f"the coordinator to end this job, which cannot go on: {reason}", subjects.JOBS)
                 await asyncio.Event().wait()  # the session ends with the job
@@ -452,10 +452,3 @@ class TrainerSession:
         else:
             row["running"] = 1
         return row
-
-
-def _first(group: BaseExceptionGroup[Any]) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

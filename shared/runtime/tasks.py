@@ -19,6 +19,7 @@ __all__ = [
     "Inbox",
     "WorkSlice",
     "end_tasks",
+    "first_error",
     "raise_if_cancelled",
     "retry",
     "together",
@@ -84,13 +85,29 @@ def raise_if_cancelled() -> None:
 
 async def unexpected(work: Awaitable[None]) -> Exception | None:
     """Await ``work`` and return the exception that ended it, of any type, so that a bug in one task does not end
-    others."""
+    others.
+
+    The work has a task of its own: until Python 3.13 a TaskGroup whose tasks fail at the end of its block leaves its
+    task marked as cancelled, and one that fails while its task is cancelled drops the cancellation.
+    """
+    task = asyncio.ensure_future(work)
     try:
-        await work
+        await asyncio.wait([task])
+    except asyncio.CancelledError:
+        await end_tasks([task])
+        raise
+    try:
+        task.result()
     except Exception as error:  # returned to the caller, with its traceback
-        raise_if_cancelled()
         return error
     return None
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Return the first error in an exception group, at any depth; ``error`` itself if it is no group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

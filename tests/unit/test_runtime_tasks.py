@@ -10,7 +10,16 @@ import pytest
 
 from penstock.shared.errors import DeadlineError, Unavailable
 from penstock.shared.runtime import tasks
-from penstock.shared.runtime.tasks import Background, Deadline, end_tasks, retry, together, wait_for
+from penstock.shared.runtime.tasks import (
+    Background,
+    Deadline,
+    end_tasks,
+    first_error,
+    retry,
+    together,
+    unexpected,
+    wait_for,
+)
 
 
 async def test_a_wait_that_runs_out_names_what_it_waited_for() -> None:
@@ -36,6 +45,44 @@ def test_a_deadline_counts_down() -> None:
     assert deadline.over
     with pytest.raises(DeadlineError, match=r"no answer within 0\.05 s"):
         deadline.check("answer")
+
+
+async def test_what_ends_work_is_returned_also_from_the_end_of_a_group() -> None:
+    """Until Python 3.13 such a group leaves its task marked as cancelled."""
+
+    async def fail() -> None:
+        await asyncio.sleep(0.01)
+        raise Unavailable("gone")
+
+    async def group() -> None:
+        async with asyncio.TaskGroup() as opening:
+            opening.create_task(fail())
+
+    for _ in range(2):
+        error = await unexpected(group())
+        assert error is not None
+        assert repr(first_error(error)) == repr(Unavailable("gone"))
+    assert await unexpected(asyncio.sleep(0)) is None
+
+
+async def test_work_that_is_cancelled_has_ended_before_the_cancellation_goes_on() -> None:
+    ended: list[str] = []
+
+    async def fail_at_the_end() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append("work")
+            raise Unavailable("while it was cancelled")
+
+    task = asyncio.create_task(unexpected(fail_at_the_end()))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == ["work"]
 
 
 async def test_retry_repeats_until_it_works() -> None:
