@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,33 @@ def vllm_part(folder: Path, engines: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=100, check=False
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("apt_get", [None, "exit 100"], ids=["no apt-get", "no package"])
+def test_where_libfaketime_cannot_be_had_its_part_is_not_run(tmp_path: Path, apt_get: str | None) -> None:
+    programs, script = tmp_path / "bin", tmp_path / ".ci" / "run"
+    programs.mkdir()
+    for name in ("bash", "dirname", "git", "mkdir"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    if apt_get is not None:
+        (programs / "apt-get").write_text(f"#!/bin/sh\n{apt_get}\n")
+        (programs / "apt-get").chmod(0o755)
+    script.parent.mkdir()
+    before, _, _ = SCRIPT.replace("/usr/lib/*/faketime", f"{tmp_path}/*/faketime").partition('\npart "install"')
+    script.write_text(f'{before}\npart "wrong clocks" wrong_clocks\n', encoding="utf-8")
+    environment = {"PATH": str(programs), "HOME": str(tmp_path)}
+    command = [str(programs / "bash"), str(script)]
+
+    def ended() -> str:
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    left_out = r"^wrong clocks +\d+  NOT RUN: no libfaketime here, and apt-get cannot install it"
+    assert re.search(left_out, ended(), re.MULTILINE)
+    (tmp_path / "x86_64" / "faketime").mkdir(parents=True)
+    (tmp_path / "x86_64" / "faketime" / "libfaketime.so.1").touch()
+    assert ended().endswith("\nPASSED\n")
 
 
 @pytest.mark.slow
