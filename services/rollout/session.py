@@ -318,7 +318,8 @@ class RolloutSession:
 
     def _progress(self) -> int | None:
         assert self._engine is not None
-        return self._engine.generated_tokens if self._engine.running else None
+        engine = self._engine
+        return engine.generated_tokens if engine.running and not engine.is_paused else None
 
     async def _attempt(self, ticket: Ticket, key: str) -> None:
         if self._is_measure(ticket):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from penstock.services.env.service import EnvService
+from penstock.services.rollout import tickets
 from penstock.services.rollout.session import RolloutSession
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
@@ -166,6 +167,42 @@ async def test_a_fast_clock_of_a_worker_drops_nothing(
         async def answered() -> bool:
             assert await worker.tickets_left() + len(await worker.groups()) >= 8, "a ticket was consumed for nothing"
             return len(await worker.groups()) == 8
+
+        await until(answered)
+
+
+async def test_a_pause_of_the_engine_costs_no_ticket_its_lease(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large version takes longer to load than a lease lasts; past its deliveries a ticket is a dead letter."""
+    monkeypatch.setattr(tickets, "ACK_WAIT_S", 1.0)
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_layers": 1, "max_position_embeddings": 4096}
+    changes = {
+        "model": {"config": shape, "tokenizer": "char"}, "placement": {"max_running": 1},
+        "sampling": {"max_new_tokens": 3000, "min_new_tokens": 3000},
+    }  # fmt: skip
+    async with working(bus, tmp_path, ["1+2="], **changes) as worker:
+        worker.scores.set()
+        await worker.ask(0)
+
+        async def decodes() -> bool:
+            engine = worker.session._engine
+            return engine is not None and engine.running > 0
+
+        await until(decodes)
+        engine = worker.session._engine
+        assert engine is not None
+        await engine.pause("keep")
+        assert engine.running == 1
+        other = await bus.pull(
+            subjects.TICKETS, subjects.tickets(JOB), f"rollout-{JOB}", ack_wait_s=1.0, max_deliver=tickets.MAX_DELIVER
+        )
+        async with other:
+            assert await other.fetch(1, 4.0) == [], "nobody else gets it"
+        await engine.resume()
+
+        async def answered() -> bool:
+            return list(await worker.groups()) == [0] and await worker.tickets_left() == 0
 
         await until(answered)
 

@@ -247,6 +247,11 @@ class EngineAdapter(ABC, Generic[S, C]):
         return self._dispatch.running
 
     @property
+    def is_paused(self) -> bool:
+        """True while ``pause`` or an update stops decoding."""
+        return self._halted or self._dispatch.is_updating or self._dispatch.paused is not None
+
+    @property
     def generated_tokens(self) -> int:
         """Number of tokens sampled since the start."""
         return self._dispatch.generated_tokens

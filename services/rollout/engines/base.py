@@ -128,6 +128,11 @@ class Engine(Updatable, Protocol):
         ...
 
     @property
+    def is_paused(self) -> bool:
+        """True while ``pause`` or an update stops decoding, so that no progress is expected."""
+        ...
+
+    @property
     def generated_tokens(self) -> int:
         """Number of tokens sampled since the start; grows while the engine makes progress."""
         ...

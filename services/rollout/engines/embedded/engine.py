@@ -91,6 +91,11 @@ class EmbeddedEngine:
         return self._batch.count
 
     @property
+    def is_paused(self) -> bool:
+        """True while ``pause`` or an update stops decoding."""
+        return self._frozen_at is not None or self._paused is not None
+
+    @property
     def generated_tokens(self) -> int:
         """Number of tokens sampled since the start."""
         return self._generated_tokens
