@@ -20,7 +20,7 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.embodied.environment import EnvOpened, OpenEnv
 from penstock.shared.protocol.trials import TrialRequest
-from penstock.shared.runtime.jobs import watch_jobs
+from penstock.shared.runtime.jobs import Breaks, watch_jobs
 from penstock.shared.runtime.user_process import run_trial
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
@@ -48,6 +48,7 @@ class EnvService:
         """Tool sessions by job."""
         self.ready = False
         self._draining = asyncio.Event()
+        self._breaks = Breaks()
         self._tasks = asyncio.TaskGroup()
         self._mail: FrameMail
 
@@ -62,7 +63,7 @@ class EnvService:
         try:
             async with self._tasks:
                 watching = self._tasks.create_task(
-                    watch_jobs(self.bus, self._serve_tools, open_evaluation=self._serve_tools)
+                    watch_jobs(self.bus, self._serve_tools, open_evaluation=self._serve_tools, breaks=self._breaks)
                 )
                 self.ready = True
                 await self._draining.wait()
@@ -94,7 +95,8 @@ class EnvService:
         for session in self.sessions.values():
             rows.setdefault(session.job, Counter()).update({**session.status(), "sessions": 1})
         simulators = {job: dict(row) for job, row in rows.items()}
-        return simulators | {job: session.status() | simulators.get(job, {}) for job, session in self.tools.items()}
+        tools = {job: session.status() | simulators.get(job, {}) for job, session in self.tools.items()}
+        return self._breaks.add_to(simulators | tools)
 
     async def _serve_tools(self, job: str, config: TextJob) -> None:
         if config.environment is None or self._draining.is_set():

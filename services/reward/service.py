@@ -8,7 +8,7 @@ from penstock.services.reward.grading import GradingService
 from penstock.services.reward.session import RewardSession
 from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.runtime.jobs import watch_jobs
+from penstock.shared.runtime.jobs import Breaks, watch_jobs
 from penstock.shared.transport.bus import Bus
 
 __all__ = ["RewardService"]
@@ -24,12 +24,13 @@ class RewardService:
         self.sessions: dict[str, RewardSession] = {}
         self.ready = False
         self._draining = False
+        self._breaks = Breaks()
 
     async def run(self) -> None:
         """Serve until drained or cancelled."""
         async with await GradingService(self.bus).open():
             self.ready = True
-            await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session)
+            await watch_jobs(self.bus, self._run_session, open_evaluation=self._run_session, breaks=self._breaks)
 
     async def _run_session(self, job: str, config: TextJob) -> None:
         if self._draining or not config.reward.scorers:  # an online job without measurements
@@ -54,4 +55,4 @@ class RewardService:
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Return the heartbeat entries by job."""
-        return {job: session.status() for job, session in self.sessions.items()}
+        return self._breaks.add_to({job: session.status() for job, session in self.sessions.items()})

@@ -16,6 +16,7 @@ from penstock.services.rollout.held_weights import WeightRing
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import DeadlineError, Unavailable, WeightsError
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
 from penstock.shared.transport.bus import Bus
@@ -83,6 +84,8 @@ class PolicyFollower:
         self.stage_s = 0.0
         self.way: Way | None = None
         """Transport of the served version."""
+        self._problem: tuple[float, str] | None = None
+        """Since when (Unix seconds) and why the newest version cannot be loaded."""
 
     async def run(self) -> None:
         """Follow manifests until cancelled. A version that cannot be staged is retried while the old one is served."""
@@ -138,8 +141,7 @@ class PolicyFollower:
             staged = await self._stage(manifest)
             self.stage_s, self.way = clock() - start, staged.way
         except WeightsError as error:
-            logger.warning("version %d not staged: %s", manifest.version, error)
-            return False
+            return self._refuse(f"version {manifest.version} not staged: {error}")
         try:
             if self._held is not None and self._serving is not None:
                 await asyncio.to_thread(self._held.keep, self._serving)
@@ -148,17 +150,23 @@ class PolicyFollower:
             self.pause_s = await self._load(manifest, staged, base=False)
             before, self._serving = self._serving, staged
         except WeightsError as error:
-            logger.warning("version %d not committed: %s", manifest.version, error)
-            return False
+            return self._refuse(f"version {manifest.version} not committed: {error}")
         finally:
             if self._serving is not staged:  # also when this worker is being stopped
                 staged.release()
         if before is not None:
             before.release()
+        self._problem = None
         async with self._changed:
             self.version, self.digest, self.epoch = manifest.version, manifest.digest, manifest.epoch
             self._changed.notify_all()
         return True
+
+    def _refuse(self, text: str) -> bool:
+        """Report that a version was not loaded; returns False."""
+        logger.warning("%s", text)
+        self._problem = bus_time() if self._problem is None else self._problem[0], text
+        return False
 
     async def _take_route(self) -> None:
         """Read the transport that the coordinator chose for this worker; without a choice all are tried in order."""
@@ -174,7 +182,10 @@ class PolicyFollower:
         known = self._receiver.transports
         if self._by_reference:
             known = [transport for transport in known if transport in self._engine.caps.transports]
-        row = {"transports": known, "pause_s": self.pause_s}
+        row: dict[str, Any] = {"transports": known, "pause_s": self.pause_s}
+        if self._problem is not None:
+            since, text = self._problem
+            row |= {"problem": text, "problem_since": since}
         if self.way is None:
             return row
         return row | {

@@ -19,7 +19,7 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.trials import TrialRequest
-from penstock.shared.runtime.jobs import watch_jobs
+from penstock.shared.runtime.jobs import Breaks, watch_jobs
 from penstock.shared.runtime.user_process import run_trial
 from penstock.shared.transport.bus import Bus
 
@@ -41,6 +41,7 @@ class RolloutService:
         self.bus, self.settings = bus, settings
         self.sessions: dict[str, RolloutSession | EmbodiedSession | ServingSession] = {}
         self.ready = False
+        self._breaks = Breaks()
         self._films = FilmMaker(bus, settings)
 
     async def run(self) -> None:
@@ -51,7 +52,7 @@ class RolloutService:
             films = tasks.create_task(self._films.run())
             await watch_jobs(
                 self.bus, self._run_session, open_evaluation=self._run_session, open_embodied=self._run_embodied,
-                open_serving=self._run_serving, amend=self._amend,
+                open_serving=self._run_serving, amend=self._amend, breaks=self._breaks,
             )  # fmt: skip
             films.cancel()
 
@@ -94,4 +95,4 @@ class RolloutService:
 
     def status(self) -> dict[str, dict[str, Any]]:
         """Return the heartbeat entries by job."""
-        return {job: session.status() for job, session in self.sessions.items()}
+        return self._breaks.add_to({job: session.status() for job, session in self.sessions.items()})

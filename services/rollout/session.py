@@ -216,10 +216,12 @@ class RolloutSession:
         if lacks_engine(self.config.rollout, self._settings):
             await self._stand_by(f"that has the engine '{self.config.rollout.engine}'; this one does not have it")
             return
+        self._asking.wait("model", "its engine to load the model", subjects.tickets(self.job))
         try:
             await asyncio.to_thread(self._load)
             await self._work()
         except (ConfigError, DataError) as error:  # from the model or the engine; tasks raise exception groups
+            self._asking.done("model")
             await self._report_unusable(error)
             if not isinstance(self.config, JobConfig) or isinstance(self.config.rollout, EmbeddedConfig):
                 raise
@@ -242,6 +244,7 @@ class RolloutSession:
 
     async def _work_with(self, engine: Engine) -> None:
         await engine.start()
+        self._asking.done("model")
         if isinstance(self.config, JobConfig):
             self._policy = PolicyFollower(self._bus, self._settings, self.job, engine, held=self._held)
         else:

@@ -24,9 +24,9 @@ from penstock.shared.errors import RankLost
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import Ack, ReplayRequest
-from penstock.shared.runtime.jobs import watch_jobs
+from penstock.shared.runtime.jobs import Breaks, watch_jobs
 from penstock.shared.runtime.service import EXIT_FAILED
-from penstock.shared.runtime.tasks import Background, end_tasks, unexpected
+from penstock.shared.runtime.tasks import Background, end_tasks, first_error, unexpected
 from penstock.shared.transport.bus import Bus
 from penstock.shared.weights import cleanup
 
@@ -49,6 +49,7 @@ class TrainerService:
         self.bus, self.settings = bus, settings
         self.sessions: dict[str, TrainerSession] = {}
         self.ready = False
+        self._breaks = Breaks()
         self._place = place_from_environment()
         self._ranks: Ranks | None = None
         self._meeting = asyncio.Lock()
@@ -80,8 +81,9 @@ class TrainerService:
         await self.bus.serve(subjects.REPLAY, self._on_replay, queue="trainer")
         self.ready = True
         jobs = watch_jobs(
-            self.bus, self._run_sessions, open_embodied=self._run_sessions, amend=self._amend, on_end=self._cleanup
-        )
+            self.bus, self._run_sessions, open_embodied=self._run_sessions, amend=self._amend, on_end=self._cleanup,
+            breaks=self._breaks,
+        )  # fmt: skip
         watching = asyncio.create_task(jobs, name="jobs")
         guarding = asyncio.create_task(self._guard(), name="liveness")
         try:
@@ -100,7 +102,7 @@ class TrainerService:
 
     def _lose(self, error: Exception) -> None:
         """End this process, because the ranks cannot continue together."""
-        logger.error("ending, for the ranks of this trainer to start over: %s", _first(error))
+        logger.error("ending, for the ranks of this trainer to start over: %s", first_error(error))
         _end_soon()
         if not self._lost.done():
             self._lost.set_exception(error)
@@ -114,7 +116,7 @@ class TrainerService:
         self._follower = Follower(self.bus, ranks, self.settings.data_dir / CHECKPOINTS)
         self.ready = True
         if (error := await unexpected(_follow(self._follower, ranks))) is not None:
-            logger.error("ending, for the ranks of this trainer to start over: %s", _first(error))
+            logger.error("ending, for the ranks of this trainer to start over: %s", first_error(error))
             _end_soon()
             raise error
 
@@ -191,7 +193,7 @@ class TrainerService:
         """Return the heartbeat entries by job."""
         if self._follower is not None:
             return self._follower.status()
-        return {job: session.status() for job, session in self.sessions.items()}
+        return self._breaks.add_to({job: session.status() for job, session in self.sessions.items()})
 
     async def _on_replay(self, data: bytes) -> bytes:
         """Start a replay in its own process, because the replay needs the thread count of its job."""
@@ -224,10 +226,6 @@ async def _follow(follower: Follower, ranks: Ranks) -> None:
         if ranks.liveness is not None:
             background.spawn(ranks.liveness.run(), name="liveness")
         await follower.run()
-
-
-def _first(error: BaseException) -> BaseException:
-    return _first(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _end_soon() -> None:

@@ -22,6 +22,7 @@ _NAMES = {
     "quarantined": "feedback.quarantined",
     "worker_lost": "worker.unhealthy",
     "worker_back": "worker.recovered",
+    "worker_problem": "worker.problem",
 }
 """Names of events whose type in the stream is ambiguous outside of it."""
 _OTHERS = (

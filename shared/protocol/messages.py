@@ -210,7 +210,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True):
     health_port: int
     ready: bool
     jobs: dict[str, dict[str, Any]]
-    """Per job: policy `version`, `running`, `waiting_for`, `since`, `holds` (draws), counters and stage seconds."""
+    """Per job: policy `version`, `running`, `waiting_for`, `since`, `holds` (draws), counters and stage seconds,
+    `problem` and `problem_since` (why work for the job failed)."""
     packages: list[str] | None = None
     """Installed packages out of those that jobs may need and processes may lack (`config.needs.ANNOUNCED`); null:
     unknown."""

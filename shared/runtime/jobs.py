@@ -7,8 +7,10 @@ import contextlib
 import ctypes
 import gc
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -19,13 +21,14 @@ from penstock.shared.config.jobs.kinds import AnyJob, parse_job
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 from penstock.shared.protocol.trace import tracing
 from penstock.shared.runtime.logs import bound
-from penstock.shared.runtime.tasks import end_tasks, unexpected
+from penstock.shared.runtime.tasks import end_tasks, first_error, unexpected
 from penstock.shared.transport.bus import Bus
 
-__all__ = ["release_memory", "watch_jobs"]
+__all__ = ["Breaks", "release_memory", "watch_jobs"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,10 @@ RESTART_S = 1.0
 AGAIN_S = 30.0
 """Delay of the second release of memory after a job (seconds): by then most threads that still computed for it have
 ended."""
+
+
+LONGEST_DOUBT_S = 300.0
+"""Longest time for which a session that was opened again may break for the same reason (seconds)."""
 
 
 class _Status(msgspec.Struct, frozen=True):
@@ -53,6 +60,38 @@ OpenEmbodied = Callable[[str, EmbodiedJob], Awaitable[None]]
 OpenServing = Callable[[str, ServingJob], Awaitable[None]]
 
 
+class Breaks:
+    """Reasons why sessions of this process broke, by job, for its heartbeats.
+
+    A reason holds until the next session has lasted a while longer than the broken one: until then it may break for
+    the same reason, as an engine does that takes minutes to fail.
+    """
+
+    def __init__(self) -> None:
+        self._reasons: dict[str, tuple[float, str, float]] = {}
+
+    def note(self, job: str, error: BaseException, lasted_s: float) -> None:
+        """Record the error that broke a session of a job after ``lasted_s``."""
+        cause = first_error(error)
+        text, since = str(cause) or repr(cause), bus_time()
+        if job in self._reasons and self._reasons[job][1] == text:
+            since = self._reasons[job][0]
+        end = time.monotonic() + 2 * RESTART_S + min(1.5 * lasted_s, LONGEST_DOUBT_S)
+        self._reasons[job] = since, text, end
+
+    def forget(self, job: str) -> None:
+        """Drop the reason of a job that is over."""
+        self._reasons.pop(job, None)
+
+    def add_to(self, rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Add ``problem`` and ``problem_since`` (Unix seconds) to heartbeat entries by job; returns them."""
+        now = time.monotonic()
+        for job, (since, text, end) in self._reasons.items():
+            if now < end:
+                rows.setdefault(job, {}).update(problem=text, problem_since=since)
+        return rows
+
+
 async def watch_jobs(
     bus: Bus,
     open_session: Open,
@@ -62,6 +101,7 @@ async def watch_jobs(
     open_serving: OpenServing | None = None,
     amend: Callable[[str, AnyJob], None] = lambda job, config: None,
     on_end: Callable[[str], None] = lambda job: None,
+    breaks: Breaks | None = None,
 ) -> None:
     """Run ``open_session(job, config)`` for each running job until the job ends, with restarts after failures. Runs
     until cancelled.
@@ -72,8 +112,11 @@ async def watch_jobs(
 
     ``on_end(job)`` is called when a job is over and its session, if any, is closed; also for jobs that ended while this
     process was not running, so it must be idempotent.
+
+    ``breaks`` gets the reasons of the failures.
     """
-    sessions = _Sessions(open_session, open_evaluation, open_embodied, open_serving, amend)
+    breaks = breaks or Breaks()
+    sessions = _Sessions(open_session, open_evaluation, open_embodied, open_serving, amend=amend, breaks=breaks)
     watch = bus.kv(subjects.JOBS).watch("")
     try:
         async for entry in watch:
@@ -124,10 +167,12 @@ class _Sessions:
         open_evaluation: OpenEvaluation | None,
         open_embodied: OpenEmbodied | None,
         open_serving: OpenServing | None,
+        *,
         amend: Callable[[str, AnyJob], None],
+        breaks: Breaks,
     ) -> None:
         self._open_session, self._open_evaluation, self._open_embodied = open_session, open_evaluation, open_embodied
-        self._open_serving, self._amend = open_serving, amend
+        self._open_serving, self._amend, self._breaks = open_serving, amend, breaks
         self._configs: dict[str, AnyJob] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._releasing: asyncio.Task[None] | None = None
@@ -139,7 +184,7 @@ class _Sessions:
             self._amend(job, config)
         # A session that returned by itself was drained: it stays closed.
         if self._opener(job, config) is not None and job not in self._tasks:
-            self._tasks[job] = asyncio.create_task(_keep_open(job, partial(self._open, job)))
+            self._tasks[job] = asyncio.create_task(_keep_open(job, partial(self._open, job), self._breaks))
 
     async def end(self, job: str) -> None:
         """Close the session of a job that is over."""
@@ -153,6 +198,7 @@ class _Sessions:
                 self._releasing.cancel()
             self._releasing = asyncio.create_task(release_memory(AGAIN_S))
         self._configs.pop(job, None)
+        self._breaks.forget(job)
 
     async def close(self) -> None:
         """Close all sessions."""
@@ -176,13 +222,15 @@ class _Sessions:
                 return None if self._open_serving is None else partial(self._open_serving, job, config)
 
 
-async def _keep_open(job: str, open_session: Callable[[], Awaitable[None]]) -> None:
+async def _keep_open(job: str, open_session: Callable[[], Awaitable[None]], breaks: Breaks) -> None:
     logger.info("working for job %s", job)
     while True:
+        start = time.monotonic()
         error = await unexpected(open_session())
         if error is None:
             return
         logger.error("session of job %s broke; opening it again in %g s", job, RESTART_S, exc_info=error)
+        breaks.note(job, error, time.monotonic() - start)
         error = None  # its traceback references all objects of the session
         await release_memory()
         await asyncio.sleep(RESTART_S)

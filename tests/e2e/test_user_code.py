@@ -225,5 +225,32 @@ def test_a_job_says_why_its_engine_cannot_be_opened(stack: Any) -> None:
         stack.finish(job)
 
 
+@pytest.mark.long
+def test_a_job_says_why_its_engine_does_not_start(stack: Any, tmp_path: Path) -> None:
+    """In ``why``, in its events and in the log of the worker, and it goes on once the engine starts."""
+    said, full = "there is no room for the engine", tmp_path / "full"
+    full.touch()
+    begin = "    async def _open(self) -> None:\n"
+    check = f"        if Path({str(full)!r}).exists():\n            raise Unavailable({said!r})\n"
+    source = (EXAMPLES / "own_engine.py").read_text()
+    assert source.count(begin) == 1
+    imports = "\nfrom pathlib import Path\nfrom penstock.shared.errors import Unavailable\n"
+    (tmp_path / "own_engine.py").write_text(source.replace(begin, begin + check) + imports)
+    (tmp_path / "own-engine.yaml").write_text((EXAMPLES / "own-engine.yaml").read_text())
+    result = stack.cli("submit", str(tmp_path / "own-engine.yaml"))
+    assert result.exit_code == 0, result.output
+    job = stack.client.find("own-engine").id
+    stack.until(partial(told, stack, job, said), "the reason", 60, partial(stack.client.why, job))
+
+    def warned() -> bool:
+        found = [row for row in stack.client.events(job, follow=False) if row["type"] == "worker_problem"]
+        expected = [("warning", f"rollout worker 'rollout-0': {said}")]
+        return [(row["level"], row["message"]) for row in found] == expected
+
+    stack.until(warned, "one event", 60, lambda: list(stack.client.events(job, follow=False)))
+    full.unlink()
+    assert stack.finish(job).status.phase == "succeeded"
+
+
 def told(stack: Any, job: str, said: str) -> bool:
     return any(said in str(row) for row in stack.client.why(job))

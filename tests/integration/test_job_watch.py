@@ -7,16 +7,17 @@ import gc
 import logging
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import pytest
 
 from penstock.shared.config.jobs.evaluation_job import EvaluationJob
 from penstock.shared.config.jobs.job import JobConfig
-from penstock.shared.errors import Fenced
+from penstock.shared.errors import Fenced, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import JobRecord, JobStatus
-from penstock.shared.runtime.jobs import watch_jobs
+from penstock.shared.runtime.jobs import Breaks, watch_jobs
 from penstock.shared.transport.bus import Bus
 
 SPEC = {
@@ -73,6 +74,45 @@ async def test_sessions_come_and_go_with_their_jobs(bus: Bus, caplog: pytest.Log
     assert closed == {"job_breaks", "job_runs"}
     assert opened["job_runs"] == 1
     caplog.set_level(logging.CRITICAL)
+
+
+async def test_why_a_session_broke_is_told_until_the_next_one_has_lasted_longer(bus: Bus) -> None:
+    breaks, works, num_opened = Breaks(), asyncio.Event(), 0
+
+    async def session(job: str, config: JobConfig) -> None:
+        nonlocal num_opened
+        num_opened += 1
+        if works.is_set():
+            await asyncio.Event().wait()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(fail())
+
+    async def fail() -> None:
+        await asyncio.sleep(0.1)
+        raise Unavailable("no room in /dev/shm")
+
+    def told() -> dict[str, object]:
+        return breaks.add_to({"job_other": {"version": 3}}).get("job_breaks", {})
+
+    async def until(condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(30):
+            while not condition():
+                await asyncio.sleep(0.01)
+
+    watching = asyncio.create_task(watch_jobs(bus, session, breaks=breaks))
+    await store(bus, "job_breaks")
+    await until(told)
+    first = told()
+    assert first["problem"] == "no room in /dev/shm"
+    await until(lambda: num_opened == 3)
+    assert told() == first, "it is the same problem since the first time"
+    works.set()
+    await until(lambda: not told())
+    assert breaks.add_to({"job_other": {"version": 3}}) == {"job_other": {"version": 3}}
+    works.clear()
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
 
 
 async def test_a_changed_job_file_reaches_the_session_and_the_one_after_it(bus: Bus) -> None:

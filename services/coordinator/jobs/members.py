@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from penstock.shared.protocol.messages import Heartbeat
 
-__all__ = ["Member", "Members", "PresenceChange", "PresenceWatch"]
+__all__ = ["Member", "Members", "PresenceChange", "PresenceWatch", "ProblemWatch"]
 
 LOST_AFTER = 4.0
 """Number of intervals without a heartbeat after which a worker counts as lost."""
@@ -139,6 +139,25 @@ class PresenceChange:
     def level(self) -> str:
         """Log level of the report."""
         return "warning" if self.type == "worker_lost" else "info"
+
+
+class ProblemWatch:
+    """Reports each problem of a worker with one job once."""
+
+    def __init__(self, job: str) -> None:
+        self._job = job
+        self._told: set[tuple[str, str, str]] = set()
+
+    def new(self, members: Members, services: Collection[str], clock: float) -> list[tuple[str, str, str]]:
+        """Return service, worker and text of problems that began since the last call."""
+        found = {
+            (service, member.beat.worker, str(text))
+            for service in services
+            for member in members.of(service, clock)
+            if (text := member.beat.jobs.get(self._job, {}).get("problem"))
+        }
+        new, self._told = sorted(found - self._told), found
+        return new
 
 
 class PresenceWatch:

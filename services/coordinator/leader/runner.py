@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from penstock.services.coordinator.jobs.environments import describe_environment
-from penstock.services.coordinator.jobs.members import Members, PresenceWatch
+from penstock.services.coordinator.jobs.members import Members, PresenceWatch, ProblemWatch
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.leader import summary
 from penstock.services.coordinator.leader.conditions import conditions
@@ -93,7 +93,7 @@ class JobRunner:
         self.desired_state = DesiredState(record)
         self._known: list[Condition] = list(record.status.conditions)
         self._warnings = record.status.warnings
-        self._presence, self._onsets = PresenceWatch(), Onsets()
+        self._presence, self._problems, self._onsets = PresenceWatch(), ProblemWatch(self.job), Onsets()
         self._leads_since = bus_time()
         self._next_seq = self._unread = 1
         """Next EXPERIENCE sequence to read, and the one below which nothing was read before the first decision."""
@@ -543,6 +543,9 @@ class JobRunner:
         clock, now = time.monotonic(), bus_datetime()
         for change in self._presence.changes(self.members, self.run.config.services, clock):
             self.outbox.event(change.level, change.type, change.text, worker=change.worker, service=change.service)
+        for service, worker, text in self._problems.new(self.members, self.run.config.services, clock):
+            message = f"{service} worker '{worker}': {text}"
+            self.outbox.event("warning", "worker_problem", message, worker=worker, service=service)
         before, self._known = (
             self._known,
             conditions(self.run, self.job, self.members, self._known, clock=clock, now=now),

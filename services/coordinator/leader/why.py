@@ -146,6 +146,12 @@ def worker_waits(
     ]
     for member in (m for found in live.values() for m in found):
         entry = member.beat.jobs.get(job, {})
+        if entry.get("problem"):
+            age_s = now - float(entry.get("problem_since", now))
+            what = f"{member.beat.service} worker '{member.beat.worker}' to work: {entry['problem']}"
+            rows.append(
+                wait_row(what, f"heartbeat.{member.beat.service}.*", job, holder=member.beat.worker, age_s=age_s)
+            )
         if entry.get("waiting_for"):
             age_s = now - float(entry.get("since", now))
             subject = str(entry.get("subject", ""))

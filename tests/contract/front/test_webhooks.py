@@ -94,7 +94,7 @@ def test_every_event_that_is_told_has_a_known_type() -> None:
 
     ``reset`` is a sign of a stream and no event.
     """
-    found = {"worker_lost", "worker_back"}  # Absence.type
+    found = {"worker_lost", "worker_back"}  # PresenceChange.type
     for path in Path(coordinator.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             kind: ast.expr | None = None

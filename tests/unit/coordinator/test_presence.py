@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.services.coordinator.jobs.members import HISTORY_S, MOST_SPANS, Members, PresenceWatch
+from penstock.services.coordinator.jobs.members import HISTORY_S, MOST_SPANS, Members, PresenceWatch, ProblemWatch
 from penstock.shared.protocol.messages import Heartbeat
 
 SERVICES = ("rollout", "trainer")
@@ -61,6 +61,24 @@ def test_a_drained_worker_is_not_lost() -> None:
     assert workers.changes(9.0) == [("worker_lost", "trainer-0", "warning")]
     workers.beat("rollout-0")
     assert workers.changes() == [], "a worker that was started again was never missed"
+
+
+def test_a_problem_of_a_worker_is_reported_once_until_it_is_over() -> None:
+    workers, watch = Workers(), ProblemWatch("job_1")
+
+    def new() -> list[tuple[str, str, str]]:
+        return watch.new(workers.members, SERVICES, workers.clock)
+
+    workers.beat("rollout-0", job_1={"problem": "no room"}, job_2={"problem": "of another job"})
+    workers.beat("reward-0", service="reward", job_1={"problem": "of a service that the job does not need"})
+    assert new() == [("rollout", "rollout-0", "no room")]
+    workers.beat("rollout-0", job_1={"problem": "no room"})
+    workers.beat("rollout-1", job_1={"problem": "no room"})
+    assert new() == [("rollout", "rollout-1", "no room")]
+    workers.beat("rollout-0", job_1={"version": 0})
+    assert new() == []
+    workers.beat("rollout-0", job_1={"problem": "no room"})
+    assert new() == [("rollout", "rollout-0", "no room")]
 
 
 def test_a_loss_before_the_first_look_is_not_reported() -> None:

@@ -65,6 +65,20 @@ def test_each_sealed_batch_has_its_own_age_whoever_leads() -> None:
     ]
 
 
+def test_the_problem_of_a_worker_comes_before_what_it_waits_for() -> None:
+    job = Watched(LedgerState(checkpoint=START))
+    row = {"problem": "no room", "problem_since": 20.0, "waiting_for": "the model", "since": 30.0, "subject": "t"}
+    beat = Heartbeat(
+        service="rollout", worker="rollout-7", host="h", pid=1, started=0.0, interval_s=60.0, health_port=0, ready=True,
+        jobs={JOB: row},
+    )  # fmt: skip
+    job.members.on_heartbeat(beat, 0.0)
+    waits = explain_waits(JOB, job.run, job.plan, job.members, clock=1.0, now=50.0, onsets=job.onsets)
+    assert [(one["waiting_for"], one["age_s"]) for one in waits if one["holder"] == "rollout-7"][:2] == [
+        ("rollout worker 'rollout-7' to work: no room", 30.0), ("the model", 20.0),
+    ]  # fmt: skip
+
+
 def test_a_fork_is_explained_until_an_update_follows() -> None:
     fork = LineageForked(
         **BASE, time=1.0, from_batch=1, version=3, digest="w", reason="erased: all of it", trainer_epoch=1,
