@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +18,19 @@ from penstock.services.rollout.engines.vllm.server_calls import (
     read_scores,
     score_body,
 )
+from penstock.services.rollout.engines.vllm.workers import check_shared_memory
 from penstock.shared.errors import ConfigError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Sampling
 
 LOGPROBS = {11: -0.1, 12: -0.2, 13: -0.3, 14: -0.4}
+
+
+def test_an_engine_without_shared_memory_says_what_is_missing(tmp_path: Path) -> None:
+    """Both adapters check it before vLLM starts, which would fail only after minutes. /proc has no room at all."""
+    with pytest.raises(Unavailable, match=r"need 256 MiB of shared memory, and /proc has 0 MiB free.*shm_size"):
+        check_shared_memory(Path("/proc"))
+    check_shared_memory(tmp_path / "missing")
+    check_shared_memory(tmp_path)
 
 
 def completion(*, streamed: bool = False, top_logprobs: int = 0, **sampling: Any) -> Completion:

@@ -16,7 +16,9 @@ from penstock.services.rollout.engines.remote import CALL_S
 from penstock.services.rollout.engines.vllm.calls import Stream, likely, sampling_params, score_params
 from penstock.services.rollout.engines.vllm.workers import (
     SlotWorkers,
+    StagedByWorkers,
     check_heads,
+    check_shared_memory,
     check_version,
     engine_options,
     variables,
@@ -25,15 +27,13 @@ from penstock.shared.config.rollout import VllmConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import PenstockError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Likely
-from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
-from penstock.shared.weights import Way
 
 __all__ = ["VllmEngine"]
 
 T = TypeVar("T")
 
 
-class VllmEngine(EngineAdapter[Stream, VllmConfig]):
+class VllmEngine(StagedByWorkers, EngineAdapter[Stream, VllmConfig]):
     """Implements ``EngineAdapter`` for vLLM."""
 
     title = "vLLM"
@@ -52,6 +52,7 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
 
     def _start_processes(self) -> Any:
         """Start vLLM and return its ``AsyncLLM``. Blocks for about 15 s on an idle CPU."""
+        check_shared_memory()
         os.environ |= variables(self._threads)
         import vllm
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -66,7 +67,10 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
         try:
             return AsyncLLM.from_engine_args(args)
         except (RuntimeError, ValueError, OSError) as error:
-            raise Unavailable(f"vLLM {vllm.__version__} does not start: {str(error).splitlines()[0]}") from error
+            reason = (str(error).splitlines() or [repr(error)])[0]
+            raise Unavailable(
+                f"vLLM {vllm.__version__} does not start: {reason} (the log of this worker has the output of vLLM)"
+            ) from error
         finally:
             model.remove_temporary()
 
@@ -134,15 +138,6 @@ class VllmEngine(EngineAdapter[Stream, VllmConfig]):
         await self._call(self._llm.resume_generation(), "go on")
 
     # -- weights -----------------------------------------------------------------------------------------------------
-
-    async def _fetch(self, manifest: WeightManifest, routes: WeightRoutes | None) -> Way:
-        return await self._slots.open(manifest, routes)
-
-    async def _release(self) -> None:
-        await self._slots.release()
-
-    async def _check_fetched(self, version: int) -> None:
-        await self._slots.check_intact(version)
 
     async def _load(self, label: str) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest

@@ -28,7 +28,9 @@ from penstock.services.rollout.engines.vllm.server_calls import (
 )
 from penstock.services.rollout.engines.vllm.workers import (
     SlotWorkers,
+    StagedByWorkers,
     check_heads,
+    check_shared_memory,
     check_version,
     engine_options,
     variables,
@@ -37,8 +39,6 @@ from penstock.shared.config.rollout import VllmServerConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Likely
-from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
-from penstock.shared.weights import Way
 
 __all__ = ["VllmServerEngine"]
 
@@ -47,7 +47,7 @@ _LONGEST = 64
 """Length of the path of a temporary directory up to which the path of a socket in it is short enough for the kernel."""
 
 
-class VllmServerEngine(ServerAdapter[Stream, VllmServerConfig]):
+class VllmServerEngine(StagedByWorkers, ServerAdapter[Stream, VllmServerConfig]):
     """Implements ``EngineAdapter`` for vLLM's server."""
 
     title = "vLLM"
@@ -67,11 +67,13 @@ class VllmServerEngine(ServerAdapter[Stream, VllmServerConfig]):
 
         Raises:
             ConfigError: vLLM is not installed, or does not support this model here.
-            Unavailable: the server does not start or respond, or reports another weight label.
+            Unavailable: shared memory has no room for it, or the server does not start or respond, or reports another
+                weight label.
         """
         python = self._settings.vllm_interpreter
         if python is None:
             raise ConfigError("there is no vLLM here; run: penstock engines install vllm")
+        check_shared_memory()
         self._folder = await asyncio.to_thread(_folder_with_code)
         options = engine_options(self.model, self._config, max_running=self._max_running)
         words = ["-m", "vllm.entrypoints.openai.api_server", *command_line(options), "--enable-scale-out"]
@@ -121,15 +123,6 @@ class VllmServerEngine(ServerAdapter[Stream, VllmServerConfig]):
         await self._post("/resume", {}, "go on")
 
     # -- weights -----------------------------------------------------------------------------------------------------
-
-    async def _fetch(self, manifest: WeightManifest, routes: WeightRoutes | None) -> Way:
-        return await self._slots.open(manifest, routes)
-
-    async def _release(self) -> None:
-        await self._slots.release()
-
-    async def _check_fetched(self, version: int) -> None:
-        await self._slots.check_intact(version)
 
     async def _load(self, label: str) -> None:
         await self._update("/start_weight_update", {}, "begin an update")

@@ -9,8 +9,10 @@ import asyncio
 import base64
 import logging
 import os
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -18,13 +20,13 @@ import msgspec
 from penstock.services.rollout.engines.adapter import ModelFiles
 from penstock.shared.config.rollout import VllmConfig, VllmServerConfig
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import ConfigError, WeightsError
+from penstock.shared.errors import ConfigError, Unavailable, WeightsError
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
 from penstock.shared.weights import Way
 
 __all__ = [
-    "BACKEND", "KNOWN_VERSIONS", "OWNER", "SlotWorkers", "StageReply", "StageRequest", "check_heads", "check_version",
-    "engine_options", "variables",
+    "BACKEND", "KNOWN_VERSIONS", "OWNER", "SlotWorkers", "StageReply", "StageRequest", "StagedByWorkers",
+    "check_heads", "check_shared_memory", "check_version", "engine_options", "variables",
 ]  # fmt: skip
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,10 @@ BACKEND = "penstock"
 """Name of the plug-in's weight transfer engine."""
 OWNER = "PENSTOCK_ENGINE_OWNER"
 """Environment variable with the process id of the rollout worker; vLLM's worker processes exit when it ends."""
+SHARED_MEMORY = Path("/dev/shm")
+SHARED_MIB = 256
+"""Free shared memory that vLLM's processes need, in MiB: vLLM checks that there is room for the larger one of their two
+queues of messages (240 MiB)."""
 STAGE_S = 300.0
 """Timeout in seconds for opening a version in vLLM's worker processes."""
 _POLL_S = 0.01
@@ -108,6 +114,21 @@ class SlotWorkers:
         return sizes
 
 
+class StagedByWorkers:
+    """Part of both adapters of vLLM: its worker processes open the versions. See ``EngineAdapter``."""
+
+    _slots: SlotWorkers
+
+    async def _fetch(self, manifest: WeightManifest, routes: WeightRoutes | None) -> Way:
+        return await self._slots.open(manifest, routes)
+
+    async def _release(self) -> None:
+        await self._slots.release()
+
+    async def _check_fetched(self, version: int) -> None:
+        await self._slots.check_intact(version)
+
+
 def engine_options(model: ModelFiles, config: VllmConfig | VllmServerConfig, *, max_running: int) -> dict[str, Any]:
     """Return vLLM's engine arguments for a model, by the names of ``AsyncEngineArgs``."""
     return {
@@ -135,6 +156,19 @@ def check_version(version: str) -> None:
             "this adapter was tested with vLLM %s, not with this %s: look at `mismatch/logprob` of the first batch",
             " and ".join(KNOWN_VERSIONS), version,
         )  # fmt: skip
+
+
+def check_shared_memory(folder: Path = SHARED_MEMORY) -> None:
+    """Raise Unavailable if ``folder`` has less than ``SHARED_MIB`` free: vLLM itself fails only after minutes."""
+    try:
+        free = shutil.disk_usage(folder).free >> 20
+    except FileNotFoundError:  # vLLM does not check either
+        return
+    if free < SHARED_MIB:
+        raise Unavailable(
+            f"vLLM does not start: its processes need {SHARED_MIB} MiB of shared memory, and {folder} has {free} MiB "
+            "free; enlarge it (Docker: --shm-size=1g, or shm_size: 1g in the compose file)"
+        )
 
 
 def check_heads(head_dim: int, sizes: Sequence[int]) -> None:
