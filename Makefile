@@ -12,7 +12,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-vllm-test up down \
-	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-long-prompts bench-online bench-sac bench-length bench-rambling fresh package release clean
+	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -188,6 +188,9 @@ bench-long-prompts: $(BIN)/pytest  ## how long prompts that arrive hold up a com
 
 bench-engine: $(BIN)/pytest  ## tokens/s of the embedded engine beside transformers' generate and vLLM (which `penstock engines install vllm` makes)
 	$(BIN)/python benchmarks/engine.py $(ARGS)
+
+bench-engine-curves: $(BIN)/fonttools  ## learning curves of one job on the embedded engine and on vLLM, three seeds each (`penstock engines install vllm` first)
+	$(BIN)/python benchmarks/engine_curves.py --out docs/results/engine_curves $(ARGS)
 
 bench-online: $(BIN)/fonttools  ## accepted answers of an agent that learns from feedback, alone and beside a hostile key, three seeds each
 	$(BIN)/python benchmarks/online.py --out docs/results/online $(ARGS)

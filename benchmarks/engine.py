@@ -13,7 +13,7 @@ its first completion finds a free row; beside it stands the rule of beginning it
 
 Ratios are medians over rounds, of CPU seconds: with one thread they are the seconds of a quiet machine, and hold on a
 busy one, too. Ratios of wall time stand beside them. vLLM is the one that ``penstock engines install vllm`` made; where
-there is none its column is left out.
+there is none its column is left out. ``--out`` is written after each model and batch.
 """
 
 from __future__ import annotations
@@ -187,6 +187,7 @@ def main() -> int:
             add_feeding(report, name, work, args.rounds)
         for batch in args.batches:
             add(report, name, batch, measure(name, batch, pythons, work, args.rounds))
+            report.write(args.out)
     return report.finish(args.out)
 
 

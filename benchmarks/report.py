@@ -70,14 +70,19 @@ class Report:
         print()
         for text, holds in self.checks.items():
             print(f"{'met   ' if holds else 'MISSED'}  {text}")
-        if out is not None:
-            content = {
-                "title": self.title,
-                "machine": facts,
-                "load_after": ended,
-                "results": self.results,
-                "checks": self.checks,
-            }
-            out.write_text(json.dumps(content, indent=2) + "\n")
+        self.write(out)
         sys.stdout.flush()
         return 0 if all(self.checks.values()) else 1
+
+    def write(self, out: Path | None) -> None:
+        """Write the results so far as JSON to ``out``; a long benchmark calls it after each part."""
+        if out is None:
+            return
+        content = {
+            "title": self.title,
+            "machine": self.started,
+            "load_after": os.getloadavg()[0],
+            "results": self.results,
+            "checks": self.checks,
+        }
+        out.write_text(json.dumps(content, indent=2) + "\n")

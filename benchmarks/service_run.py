@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from penstock.shared.config.jobs.kinds import AnyTraining
 
 __all__ = ["Finished", "run_job"]
 
-READY_S, JOB_S = 120.0, 3600.0
+READY_S, JOB_S = 400.0, 3600.0  # an interpreter of its own imports its own torch
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,21 @@ class Finished:
         return [(step, wall, value) for step, wall, value in zip(*columns, strict=False) if value is not None]
 
 
-def run_job(config: AnyTraining, data_dir: Path) -> Finished:
+def run_job(config: AnyTraining, data_dir: Path, *, pythons: Mapping[str, Path] | None = None) -> Finished:
     """Start a stack in ``data_dir``, run ``config`` to its end, audit it, stop the stack.
+
+    Args:
+        pythons: interpreters of services that have one of their own, by service.
 
     Raises:
         SystemExit: the job did not succeed, or its books do not hold.
     """
-    return asyncio.run(_run(config, data_dir))
+    return asyncio.run(_run(config, data_dir, dict(pythons or {})))
 
 
-async def _run(config: AnyTraining, data_dir: Path) -> Finished:
-    async with Stack(StackOptions(data_dir=data_dir, environment={"PENSTOCK_API_KEYS": ""})) as stack:
+async def _run(config: AnyTraining, data_dir: Path, pythons: dict[str, Path]) -> Finished:
+    options = StackOptions(data_dir=data_dir, environment={"PENSTOCK_API_KEYS": ""}, pythons=pythons)
+    async with Stack(options) as stack:
         await stack.ready(deadline_s=READY_S)
         async with AsyncClient(stack.url, api_key=stack.api_key) as client:
             job = (await client.submit(config)).id
