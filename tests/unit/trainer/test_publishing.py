@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from penstock.services.trainer.publishing import Publishing
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import Fenced
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes, make_layout
 from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.server import NatsServer
 
 
 class Left(Learner):
@@ -39,15 +43,51 @@ def test_a_rank_that_is_lost_meanwhile_is_the_reason(make_config: Callable[..., 
         publishing.close()
 
 
+def manifest(version: int, epoch: int) -> WeightManifest:
+    layout = make_layout([("w", "float32", (2,))])
+    return WeightManifest(
+        job="job_1", version=version, epoch=epoch, layout=layout, digest=f"d{epoch}.{version}", refs=(), created=0.0
+    )
+
+
+async def test_versions_that_are_announced_while_nats_dies_are_seen_in_order(
+    bus: Bus, nats_server: NatsServer, tmp_path: Path
+) -> None:
+    """The death falls into an announcement: the trainer goes on by itself, and no version is shown for another."""
+    publishing, last = Publishing(bus, ServiceSettings(shm_dir=tmp_path), "job_1"), 120
+    seen: list[tuple[int, str]] = []
+
+    async def watch() -> None:
+        async for entry in bus.kv(subjects.MANIFESTS).watch("job_1"):
+            if entry.value is not None:
+                found, _ = unpack(entry.value, WeightManifest)
+                seen.append((found.version, found.digest))
+            if seen and seen[-1][0] == last:
+                return
+
+    async def crash() -> None:
+        while len(seen) < 20:
+            await asyncio.sleep(0.001)
+        nats_server.kill()
+        await asyncio.sleep(0.3)
+        nats_server.start()
+
+    async with asyncio.timeout(90), asyncio.TaskGroup() as tasks:
+        tasks.create_task(watch())
+        crashing = tasks.create_task(crash())
+        for version in range(1, last + 1):
+            if version == last:
+                await crashing
+            await publishing.announce(manifest(version, 1))
+    assert bus.reconnects == 1
+    versions = [version for version, _ in seen]
+    assert versions == sorted(set(versions))
+    assert versions[-1] == await publishing.newest() == last
+    assert all(digest == f"d1.{version}" for version, digest in seen)
+
+
 async def test_a_trainer_that_was_replaced_announces_nothing(bus: Bus, tmp_path: Path) -> None:
     """Its successor has announced a version; its own is older, whatever its number."""
-    layout = make_layout([("w", "float32", (2,))])
-
-    def manifest(version: int, epoch: int) -> WeightManifest:
-        return WeightManifest(
-            job="job_1", version=version, epoch=epoch, layout=layout, digest=f"d{epoch}", refs=(), created=0.0
-        )
-
     old, new = (Publishing(bus, ServiceSettings(shm_dir=tmp_path), "job_1") for _ in range(2))
     await old.announce(manifest(3, 1))
     await new.announce(manifest(4, 2))
