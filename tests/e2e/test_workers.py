@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
-from penstock.shared.protocol.events import BatchSealed
+from penstock.shared.protocol.events import BatchSealed, Dropped
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
 
 SECOND = "rollout-attached"
+JOINED_S = 12.0
+"""Longest time until a group of a worker that joined is in a batch: 3 s on a machine of its own, four times as long on
+one that runs other tests."""
 
 
 @pytest.mark.long
@@ -52,3 +56,32 @@ def test_workers_are_started_and_drained_on_request(stack: Any) -> None:
     stack.check_books(job)
     kinds = [(one.kind, one.state) for one in record.operations]
     assert kinds == [("scale", "succeeded")] * 2
+
+
+@pytest.mark.long
+def test_a_worker_that_joins_and_leaves_costs_seconds_and_no_group(stack: Any) -> None:
+    """The model is loaded after it is ready; what it had begun when it was told to leave is trained as its own."""
+    job = stack.submit("train.max_updates=120")
+    stack.until(lambda: stack.status(job).step >= 3, "three updates", 90)
+
+    def sealed() -> dict[str, float]:
+        """Draws of the second worker's groups, and the time of each one's batch."""
+        batches = [event for event in stack.ledger(job) if isinstance(event, BatchSealed)]
+        return {str(group.draw): batch.time for batch in batches for group in batch.groups if group.worker == SECOND}
+
+    def held() -> set[str]:
+        rows = {row["worker"]: row for row in stack.client.workers(job)}
+        return set(rows.get(SECOND, {}).get("holds", []))
+
+    with stack.attached("penstock.services.rollout", SECOND) as second:
+        ready = time.time()
+        first = stack.until(lambda: min(sealed().values(), default=None), "a group of the second worker in a batch")
+        assert first - ready < JOINED_S
+        begun = stack.until(held, "tickets in its hands")
+        second.terminate()
+        assert second.wait(60) == 0, stack.log(SECOND)[-2000:]
+    assert stack.status(job).step < 115, "it left while the job was running"
+    assert stack.finish(job).status.step == 120
+    stack.check_books(job)
+    assert not [event for event in stack.ledger(job) if isinstance(event, Dropped)]
+    assert begun <= sealed().keys()
