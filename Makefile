@@ -12,7 +12,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-vllm-test up down \
-	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling fresh package release clean
+	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -144,6 +144,9 @@ bench-takeover: $(BIN)/pytest  ## how long a job stands still when its leader is
 
 bench-weights: $(BIN)/pytest  ## publish, stage, commit: time and pause
 	$(BIN)/python benchmarks/weights.py $(ARGS)
+
+bench-weight-transports: $(BIN)/pytest  ## every transport of weights beside a memory copy and a raw socket, 100 MB to 2 GB
+	$(BIN)/python benchmarks/weight_transports.py --out docs/results/weight_transports.json $(ARGS)
 
 $(TRL_VENV)/bin/trl:
 	$(PYTHON) -m venv $(TRL_VENV)

@@ -1,0 +1,217 @@
+"""Every transport of weights between two processes of this machine, beside one memory copy and one raw socket.
+
+    python benchmarks/weight_transports.py [--mb 100 500 2000] [--versions 5] [--out transports.json]
+
+A trainer publishes versions; receivers in other processes stage and verify them. `blocked` is how long the trainer is
+held up by the publication, `staged` the time from there on until every receiver has the version. shm: a receiver on the
+trainer's host. tcp, gloo: one on another host, over the loopback address; "tcp, 3 receivers": three on one other host,
+which share one transfer. disk: through files. The raw socket sends as many bytes to another process over the loopback
+address, and is answered when all are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from report import Report
+from torch import Tensor
+
+from penstock.shared.config import ServiceSettings
+from penstock.shared.protocol.weights import WeightRoutes
+from penstock.shared.weights import cleanup, layout_of, open_publisher, open_receiver
+
+JOB = "bench"
+PIECE_MB = 50
+"""Size of one parameter."""
+WARM_UP = 2
+"""First versions, whose memory is mapped anew; left out of the medians."""
+DEADLINE_S = 300.0
+BLOCKED_GOAL, TCP_GOAL, GLOO_GOAL = 1.5, 0.5, 0.4
+"""Times a memory copy; shares of the bytes per second of the raw socket."""
+_spawn = multiprocessing.get_context("spawn")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One transport. ``host``: host of the receivers, that of the trainer is 'near'."""
+
+    name: str
+    transport: Literal["shm", "tcp", "gloo", "disk"]
+    host: str
+    num_receivers: int = 1
+
+
+WAYS = (
+    Way("shm", "shm", "near"), Way("tcp", "tcp", "far"), Way("tcp, 3 receivers", "tcp", "far", 3),
+    Way("gloo", "gloo", "far"), Way("disk", "disk", "far"),
+)  # fmt: skip
+
+
+def settings_of(way: Way, directory: Path, name: str, host: str) -> ServiceSettings:
+    """Settings of a process; each host has a directory for shared memory of its own."""
+    shm = directory / host
+    shm.mkdir(exist_ok=True)
+    return ServiceSettings(
+        host_id=host, worker_id=name, shm_dir=shm, data_dir=directory,
+        bulk_host="127.0.0.1" if name == "trainer" and way.transport in ("tcp", "gloo") else "",
+        weight_collective="gloo" if way.transport == "gloo" else "",
+    )  # fmt: skip
+
+
+def receive(way: Way, directory: Path, name: str, pipe: Connection) -> None:
+    """Stage what is announced until the pipe is closed; answer with the time, the transport and the fetched bytes."""
+    torch.set_num_threads(1)
+    receiver = open_receiver(settings_of(way, directory, name, way.host))
+    if way.transport == "gloo":
+        receiver.follow(name, WeightRoutes(epoch=1, transports={name: "gloo"}))
+    pipe.send("ready")
+    staged = None
+    while (manifest := pipe.recv()) is not None:
+        before, staged = staged, receiver.stage(manifest)
+        pipe.send((time.monotonic(), staged.way.transport, staged.way.fetched_bytes))
+        if before is not None:
+            before.release()
+    if staged is not None:
+        staged.release()
+    receiver.close()
+
+
+def swallow(port: int, nbytes: int, rounds: int) -> None:
+    """Other end of the raw socket."""
+    buffer = np.zeros(nbytes, np.uint8)
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        for _ in range(rounds):
+            view = memoryview(buffer)
+            while view:
+                view = view[connection.recv_into(view) :]
+            connection.sendall(b"!")
+
+
+def raw_socket_s(data: NDArray[np.uint8], rounds: int) -> float:
+    """Median seconds of one transfer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        process = _spawn.Process(target=swallow, args=(server.getsockname()[1], data.nbytes, rounds + 1))
+        process.start()
+        connection, _ = server.accept()
+        with connection:
+            return timed(lambda: (connection.sendall(data), connection.recv(1)), rounds)
+
+
+def timed(work: Callable[[], Any], rounds: int) -> float:
+    """Median seconds of ``work``, after one round for warmth."""
+    seconds = []
+    for _ in range(rounds + 1):
+        start = time.monotonic()
+        work()
+        seconds.append(time.monotonic() - start)
+    return median(seconds[1:])
+
+
+def baselines(nbytes: int, rounds: int) -> tuple[float, float]:
+    """Median seconds of one memory copy and of one transfer over the raw socket."""
+    source, target = (np.ones(nbytes, np.uint8) for _ in range(2))
+    return timed(lambda: np.copyto(target, source), rounds), raw_socket_s(source, rounds)
+
+
+def measure(way: Way, weights: dict[str, Tensor], versions: int, parent: Path) -> list[dict[str, float]]:
+    """Publish versions and wait until each is staged everywhere.
+
+    Raises:
+        AssertionError: a version came by another transport, or more than once to a host.
+    """
+    with tempfile.TemporaryDirectory(dir=parent) as name, ExitStack() as stack:
+        directory, rows = Path(name), []
+        layout, own = layout_of(weights.items()), settings_of(way, directory, "trainer", "near")
+        publisher = open_publisher(JOB, layout, own, transports=("disk",) if way.transport == "disk" else ("shm",))
+        stack.callback(cleanup, JOB, own)
+        stack.callback(publisher.close)
+        names = [f"rollout-{number}" for number in range(way.num_receivers)]
+        if way.transport == "gloo":
+            publisher.open(layout, names, 1)
+        pipes = []
+        for receiver in names:
+            pipe, theirs = _spawn.Pipe()
+            process = _spawn.Process(target=receive, args=(way, directory, receiver, theirs), daemon=True)
+            process.start()
+            stack.callback(process.join, 30)
+            stack.callback(pipe.send, None)
+            assert pipe.poll(DEADLINE_S), "a receiver does not start"
+            pipe.recv()
+            pipes.append(pipe)
+        for version in range(1, versions + WARM_UP + 1):
+            for tensor in weights.values():
+                tensor.fill_(version)
+            start = time.monotonic()
+            manifest = publisher.publish(weights.items(), version=version, epoch=1)
+            published = time.monotonic()
+            for pipe in pipes:
+                pipe.send(manifest)
+            assert all(pipe.poll(DEADLINE_S) for pipe in pipes), f"version {version} is not staged"
+            answers = [pipe.recv() for pipe in pipes]
+            assert {transport for _, transport, _ in answers} == {way.transport}, answers
+            fetched = sum(nbytes for *_, nbytes in answers)
+            assert way.transport != "tcp" or fetched == layout.nbytes, f"{fetched} bytes for one host"
+            rows.append({"blocked": published - start, "staged": max(at for at, *_ in answers) - published})
+        return rows[WARM_UP:]
+
+
+def add(report: Report, megabytes: int, versions: int, parent: Path) -> None:
+    """Rows and checks of one size."""
+    pieces = max(1, round(megabytes / PIECE_MB))
+    weights = {f"w{number}": torch.zeros(megabytes * 1_000_000 // pieces // 4) for number in range(pieces)}
+    copy_s, raw_s = baselines(megabytes * 1_000_000, versions)
+    results: dict[str, Any] = {"memcpy_s": copy_s, "raw_socket_s": raw_s}
+    report.row(f"{megabytes} MB: one memory copy", "", f"{copy_s * 1e3:.0f}", "1.00", f"{raw_s / copy_s:.2f}")
+    report.row(f"{megabytes} MB: raw socket", "", f"{raw_s * 1e3:.0f}", f"{raw_s / copy_s:.2f}", "1.00")
+    for way in WAYS:
+        rows = results[way.name] = measure(way, weights, versions, parent)
+        blocked, staged = (median(row[key] for row in rows) for key in ("blocked", "staged"))
+        share = raw_s / staged
+        report.row(
+            f"{megabytes} MB: {way.name}", f"{blocked * 1e3:.0f}", f"{staged * 1e3:.0f}", f"{staged / copy_s:.2f}",
+            f"{share:.2f}",
+        )  # fmt: skip
+        if way.transport == "shm":
+            text = f"{megabytes} MB, {way.name}: trainer blocked for {blocked / copy_s:.2f} copies"
+            report.check(f"{text}, goal {BLOCKED_GOAL}", blocked <= BLOCKED_GOAL * copy_s)
+        if way.transport in ("tcp", "gloo") and way.num_receivers == 1:
+            goal = TCP_GOAL if way.transport == "tcp" else GLOO_GOAL
+            report.check(f"{megabytes} MB, {way.name}: {share:.2f} of a raw socket, goal {goal}", share >= goal)
+    report.results[str(megabytes)] = results
+
+
+def main() -> int:
+    """Command line; the exit status is 1 if a goal was missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mb", nargs="+", type=int, default=[100, 500, 2000], help="megabytes of weights")
+    parser.add_argument("--versions", type=int, default=5, help=f"measured, after {WARM_UP} others")
+    parser.add_argument("--shm-dir", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--out", type=Path, help="write the results as JSON, after each size")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    report = Report(
+        "Transports of weights, float32, processes of one machine",
+        ["", "blocked ms", "staged ms", "x memcpy", "of raw socket"],
+    )
+    for megabytes in args.mb:
+        add(report, megabytes, args.versions, args.shm_dir)
+        report.write(args.out)
+    return report.finish(args.out)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
