@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from penstock.shared.errors import Conflict, Unavailable, WeightsError
+from penstock.shared.errors import Conflict, PenstockError, Unavailable, WeightsError
 from penstock.shared.protocol.generation import Token, WeightInfo
 from penstock.shared.weights import layout_of, open_publisher
 
@@ -240,3 +240,38 @@ async def test_a_process_that_dies_with_a_version_open_frees_it_and_the_engine_s
     await bench.until_unavailable(asking)
     assert holders() == set()
     await bench.engine.close()
+
+
+@ELSEWHERE
+async def test_a_process_that_dies_in_an_update_serves_no_version_of_it(
+    bench: Any, holders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process stands still while it loads, so that the update is half done when it dies. Ends the engine."""
+    engine, load = bench.engine, bench.engine._load
+
+    async def torn(label: str) -> None:
+        (holder,) = holders()
+        os.kill(holder, signal.SIGSTOP)
+        loading = asyncio.create_task(load(label))
+        done, _ = await asyncio.wait({loading}, timeout=1.0)
+        assert not done, "nothing was loaded"
+        os.kill(holder, signal.SIGKILL)
+        await loading
+
+    asking = asyncio.create_task(engine.generate(bench.ask("crossing")))
+    await bench.until_tokens(5)
+    async with asyncio.timeout(240):
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_load", torn)
+            with pytest.raises(PenstockError):
+                await bench.update(1, seed=1)
+        with pytest.raises(PenstockError):
+            await engine.generate(bench.ask("refused"))
+        (answer,) = await asyncio.gather(asking, return_exceptions=True)
+    if not isinstance(answer, PenstockError):
+        assert answer.samples[0].finish == "abort"
+        assert [span.version for span in answer.samples[0].spans] == [0]
+        assert bench.error(answer.samples[0]) < 1e-4
+    assert await engine.weight_info() == WeightInfo(version=0, digest=bench.digests[0], dirty=True)
+    assert holders() == set()
+    await engine.close()

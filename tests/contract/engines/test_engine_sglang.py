@@ -17,6 +17,7 @@ SLOTS = tuple(
         "test_a_cache_that_is_not_dropped_would_be_seen", "test_a_staged_version_is_held_until_its_update_is_over",
         "test_memory_that_was_overwritten_before_the_commit_is_refused",
         "test_a_process_that_dies_with_a_version_open_frees_it_and_the_engine_says_so",
+        "test_a_process_that_dies_in_an_update_serves_no_version_of_it",
     )
 )  # fmt: skip
 """Of engines that keep a slot open: a server reads a file, which the worker wrote; see ``sglang_updates.py``."""
