@@ -13,6 +13,7 @@ import httpx
 import psutil
 import pytest
 
+from penstock.shared.config.base import load_yaml, with_overrides
 from penstock.shared.protocol.events import BatchTrained
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(1200)]
@@ -27,6 +28,12 @@ VLLM = {"engine": "vllm", "kv_cache_gib": 0.25}
 SERVER = {**VLLM, "engine": "vllm_server"}
 HEADS = ("model.config.num_heads=1", "model.config.num_kv_heads=1")
 """Heads of 32, the smallest that vLLM has on a CPU."""
+TOOL = Path(__file__).parents[2] / "examples" / "gsm8k-tool.yaml"
+TOOL_CHANGES = (
+    "model.config.num_layers=2", "model.config.num_heads=2", "model.config.num_kv_heads=2", "warm_start.steps=45",
+    "warm_start.learning_rate=0.004", "train.max_updates=4", "train.batch_size=64", "train.minibatches=1",
+    "train.draw_timeout_s=600", "checkpoint.every=4", "evaluation.every=0", "limits.byte_budget=33554432",
+)  # fmt: skip
 LIVE: dict[str, Any] = {
     "kind": "online_rl", "name": "live", "rollout": VLLM, "algorithm": {"type": "reinforce_pp"},
     "train": {"batch_size": 8, "max_lag": 2},
@@ -96,6 +103,26 @@ def check_learning(
     spans = [span for group in stack.groups(job).values() for span in labels(group)]
     assert len({version for version, _ in spans}) > 2, "vLLM followed the versions"
     assert all(digests[version].startswith(weights) for version, weights in spans if version in digests)
+
+
+def test_what_vllm_writes_calls_a_tool(stack: Any, tmp_path: Path) -> None:
+    """The calculator's results stand between two turns of vLLM and have no log-prob."""
+    rows = [{"question": "?", "answer": f"<<{a}*{b}={a * b}>>{a * b}"} for a in range(2, 60) for b in range(2, 10)]
+    path = tmp_path / "annotations.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    spec = with_overrides(load_yaml(TOOL), TOOL_CHANGES) | {"rollout": VLLM}
+    for source in (spec["data"]["train"], spec["data"]["eval"]):
+        source.pop("exclude_path", None)
+        source["path"] = str(path)
+    job = stack.client.submit(spec).id
+    assert stack.finish(job, 600).status.step == 4
+    series = stack.client.metrics(job, names="tokens/observed,mismatch/logprob")["series"]
+    assert min(value for value in series["tokens/observed"] if value is not None) > 0
+    assert max(value for value in series["mismatch/logprob"] if value is not None) < MISMATCH
+    for group in stack.groups(job).values():
+        assert not group.failed.any()
+        assert not group.logprobs[group.mask == 0].any()
+    stack.check_books(job)
 
 
 def test_vllm_answers_live_requests_and_its_answers_are_trained(stack: Any, make_job: Callable[..., Any]) -> None:
