@@ -211,6 +211,8 @@ def test_a_checkpoint_is_exported_as_a_hugging_face_folder(
         assert fact in card
     again = stack.cli("export", f"served-from@{earlier}", "--to", str(tmp_path / "model"))
     assert (again.exit_code, "is not empty" in again.output) == (1, True)
+    below = stack.cli("export", f"served-from@{earlier}", "--to", str(tmp_path / "model" / "README.md" / "copy"))
+    assert (below.exit_code, below.output.startswith("error: cannot use ")) == (1, True), below.output
 
 
 def test_an_adapter_is_exported_alone_or_merged(stack: Any, adapted: str, tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import typer.main
+from typer.testing import CliRunner
 
 from penstock.cli import app
+from penstock.cli.exits import FAILED, Commands
 from penstock.cli.jobs.views import chart
 from penstock.cli.printing import seconds_of
 from penstock.shared.errors import ConfigError
@@ -39,6 +43,25 @@ def test_ages(age: str | None, seconds: float | None) -> None:
 def test_what_is_no_age() -> None:
     with pytest.raises(ConfigError, match="90m"):
         seconds_of("soon")
+
+
+def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = typer.Typer(cls=Commands)
+
+    @group.command()
+    def write() -> None:
+        (tmp_path / "none" / "model").mkdir()
+
+    @group.callback()
+    def several() -> None:
+        pass
+
+    monkeypatch.delenv("PENSTOCK_DEBUG", raising=False)
+    result = CliRunner().invoke(group, ["write"])
+    assert (result.exit_code, result.stdout) == (FAILED, "")
+    assert result.stderr == f"error: cannot use {tmp_path / 'none' / 'model'}: No such file or directory\n"
+    monkeypatch.setenv("PENSTOCK_DEBUG", "1")
+    assert isinstance(CliRunner().invoke(group, ["write"]).exception, FileNotFoundError)
 
 
 DOCUMENTS = "show"

@@ -49,3 +49,8 @@ class Commands(TyperGroup):
         except BrokenPipeError:  # `penstock events -f | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(OK) from None
+        except OSError as error:
+            if error.filename is None or os.environ.get("PENSTOCK_DEBUG"):
+                raise
+            typer.echo(f"error: cannot use {os.fsdecode(error.filename)}: {error.strerror}", err=True)
+            raise typer.Exit(FAILED) from None
