@@ -124,6 +124,8 @@ def parse_yaml(text: str, *, where: str) -> dict[str, Any]:
         place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or "cannot be parsed"
         raise ConfigError(f"{where} is not valid YAML{place}: {problem}") from None
+    if data is None:
+        raise ConfigError(f"{where} is empty: it must hold a mapping of keys to values")
     if not isinstance(data, dict):
         raise ConfigError(f"{where} must hold a mapping of keys to values, found {type(data).__name__}")
     return data

@@ -54,12 +54,21 @@ def _detail(item: Mapping[str, Any], kinds: Sequence[Any]) -> str:
 
 
 def _unknown(model: type[BaseModel], loc: Sequence[int | str]) -> str:
-    """Return the known key nearest to an unknown one."""
+    """Return the known key nearest to an unknown one: one of that name a section deeper, or one that is similar."""
     kinds = _walk(model, loc[:-1])[1]
     names = sorted({name for kind in kinds if _is_model(kind) for name in kind.model_fields})
-    near = difflib.get_close_matches(str(loc[-1]), names, n=1, cutoff=0.5)
+    near = _deeper(kinds, str(loc[-1])) or difflib.get_close_matches(str(loc[-1]), names, n=1, cutoff=0.5)
     of = f" of '{loc[-2]}'" if len(loc) > 1 and loc[-2] in _tags(kinds) else ""
-    return f"unknown key{of}; " + (f"did you mean '{near[0]}'?" if near else f"valid keys: {', '.join(names)}")
+    return f"unknown key{of}; " + (
+        f"did you mean {' or '.join(map(repr, near))}?" if near else f"valid keys: {', '.join(names)}"
+    )
+
+
+def _deeper(kinds: Iterable[Any], key: str) -> list[str]:
+    """Return ``section.key`` of each section that has a key of this name."""
+    fields = [item for kind in kinds if _is_model(kind) for item in kind.model_fields.items()]
+    sections = [(name, inner) for name, field in fields for inner in _members(field.annotation) if _is_model(inner)]
+    return list(dict.fromkeys(f"{name}.{key}" for name, inner in sections if key in inner.model_fields))
 
 
 def _walk(model: type[BaseModel], loc: Iterable[int | str]) -> tuple[list[str], list[Any], bool]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,7 +47,9 @@ def import_named(path: str, *, what: str, beside: str, error: type[PenstockError
     if not module:
         raise error(f"{what} '{path}' names no module: write it like package.module:{name}")
     if "@" in module:
-        return _callable(getattr(_uploaded(module, what, beside, error), name, None), path, what, error)
+        source = _uploaded(module, what, beside, error)
+        near = difflib.get_close_matches(name, [key for key, value in vars(source).items() if callable(value)], 1)
+        return _callable(getattr(source, name, None), path, what, error, near)
     try:
         found = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as reason:
@@ -74,10 +77,12 @@ def check_call(
         pass
 
 
-def _callable(found: Any, path: str, what: str, error: type[PenstockError]) -> Any:
+def _callable(found: Any, path: str, what: str, error: type[PenstockError], near: Sequence[str] = ()) -> Any:
+    if found is None:
+        hint = f"; did you mean '{near[0]}'?" if near else ""
+        raise error(f"{what} '{shown_name(path)}' does not exist, or is None{hint}")
     if not callable(found):
-        is_there = f"is a {type(found).__name__}" if found is not None else "does not exist, or is None"
-        raise error(f"{what} '{path}' {is_there}, not a function or class")
+        raise error(f"{what} '{shown_name(path)}' is a {type(found).__name__}, not a function or class")
     return found
 
 

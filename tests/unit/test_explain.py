@@ -34,6 +34,8 @@ SOURCES = "'file', 'gsm8k_calculator', 'addition', 'sorting', 'tasks'"
             "algorithm={type: grpo, clip_hihg: 1}",
             "algorithm.clip_hihg: unknown key of 'grpo'; did you mean 'clip_high'?",
         ),
+        ("batch_size=3", "batch_size: unknown key; did you mean 'train.batch_size' or 'warm_start.batch_size'?"),
+        ("model.rank=3", "model.rank: unknown key; did you mean 'lora.rank'?"),
         ("algorithm={type: grpo, aggregation: sum}", "algorithm.aggregation: found 'sum'; must be 'token_mean', 's"),
         ("reward.scorers=[{type: mathh}]", "reward.scorers.0.type: found 'mathh'; did you mean 'math'? there are: 'ex"),
         ("reward.scorers=[3]", "reward.scorers.0: must be a mapping like {type: exact}, found 3"),

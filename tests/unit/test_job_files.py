@@ -37,6 +37,13 @@ def test_a_key_that_stands_twice_is_refused_with_both_lines(tmp_path: Path) -> N
         from_yaml(TWICE.encode())
 
 
+def test_a_file_that_is_empty_or_no_mapping() -> None:
+    with pytest.raises(ConfigError, match=r"^standard input is empty: it must hold a mapping"):
+        parse_yaml("# nothing\n", where="standard input")
+    with pytest.raises(ConfigError, match=r"^a.yaml must hold a mapping of keys to values, found list$"):
+        parse_yaml("- a", where="a.yaml")
+
+
 def test_a_merged_mapping_may_override_keys() -> None:
     text = "a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {<<: *b, y: 4}\nd: {<<: [*a, *b], z: 5}\n"
     assert parse_yaml(text, where="text")["c"] == {"x": 3, "y": 4}

@@ -137,8 +137,10 @@ def test_uploaded_code_scores(store: FileStore, tmp_path: Path, monkeypatch: pyt
     assert function(DIGEST, bonus=0.5).score("1+1=", "2", "2", {}) == 1.5
     with pytest.raises(ScoringError, match=r"cannot be called with .*: got an unexpected keyword argument 'bogus'"):
         function(DIGEST, bogus=1)
-    with pytest.raises(ScoringError, match=r"'reward@.*:nothing' does not exist"):
+    with pytest.raises(ScoringError, match=r"'reward\.py:nothing' does not exist, or is None$"):
         function(DIGEST, "nothing")
+    with pytest.raises(ScoringError, match=r"'reward\.py:scores' does not exist.*did you mean 'score'"):
+        function(DIGEST, "scores")
     with pytest.raises(ScoringError, match=r"'reward\.py' cannot be read beside the reward service"):
         function("0" * 64)
     broken = store.add_code("import nothing_of_that_name\n").sha256

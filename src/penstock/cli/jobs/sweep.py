@@ -72,7 +72,7 @@ def points_of(grid: Sequence[str]) -> list[tuple[str, ...]]:
     for text in grid:
         key, sep, values = text.partition("=")
         if not sep or not key.strip() or not all(value.strip() for value in values.split(",")):
-            raise ConfigError(f"--grid '{text}' must look like train.learning_rate=1e-4,3e-4")
+            raise ConfigError(f"--grid '{text}' must look like optimizer.learning_rate=1e-4,3e-4")
         axes.append([f"{key.strip()}={value.strip()}" for value in values.split(",")])
     return [tuple(point) for point in itertools.product(*axes)]
 
@@ -95,11 +95,14 @@ def sweep(
     points = [Point(settings) for settings in points_of(grid or [])]
     if len(points) * seeds > MAX_JOBS:
         raise ConfigError(f"that makes {len(points) * seeds} jobs, more than {MAX_JOBS}")
+    if plot is not None and not plot.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {plot}: the folder {plot.absolute().parent} does not exist")
     text = load_file(file, overrides or [])
     label = f"{text.data['name']}-{time.strftime('%Y%m%d-%H%M%S')}"
     files = [(point, _file_of(text, point, seed, label)) for point in points for seed in range(seeds)]
     with Client() as client:
-        note(f"{len(files)} jobs, {parallel} at a time; list them with: penstock ls --label sweep={label}")
+        count = "1 job" if len(files) == 1 else f"{len(files)} jobs, {parallel} at a time"
+        note(f"{count}; list them with: penstock ls --label sweep={label}")
         _run(client, files, parallel)
         for point in points:
             point.jobs = [client.get(job.id) for job in point.jobs]
