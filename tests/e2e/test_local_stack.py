@@ -21,6 +21,7 @@ import yaml
 from penstock.client import Client
 from penstock.local import UpState, read_state
 from penstock.shared.config.base import with_overrides
+from penstock.shared.config.service import load_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -98,6 +99,7 @@ def test_a_deployment_from_up_to_down(directory: Path) -> None:
     down = penstock("down", "--data-dir", str(directory))
     assert down.returncode == 0, down.stderr
     assert all(gone(pid) for pid in (*processes.values(), state.pid))
+    assert slots(job) == [], "nothing is left in shared memory"
     assert "nothing runs" in penstock("down", "--data-dir", str(directory)).stderr
 
 
@@ -140,7 +142,13 @@ def begin_job(state: UpState, directory: Path) -> str:
         os.kill(before, signal.SIGKILL)
         wait_until(lambda: running(directory).processes["reward-0"] not in (0, before), "restart of the service")
         assert client.get(id).status.phase == "running"
+    assert slots(id)
     return id
+
+
+def slots(job: str) -> list[Path]:
+    """Weights of a job in shared memory."""
+    return list(load_settings().shm_dir.glob(f"penstock-weights-{job}.*"))
 
 
 def check_end(state: UpState, job: str) -> None:

@@ -56,6 +56,7 @@ from penstock.shared.transport.bus import Bus, Outgoing
 from tests.live_leader import Recorder
 
 DEADLINE_S = 40
+ALONE = "a batch has at least 2: one has nothing to be compared with"
 CONFIG = OnlineJob.parse(
     {
         "kind": "online_rl", "name": "live", "model": {"config": {}, "tokenizer": "char"},
@@ -270,6 +271,17 @@ async def test_a_record_in_parts_is_admitted(bus: Bus, tmp_path: Path) -> None:
         await until_statuses(bus, job, **{"f-long": "admitted"})
     messages = await bus.read(subjects.INTERACTIONS, "interactions.>")
     assert [int(message.headers.get(PARTS, 0)) for message in messages] == [2, 0]
+
+
+async def test_one_verdict_alone_says_that_it_waits_for_another(bus: Bus, tmp_path: Path) -> None:
+    record = await JobStore(bus).create(CONFIG)
+    async with leader(bus, record, 1, tmp_path) as runner:
+        await report(bus, record.id, kind="checkpointed", batch=0, version=0, digest="w0", path="ckpt-0")
+        await post_feedback(bus, record.id, ("alone", await serve(bus, record.id), 1.0))
+        await until_statuses(bus, record.id, alone="admitted")
+        async with asyncio.timeout(DEADLINE_S):
+            while not any(ALONE in row["waiting_for"] for row in runner.why()):
+                await asyncio.sleep(0.02)
 
 
 async def test_an_outlier_is_held_across_the_crash_of_a_leader_until_it_is_released(bus: Bus, tmp_path: Path) -> None:
