@@ -25,7 +25,7 @@ from penstock.services.coordinator.training.journal import Journal
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import ConfigError, NotFound
+from penstock.shared.errors import ConfigError, Conflict, NotFound
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import (
     BatchSealed,
@@ -193,6 +193,9 @@ async def test_a_budget_may_shrink_no_further_than_the_groups_allow(bus: Bus, tm
     assert (await services.steering.amend(job, with_budget(need + 3_000_000), by="k")).generation == 3, (
         "more is always enough"
     )
+    await control.store.set_status(job, phase="succeeded")
+    with pytest.raises(Conflict, match=r"is succeeded; .*: extend or clone it"):
+        await control.steering.amend(job, with_budget(need + 4_000_000), by="k")
 
 
 def group(job: str, draw: Draw) -> Group:

@@ -127,7 +127,9 @@ class JobStore:
 
         def change(record: JobRecord) -> JobRecord:
             if record.status.phase in TERMINAL_PHASES:
-                raise Conflict(f"job '{job}' is {record.status.phase}; its file cannot change any more")
+                raise Conflict(
+                    f"job '{job}' is {record.status.phase}; its file cannot change any more: extend or clone it"
+                )
             config = edit(record)
             spec = config.model_dump(mode="json", exclude_unset=True)
             if spec == record.spec:
