@@ -177,7 +177,7 @@ async def plan_job(
     if isinstance(spec, ServingJob):
         return _plan_serving(spec, running)
     longest = max((spec.sampling, spec.evaluation_sampling), key=lambda s: completion_tokens(s, spec.environment))
-    _check_model(spec.model, completion_tokens(longest, spec.environment), room_of(longest, spec.environment))
+    notes = _check_model(spec.model, completion_tokens(longest, spec.environment), room_of(longest, spec.environment))
     check_room(running, spec.limits.byte_budget, experience_bytes=settings.experience_bytes)
     if isinstance(spec, OnlineJob):
         check_alias(spec, running)
@@ -190,6 +190,7 @@ async def plan_job(
         "data": msgspec.to_builtins(replace(data, notes=(*data.notes, *await asyncio.to_thread(beginning_note, spec)))),
         "bytes": {"group_max": spec.max_group_bytes + data.row_bytes, "budget": spec.limits.byte_budget},
         "warnings": [
+            *notes,
             *_warnings(spec, settings.http_host),
             *rate_warnings(spec),
             *check_packages(spec, members or Members(), time.monotonic()),
@@ -232,12 +233,12 @@ async def _plan_embodied(
 
 
 def _plan_serving(spec: ServingJob, running: Sequence[JobEntry]) -> dict[str, Any]:
-    _check_model(spec.model, spec.sampling.max_new_tokens, "sampling.max_new_tokens")
+    notes = _check_model(spec.model, spec.sampling.max_new_tokens, "sampling.max_new_tokens")
     check_alias(spec, running)
     return {
         "spec": spec.model_dump(mode="json"),
         "serving": {"model": spec.name, "hold_s": spec.serving.hold_s, "idle_s": spec.serving.idle_s},
-        "warnings": [],
+        "warnings": notes,
     }
 
 
@@ -418,8 +419,8 @@ def _check_tokenizer(model: ModelConfig) -> None:
         raise ConfigError(f"model.tokenizer: '{source}' holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
 
 
-def _check_model(model: ModelConfig, longest: int, where: str) -> None:
-    """Check the directory of a model, and its tokenizer.
+def _check_model(model: ModelConfig, longest: int, where: str) -> list[str]:
+    """Check the directory of a model, and its tokenizer. Return warnings about code in the directory.
 
     Raises:
         ConfigError: the directory is no model, or completions of ``longest`` tokens leave no room for a prompt;
@@ -432,10 +433,45 @@ def _check_model(model: ModelConfig, longest: int, where: str) -> None:
         if not folder.is_dir():
             raise ConfigError(f"model.path: '{path}' does not exist (as seen by the coordinator)")
         if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
-            return  # an adapter: its base model is not checked here
+            return []  # an adapter: its base model is not checked here
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model.path: '{path}' holds no config.json; is it a Hugging Face model directory?")
-        _check_room(folder / "config.json", longest, where)
+        described = _described(file := folder / "config.json")
+        most = described.get("max_position_embeddings")
+        if isinstance(most, int) and longest >= most:
+            raise ConfigError(f"{where} {longest} leaves no room for a prompt: the model takes {most} tokens ({file})")
+        return _check_code(model, folder, described)
+    return []
+
+
+def _described(file: Path) -> dict[str, Any]:
+    """Return a model's config.json. Raises ConfigError if it cannot be read."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"model.path: {file} cannot be read: {error}") from None
+
+
+def _check_code(model: ModelConfig, folder: Path, described: dict[str, Any]) -> list[str]:
+    """Return a warning if the directory of a model brings code that is not run.
+
+    Raises:
+        ConfigError: a file of that code is missing.
+    """
+    classes = described.get("auto_map")
+    if not isinstance(classes, dict) or not classes:
+        return []
+    if not model.trust_remote_code:
+        return [
+            f"model.path: config.json in {folder} names code of the model's own ({', '.join(sorted(classes))}), which "
+            f"is not run: the job fails as it begins, unless transformers knows '{described.get('model_type')}' by "
+            "itself; read that code, then set model.trust_remote_code: true"
+        ]
+    for name in classes.values():  # MODULE.Class; another repository's stands before "--"
+        file = f"{str(name).partition('.')[0]}.py"
+        if "--" not in file and not (folder / file).is_file():
+            raise ConfigError(f"model.path: config.json in {folder} names the code '{name}', and {file} is not there")
+    return []
 
 
 def beginning_note(spec: TextJob) -> list[str]:
@@ -467,17 +503,6 @@ def _first_tokens(rules: Any) -> set[str]:
     inner = [_first_tokens(each) for each in rules.get("processors", ())]
     first = [piece["SpecialToken"]["id"] for piece in rules.get("single", ())[:1] if "SpecialToken" in piece]
     return set().union(*inner, first, [rules["cls"][0]] if "cls" in rules else [])
-
-
-def _check_room(file: Path, longest: int, where: str) -> None:
-    """Refuse completions that leave no room for a prompt in the longest sequence that config.json allows."""
-    try:
-        config = msgspec.json.decode(file.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"model.path: {file} cannot be read: {error}") from None
-    most = config.get("max_position_embeddings") if isinstance(config, dict) else None
-    if isinstance(most, int) and longest >= most:
-        raise ConfigError(f"{where} {longest} leaves no room for a prompt: the model takes {most} tokens ({file})")
 
 
 class SubmissionIds:

@@ -1,4 +1,5 @@
-"""Checks of user code that a job file names: is it uploaded, and can the workers import and call it?"""
+"""Checks of user code and grading models that a job file names: is code uploaded, can workers import and call it, does
+a model answer?"""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.jobs.kinds import AnyJob, TextJob
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.rewards.graders import PythonGrader, ScoreModelGrader, parts_of
-from penstock.shared.config.rewards.scorers import EnvironmentScorer, FunctionScorer, GraderScorer
+from penstock.shared.config.rewards.scorers import (
+    EnvironmentScorer,
+    FunctionScorer,
+    GraderScorer,
+    JudgeScorer,
+    ScorerConfig,
+)
 from penstock.shared.config.tools import FunctionTool, MethodTool
 from penstock.shared.data.rows import open_rows
 from penstock.shared.data.template import Template
@@ -38,7 +45,10 @@ ROLLOUT_KEYS = ("data.curriculum", "online.redaction.function", "rollout.path")
 TRIAL_S = 20.0
 """Time limit of a trial, in which a process starts and imports what the code imports (seconds)."""
 OPEN_S = 45.0
-"""Time limit of the trial of an environment of `verifiers`, whose import alone takes many seconds."""
+"""Time limit of the trial of an environment of `verifiers`, or of a model's code, whose imports take many seconds."""
+REMOTE_CODE = "model.trust_remote_code"
+MODEL_S = 20.0
+"""Time in which a model that grades must answer a trial (seconds)."""
 WAIT_S = 10.0
 """Time that a worker has to begin a trial (seconds)."""
 END_S = 5.0
@@ -69,7 +79,7 @@ def check_uploaded(spec: AnyJob, data_dir: Path) -> None:
 
 
 class CodeTrials:
-    """Has workers try the user code of job files once, in processes of their own; nothing of it runs here."""
+    """Has workers try the user code and the grading models of job files once, in processes of their own."""
 
     def __init__(self, bus: Bus, bench: GraderBench, members: Members) -> None:
         self._bus, self._bench, self._members = bus, bench, members
@@ -77,7 +87,8 @@ class CodeTrials:
     async def run(self, spec: AnyJob) -> list[str]:
         """Try all user code of a job on the first row of its data, each in the service that would run it.
 
-        Returns warnings: no worker could try it, or it raised on that example, which need not be an error.
+        Models that grade get one request. Returns warnings: no worker could try it, or it failed on that example,
+        which need not be an error.
 
         Raises:
             ConfigError: code cannot be imported, or takes other arguments; one line for each key.
@@ -93,21 +104,21 @@ class CodeTrials:
         return [f"{finding.key}: {finding.text}" for finding in findings]
 
     def _scorers(self, spec: AnyJob, example: Example | None) -> Iterator[Coroutine[Any, Any, list[Finding]]]:
-        """Yield a trial of each scorer that is code of the user."""
+        """Yield a trial of each scorer that is code of the user or asks a model."""
         if isinstance(spec, ServingJob | EmbodiedJob):
             return
         for place, scorer in enumerate(spec.reward.scorers):
             key = f"reward.scorers[{place}]"
             if isinstance(scorer, FunctionScorer):
                 yield self._scorer(f"{key} ({shown_name(scorer.path)})", scorer, example)
-            elif isinstance(scorer, GraderScorer):
-                parts = parts_of(scorer.grader).values()
-                if any(isinstance(part, PythonGrader) for part in parts) and not any(
-                    isinstance(part, ScoreModelGrader) for part in parts
-                ):
-                    yield self._scorer(f"{key} ({scorer.grader.name})", scorer, example)
+            elif isinstance(scorer, JudgeScorer):
+                yield self._scorer(f"{key} (judge)", _soon(scorer), example)
+            elif isinstance(scorer, GraderScorer) and any(
+                isinstance(part, PythonGrader | ScoreModelGrader) for part in parts_of(scorer.grader).values()
+            ):
+                yield self._scorer(f"{key} ({scorer.grader.name})", _soon(scorer), example)
 
-    async def _scorer(self, key: str, scorer: FunctionScorer | GraderScorer, example: Example | None) -> list[Finding]:
+    async def _scorer(self, key: str, scorer: ScorerConfig, example: Example | None) -> list[Finding]:
         """Have a reward worker open a scorer, and score the reference answer of the first row."""
         if not self._members.of("reward", time.monotonic()):
             return [Finding(key=key, text=_untried("no reward worker runs here"), fatal=False)]
@@ -138,8 +149,11 @@ class CodeTrials:
 
     async def _rollout(self, spec: AnyJob, example: Example | None) -> list[Finding]:
         """Have a rollout worker try what it would import."""
-        parts = {key: name for key, name in named(spec, "code") if key in ROLLOUT_KEYS}
-        return await self._ask("rollout", subjects.ROLLOUT_TRY, parts, example, TRIAL_S) if parts else []
+        parts, limit_s = {key: name for key, name in named(spec, "code") if key in ROLLOUT_KEYS}, TRIAL_S
+        model = None if isinstance(spec, EmbodiedJob) else spec.model
+        if model is not None and model.trust_remote_code and model.path is not None:
+            parts, limit_s = parts | {REMOTE_CODE: model.path}, OPEN_S
+        return await self._ask("rollout", subjects.ROLLOUT_TRY, parts, example, limit_s) if parts else []
 
     async def _ask(
         self, service: str, subject: str, parts: dict[str, Any], example: Example | None, limit_s: float, *,
@@ -158,6 +172,11 @@ class CodeTrials:
         except Unavailable as error:
             return [Finding(key=key, text=_untried(str(error)), fatal=False)]
         return unpack(data, TrialReply)[0].findings
+
+
+def _soon(scorer: GraderScorer | JudgeScorer) -> ScorerConfig:
+    """Return a scorer that gives up in time to say that its model cannot be reached."""
+    return scorer.model_copy(update={"deadline_s": min(scorer.deadline_s, MODEL_S)})
 
 
 def _untried(reason: str) -> str:

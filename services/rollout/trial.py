@@ -1,13 +1,15 @@
 """A process that tries code of the user that rollout workers import, before a job is submitted.
 
 It calls the order of the data (`data.curriculum`) on the first row, and the redaction on a text; it only imports an
-engine. Started by ``run_trial`` as ``python -m penstock.services.rollout.trial FD PARENT``.
+engine, and the code in a model's directory. Started by ``run_trial`` as
+``python -m penstock.services.rollout.trial FD PARENT``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from penstock.shared.config.online.redaction import RedactionConfig
@@ -33,6 +35,7 @@ def try_code(request: TrialRequest, attempts: Attempts) -> None:
         "data.curriculum": _try_curriculum,
         "online.redaction.function": _try_redaction,
         "rollout.path": _try_engine,
+        "model.trust_remote_code": _try_model,
     }
     for key, path in request.parts.items():
         trials[key](request, attempts, key, path)
@@ -57,6 +60,23 @@ def _try_engine(_: TrialRequest, attempts: Attempts, key: str, path: str) -> Non
     shown = f"files, options, settings, *, {', '.join(_ENGINE_WORDS)}"
     opening = partial(_opened, path, shown, None, None, None, **words)
     attempts.at(key, f"importing {shown_name(path)}", opening, fatal=True)
+
+
+def _try_model(_: TrialRequest, attempts: Attempts, key: str, path: str) -> None:
+    if not Path(path).is_dir():  # nothing is downloaded for a trial
+        return
+    attempts.at(key, f"importing the code in {path}", partial(_import_model, path), fatal=True)
+
+
+def _import_model(path: str) -> None:
+    """Import configuration and model class of a directory, if they are code of its own."""
+    from transformers import AutoConfig
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    described = AutoConfig.from_pretrained(path, trust_remote_code=True, local_files_only=True)
+    name = getattr(described, "auto_map", {}).get("AutoModelForCausalLM")
+    if name is not None:
+        get_class_from_dynamic_module(name, path, local_files_only=True)
 
 
 def _opened(path: str, shown: str, /, *args: Any, **named: Any) -> Any:

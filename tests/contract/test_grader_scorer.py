@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -11,9 +12,17 @@ from typing import Any
 import orjson
 import pytest
 
+from penstock.services.coordinator.graders import GraderBench
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.user_code import CodeTrials
+from penstock.services.reward.grading import GradingService
 from penstock.services.reward.scorers.grader import OpenGrader
+from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.rewards.scorers import GraderScorer
-from penstock.shared.errors import ScoringError
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import ConfigError, ScoringError
+from penstock.shared.protocol.messages import Heartbeat
+from penstock.shared.transport.bus import Bus
 
 CHECK = {"type": "string_check", "name": "right", "operation": "ilike", "input": "{{sample.output_text}}",
          "reference": "{{item.answer}}"}  # fmt: skip
@@ -125,6 +134,44 @@ def test_a_model_grades(web: Any) -> None:
     body = orjson.loads(web.asked[0].body)
     assert (body["model"], body["temperature"], body["max_completion_tokens"]) == ("grader-1", 0.5, 9)
     assert body["response_format"]["json_schema"]["schema"]["required"] == ["result"]
+
+
+async def test_models_that_grade_are_asked_once_before_a_job(web: Any, bus: Bus, tmp_path: Path) -> None:
+    """The answer of the model, or why there is none, stands in the dry run; a key that is missing refuses the job."""
+    said = {"grader-1": chat('{"result": 4}'), "judge-1": chat("8")}
+    web.answer = lambda asked: web.reply(said[asked.json["model"]]) if said else web.reply("no such model", 404)
+    members, settings = Members(), ServiceSettings(data_dir=tmp_path)
+    beat = Heartbeat(
+        service="reward", worker="reward-0", host="h", pid=1, started=0, interval_s=600, health_port=1, ready=True,
+        jobs={},
+    )  # fmt: skip
+    members.on_heartbeat(beat, time.monotonic())
+    grader = {"type": "grader", "grader": {**JUDGE, "input": [{"role": "user", "content": "{{sample.output_text}}"}]}}
+    judge = {"type": "judge", "model": "judge-1", "template": "{completion}?", "scale": [0, 10], "pattern": r"(\d+)"}
+
+    async def told(**more: str) -> list[str]:
+        where = {"base_url": f"{web.url}/v1", **more}
+        spec = parse_job({
+            "name": "graded", "model": {"config": {}, "tokenizer": "char"}, "data": {"train": {"type": "addition"}},
+            "reward": {"scorers": [{**grader, **where}, {**judge, **where}], "timeout_s": 100},
+            "train": {"batch_size": 16, "max_updates": 1},
+        })  # fmt: skip
+        return await CodeTrials(bus, GraderBench(bus, settings), members).run(spec)
+
+    async with await GradingService(bus).open():
+        assert await told() == []
+        asked = {one.json["model"]: one.json["messages"][0]["content"] for one in web.asked}
+        assert asked["judge-1"] == f"{asked['grader-1']}?", "both were shown the reference answer"
+        assert int(asked["grader-1"]) >= 0
+        said.clear()
+        warnings = await told()
+        assert [text.partition(":")[0] for text in warnings] == [
+            "reward.scorers[0] (judge)",
+            "reward.scorers[1] (judge)",
+        ]
+        assert all("tried on the first row" in text and "answers 404" in text for text in warnings), warnings
+        with pytest.raises(ConfigError, match=r"reward\.scorers.0.*may not use the environment variable NO_SUCH_KEY"):
+            await told(api_key_env="NO_SUCH_KEY")
 
 
 def test_a_formula_over_several(web: Any) -> None:

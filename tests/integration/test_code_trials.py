@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,33 @@ async def test_code_that_rollout_workers_import(
     found = (await run_trial(trial.MODULE, request({key: name}))).findings
     assert [(finding.key, finding.fatal) for finding in found] == ([] if fatal is None else [(key, fatal)]), found
     assert not found or text in found[0].text, found
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("class Own: pass\n", None),
+        ("import nothing_of_that_name\n", "nothing_of_that_name"),
+        ("class Other: pass\n", "has no attribute 'Own'"),
+    ],
+)
+async def test_code_in_the_directory_of_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, text: str | None
+) -> None:
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own_model", "auto_map": classes}))
+    config = 'import transformers\nclass OwnConfig(transformers.PretrainedConfig):\n    model_type = "own_model"\n'
+    (folder / "own.py").write_text(config + source)
+    key = "model.trust_remote_code"
+    found = (await run_trial(trial.MODULE, request({key: str(folder)}, limit_s=280))).findings
+    assert [(finding.key, finding.fatal) for finding in found] == ([] if text is None else [(key, True)]), found
+    assert text is None or text in found[0].text, found
 
 
 async def test_an_env_worker_tries_environments(bus: Bus, modules: Path) -> None:

@@ -74,6 +74,27 @@ async def test_a_tokenizer_that_is_not_there(tmp_path: Path, made: bool) -> None
     assert (await plan_job(spec, [], ServiceSettings(), stores_parts=True))["warnings"] == []
 
 
+async def test_code_that_a_model_brings(tmp_path: Path) -> None:
+    """It is not run without leave, and a file of it that is missing is named before the job runs."""
+    described = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "org/other--own.Model"}}
+    (tmp_path / "config.json").write_bytes(orjson.dumps(described))
+
+    async def warned(trusted: bool) -> list[str]:
+        spec = parse_job({**JOB, "model": {"path": str(tmp_path), "trust_remote_code": trusted}})
+        warnings: list[str] = (await plan_job(spec, [], ServiceSettings(), stores_parts=True))["warnings"]
+        return warnings
+
+    (warning,) = await warned(False)
+    assert "(AutoConfig, AutoModel), which is not run" in warning
+    assert "set model.trust_remote_code: true" in warning
+    with pytest.raises(ConfigError, match=r"names the code 'own\.Config', and own\.py is not there"):
+        await warned(True)
+    (tmp_path / "own.py").touch()
+    assert await warned(True) == []
+    (tmp_path / "config.json").write_bytes(b'{"model_type": "qwen3"}')
+    assert await warned(False) == []
+
+
 def test_the_client_takes_the_path_of_a_file_as_text(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("name: a\n")
