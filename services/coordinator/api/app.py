@@ -136,7 +136,9 @@ def create_app(
         feeds=feeds, feedback=desk, serving=serving,
     )  # fmt: skip
     app.openapi = lambda: openapi.describe(app, ROUTERS)  # type: ignore[method-assign]
-    app.add_api_route("/openapi.json", openapi.Document(app.openapi).__call__, include_in_schema=False)
+    document = openapi.Document(app.openapi)
+    app.add_api_route("/openapi.json", document.__call__, include_in_schema=False)
+    app.add_api_route("/docs", document.page, include_in_schema=False)
     for router in (*ROUTERS, dashboard.router):
         app.router.routes.extend(router.routes)  # include_router analyses every signature once more
     _handle_errors(app)

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-__all__ = ["is_asset", "router"]
+__all__ = ["HEADERS", "is_asset", "router"]
 
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -44,8 +44,8 @@ class Asset:
 
 
 def is_asset(path: str) -> bool:
-    """Return True if ``path`` is a static file of the dashboard, which is served without a key."""
-    return path == "/" or path.startswith("/assets/")
+    """Return True if ``path`` is a page or a static file, which is served without a key."""
+    return path in ("/", "/docs") or path.startswith("/assets/")
 
 
 @router.get("/")

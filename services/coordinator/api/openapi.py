@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Callable, Sequence
+from html import escape
 from typing import Any
 
 import orjson
@@ -13,6 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from penstock.services.coordinator.api.dashboard import HEADERS
 from penstock.services.coordinator.api.http.bodies import BODIES, YAML_TYPES
 from penstock.services.coordinator.api.http.replies import Problem
 from penstock.services.coordinator.api.scopes import scope_of
@@ -91,27 +94,90 @@ def methods_of(routers: Sequence[APIRouter], path: str) -> list[str]:
 
 
 class Document:
-    """Handler of ``/openapi.json``: encodes the document once, and answers 304 to clients that have it."""
+    """Handlers of ``/openapi.json`` and ``/docs``: encode the document once, and answer 304 to clients that have it."""
 
     def __init__(self, build: Callable[[], dict[str, Any]]) -> None:
         self._build = build
-        self._written: tuple[bytes, str] | None = None
+        self._written: tuple[bytes, bytes, str] | None = None
         self._building = asyncio.Lock()
 
     async def __call__(self, request: Request) -> Response:
         """Return the document, or 304."""
+        data, _, etag = await self._both()
+        return _reply(request, data, "application/json", {"ETag": etag, "Cache-Control": "no-cache"})
+
+    async def page(self, request: Request) -> Response:
+        """Return the document as a page for people, or 304."""
+        _, data, etag = await self._both()
+        return _reply(request, data, "text/html; charset=utf-8", HEADERS | {"ETag": etag})
+
+    async def _both(self) -> tuple[bytes, bytes, str]:
         async with self._building:
             if self._written is None:
                 self._written = await asyncio.to_thread(self._write)
-        data, etag = self._written
-        headers = {"ETag": etag, "Cache-Control": "no-cache"}
-        if etag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        return Response(data, media_type="application/json", headers=headers)
+        return self._written
 
-    def _write(self) -> tuple[bytes, str]:
-        data = orjson.dumps(self._build())
-        return data, f'"{hashlib.sha256(data).hexdigest()[:16]}"'
+    def _write(self) -> tuple[bytes, bytes, str]:
+        document = self._build()
+        data = orjson.dumps(document)
+        return data, _page(document).encode(), f'"{hashlib.sha256(data).hexdigest()[:16]}"'
+
+
+def _reply(request: Request, data: bytes, media_type: str, headers: dict[str, str]) -> Response:
+    if headers["ETag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=headers)
+    return Response(data, media_type=media_type, headers=headers)
+
+
+_HEAD = """<!doctype html>
+<html lang="en">
+<head>
+  <meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+  <meta name="color-scheme" content="light dark"><title>HTTP API · Penstock</title>
+  <link rel="icon" href="/assets/icon.svg" type="image/svg+xml"><link rel="stylesheet" href="/assets/style.css">
+</head>
+<body><main><h1>HTTP API of Penstock {version}</h1>
+<p>For programs: <a href="/openapi.json">/openapi.json</a>, with the schemas of all bodies. To watch jobs:
+<a href="/">the dashboard</a>. Requests send <code>Authorization: Bearer KEY</code>.</p>
+"""
+
+
+def _page(document: dict[str, Any]) -> str:
+    """Return the document as one HTML page without scripts: every operation with its parameters and body."""
+    paths = document["paths"].items()
+    parts = [_section(path, method, one) for path, operations in paths for method, one in operations.items()]
+    return _HEAD.format(version=escape(document["info"]["version"])) + "\n".join(parts) + "\n</main></body></html>\n"
+
+
+def _section(path: str, method: str, operation: dict[str, Any]) -> str:
+    rows = [
+        (one["name"], one["in"] + (", required" if one.get("required") else ""), one.get("description", ""))
+        for one in operation.get("parameters", ())
+    ]
+    rows += [
+        ("body", media_type, _type_of(content.get("schema", {})))
+        for media_type, content in operation.get("requestBody", {}).get("content", {}).items()
+    ]
+    lines = [
+        f"<tr><td><code>{escape(name)}</code></td><td>{where}</td><td>{_text(told)}</td></tr>"
+        for name, where, told in rows
+    ]
+    told = "".join(f"<p>{_text(part)}</p>" for part in operation.get("description", "").split("\n\n"))
+    table = f"<table><tbody>{''.join(lines)}</tbody></table>" if lines else ""
+    summary = f"<code>{method.upper()} {escape(path)}</code> {_text(operation.get('summary', ''))}"
+    return f"<details><summary>{summary}</summary>{told}{table}</details>"
+
+
+def _text(markdown: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(markdown))
+
+
+def _type_of(schema: dict[str, Any]) -> str:
+    """Return the name of a schema for people."""
+    if "$ref" in schema:
+        return str(schema["$ref"]).rpartition("/")[2]
+    members = schema.get("oneOf") or schema.get("anyOf")
+    return " or ".join(map(_type_of, members)) if members else str(schema.get("title") or schema.get("type") or "any")
 
 
 def _complete(path: str, method: str, operation: dict[str, Any]) -> None:

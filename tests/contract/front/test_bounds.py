@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -206,6 +207,23 @@ async def test_the_document_is_written_once(connect: Any) -> None:
         again = await client.get("/openapi.json", headers={"if-none-match": first.headers["etag"]})
         assert (first.status_code, again.status_code, again.content) == (200, 304, b"")
         assert first.json()["openapi"].startswith("3.")
+
+
+async def test_people_read_the_document_as_a_page_without_a_key(connect: Any) -> None:
+    async with connect(api_keys="root") as client:
+        page = await client.get("/docs")
+        assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert "script-src 'self'" in page.headers["content-security-policy"]
+        assert "<script" not in page.text
+        assert "://" not in page.text, "it loads nothing from elsewhere"
+        paths = (await client.get("/openapi.json")).json()["paths"]
+        listed = re.findall(r"<summary><code>(\w+) ([^<]+)</code> [^<]", page.text)
+        assert listed == [(method.upper(), path) for path, methods in paths.items() for method in methods]
+        assert len(listed) > 50
+        assert "<td><code>limit</code></td><td>query</td>" in page.text
+        assert "JobConfig or" in page.text
+        again = await client.get("/docs", headers={"if-none-match": page.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
 
 
 async def test_many_who_wait_for_a_job_look_at_it_once(
