@@ -75,7 +75,7 @@ async def test_a_tokenizer_that_is_not_there(tmp_path: Path, made: bool) -> None
 
 
 async def test_code_that_a_model_brings(tmp_path: Path) -> None:
-    """It is not run without leave, and a file of it that is missing is named before the job runs."""
+    """Code is not run without leave, and a file that is missing is named before the job runs."""
     described = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "org/other--own.Model"}}
     (tmp_path / "config.json").write_bytes(orjson.dumps(described))
 
