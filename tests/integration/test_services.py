@@ -193,9 +193,9 @@ async def test_a_budget_may_shrink_no_further_than_the_groups_allow(bus: Bus, tm
     assert (await services.steering.amend(job, with_budget(need + 3_000_000), by="k")).generation == 3, (
         "more is always enough"
     )
-    await control.store.set_status(job, phase="succeeded")
+    await services.jobs.set_status(job, phase="succeeded")
     with pytest.raises(Conflict, match=r"is succeeded; .*: extend or clone it"):
-        await control.steering.amend(job, with_budget(need + 4_000_000), by="k")
+        await services.steering.amend(job, with_budget(need + 4_000_000), by="k")
 
 
 def group(job: str, draw: Draw) -> Group:
