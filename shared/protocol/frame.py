@@ -60,6 +60,11 @@ _DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for 
 _NAMES = {np.dtype(name): name for name in _DTYPE_NAMES}
 """Cache, because NumPy builds the name of a dtype on every access."""
 _MAX_ITEM_BYTES = 8
+_SMALL_BYTES = 2048
+"""Largest array that is copied while it is encoded, which takes less time than a view of it."""
+_LEAVES = frozenset({type(None), str, bytes, bool, int, float, np.ndarray})
+"""Types without children in a decoded tree."""
+_KEYS = frozenset({str})
 _UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # the second one for text that is not UTF-8
 
 
@@ -141,13 +146,14 @@ class _Encoder:
         if array.ndim > MAX_DIMS:
             raise FrameError(f"array has {array.ndim} dimensions, more than {MAX_DIMS}")
         # asarray, not ascontiguousarray: that one turns 0-d arrays into 1-d ones.
-        flat = np.asarray(array, dtype=stored, order="C").reshape(-1).view(np.uint8)
+        flat = np.asarray(array, dtype=stored, order="C")
         nbytes, start = flat.nbytes, self._offset
         padding = -nbytes % BLOB_ALIGN
-        if nbytes:
-            self._blobs.append(flat.data)
-        if padding:
+        if nbytes > _SMALL_BYTES:
+            self._blobs.append(flat.reshape(-1).view(np.uint8).data)
             self._blobs.append(bytes(padding))
+        elif nbytes:
+            self._blobs.append(flat.tobytes() + bytes(padding))
         self._offset += nbytes + padding
         return msgspec.msgpack.Ext(_TENSOR, msgspec.msgpack.encode(_Tensor(dtype, array.shape, start, nbytes)))
 
@@ -187,13 +193,15 @@ def _check_tree(tree: Any) -> None:
     while level:
         below: list[Any] = []
         for node in level:
+            if type(node) in _LEAVES:
+                continue
             if isinstance(node, dict):
-                if not all(isinstance(key, str) for key in node):
+                if not _KEYS.issuperset(map(type, node)):
                     raise FrameError("header has a key that is not a string")
                 below.extend(node.values())
             elif isinstance(node, list):
-                below.extend(child for child in node if type(child) is not str)
-            elif not (node is None or isinstance(node, str | bytes | bool | int | float | np.ndarray | BFloat16)):
+                below.extend(node)
+            elif not isinstance(node, BFloat16):
                 raise FrameError(f"header holds a {type(node).__name__}")
         level, depth = below, depth + 1
         if level and depth > MAX_DEPTH:
@@ -205,7 +213,7 @@ class _Blobs:
 
     def __init__(self, body: memoryview) -> None:
         self._body = body
-        if len(body) and np.frombuffer(body, np.uint8).ctypes.data % _MAX_ITEM_BYTES:
+        if len(body) and np.frombuffer(body, np.uint8).__array_interface__["data"][0] % _MAX_ITEM_BYTES:
             self._body = np.frombuffer(body, np.uint8).copy().data
 
     def __call__(self, code: int, data: memoryview) -> NDArray[Any] | BFloat16:
@@ -224,7 +232,7 @@ class _Blobs:
 
     def _array(self, tensor: _Tensor, dtype: np.dtype[Any]) -> NDArray[Any]:
         shape, offset, nbytes = tensor.shape, tensor.offset, tensor.nbytes
-        if len(shape) > MAX_DIMS or any(size < 0 for size in shape):
+        if len(shape) > MAX_DIMS or min(shape, default=0) < 0:
             raise FrameError(
                 f"shape {shape[: MAX_DIMS + 1]} is not allowed: at most {MAX_DIMS} dimensions, none negative"
             )
@@ -237,9 +245,16 @@ class _Blobs:
         try:
             if not nbytes:
                 return np.empty(shape, dtype)
-            array = np.frombuffer(self._body, dtype, nbytes // dtype.itemsize, offset).reshape(shape)
+            array: NDArray[Any] = np.ndarray(shape, dtype, self._body, offset)
         except (ValueError, OverflowError) as error:  # e.g. (0, 2**62): no elements, yet not a shape for NumPy
             raise FrameError(f"shape {shape}: {error}") from None
-        if dtype.kind == "b" and array.view(np.uint8).max() > 1:
+        if dtype.kind == "b" and not _are_bools(array):
             raise FrameError("a bool array holds bytes other than 0 and 1")
         return array
+
+
+def _are_bools(array: NDArray[np.bool_]) -> bool:
+    """Return True if each byte is 0 or 1. Bytes are faster than NumPy for small arrays."""
+    if array.nbytes <= _SMALL_BYTES:
+        return not array.tobytes().strip(b"\0\1")
+    return bool(array.view(np.uint8).max() <= 1)

@@ -247,13 +247,13 @@ class KeepRequest:
     seq: int
 
 
-_DTYPES = {
+_DTYPES = {name: np.dtype(dtype) if dtype else None for name, dtype in {
     "env_ids": "int32", "state_ids": "int64", "next_state_ids": "int64", "episode_ids": "int64",
     "next_episode_ids": "int64", "state_hashes": "uint64", "rewards": "float32", "terminated": "bool",
     "truncated": "bool", "success": "bool", "succeeded": "bool", "lost": "bool", "valid": "int32", "ended": "bool",
     "returns": "float32", "lengths": "int32", "actions": "", "film": "uint8",
-}  # fmt: skip
-"""Dtype of every array field of all messages; the simulator decides where it is empty."""
+}.items()}  # fmt: skip
+"""Dtype of every array field of all messages; None: the simulator decides."""
 _NAMED = ("observations", "final_observations")
 _TEXTS = ("tasks", "reasons")
 
@@ -262,12 +262,13 @@ _KINDS: dict[str, type[Any]] = {
     c.__name__: c
     for c in (ResetRequest, ResetReply, StepRequest, StepReply, FilmRequest, FilmReply, CloseRequest, KeepRequest)
 }
+_FIELDS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _KINDS.values()}
 B = TypeVar("B", bound=Body)
 
 
 def env_frame(body: Body) -> list[Buffer]:
     """Encode ``body`` as one frame, in buffers that alias its arrays."""
-    tree = {f.name: getattr(body, f.name) for f in dataclasses.fields(body)}
+    tree = {name: getattr(body, name) for name in _FIELDS[type(body)]}
     return encode_frame({"schema": SCHEMA, "kind": type(body).__name__, **tree})
 
 
@@ -288,25 +289,27 @@ def decode_env(data: bytes | memoryview, *kinds: type[B]) -> B:
     kind = _KINDS.get(str(tree.pop("kind", "")))
     if kind is None or kind not in kinds:
         raise ProtocolError(f"expected {' or '.join(k.__name__ for k in kinds)}, got another message")
-    names = {f.name for f in dataclasses.fields(kind)}
-    if set(tree) != names:
-        raise ProtocolError(f"{kind.__name__} has the fields {sorted(tree)}; it needs {sorted(names)}")
+    if tree.keys() != set(_FIELDS[kind]):
+        raise ProtocolError(f"{kind.__name__} has the fields {sorted(tree)}; it needs {sorted(_FIELDS[kind])}")
     for name, value in tree.items():
-        _check_field(f"{kind.__name__}.{name}", value, _DTYPES.get(name))
+        if problem := _problem(name, value):
+            raise ProtocolError(f"{kind.__name__}.{name} must {problem}")
     body: B = kind(**tree)
     return body
 
 
-def _check_field(where: str, value: Any, dtype: str | None) -> None:
-    field = where.rpartition(".")[2]
-    if field in _NAMED:
+def _problem(field: str, value: Any) -> str:
+    """Return how ``value`` must differ to fit a field; '' if it fits."""
+    if field in _DTYPES:
+        dtype = _DTYPES[field]
+        if not isinstance(value, np.ndarray) or (dtype is not None and value.dtype != dtype):
+            return "be an array" + (f" of {dtype}" if dtype else "")
+    elif field in _NAMED:
         if not isinstance(value, dict) or not all(isinstance(array, np.ndarray) for array in value.values()):
-            raise ProtocolError(f"{where} must hold arrays by name")
+            return "hold arrays by name"
     elif field in _TEXTS:
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            raise ProtocolError(f"{where} must be a list of texts")
-    elif dtype is None:
-        if not isinstance(value, int):
-            raise ProtocolError(f"{where} must be a number, found {type(value).__name__}")
-    elif not isinstance(value, np.ndarray) or (dtype and value.dtype != np.dtype(dtype)):
-        raise ProtocolError(f"{where} must be an array" + (f" of {dtype}" if dtype else ""))
+        if not isinstance(value, list) or not {str}.issuperset(map(type, value)):
+            return "be a list of texts"
+    elif not isinstance(value, int):
+        return f"be a number, found {type(value).__name__}"
+    return ""
