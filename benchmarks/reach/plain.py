@@ -3,7 +3,8 @@
     python benchmarks/reach/plain.py --task reach-v3 --seed 1 --updates 40 --out result.json
 
 The same batch, networks, normalisation, loss and optimizer as examples/metaworld-reach-ppo.yaml: 16 episodes of 100
-steps, then 8 passes of 8 minibatches. Writes the success rate of each update and the seconds until its end.
+steps, then 8 passes of 8 minibatches. Writes the success rate of each update, the seconds until its end, and the
+seconds that its rollout took.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def advantages(rewards: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.
 
 
 def train(task: str, seed: int, updates: int) -> dict[str, Any]:
-    """Success rate and seconds of each update."""
+    """Success rate of each update, seconds until its end, and seconds that its rollout took."""
     torch.manual_seed(seed)
     torch.set_num_threads(1)
     benchmark = metaworld.MT1(task, seed=0)
@@ -81,9 +82,10 @@ def train(task: str, seed: int, updates: int) -> dict[str, Any]:
     of_policy = torch.optim.AdamW([*policy.parameters(), log_std], lr=1e-3, eps=1e-5, weight_decay=0.0)
     of_value = torch.optim.AdamW(value.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.0)
     normalise, drawn, rates, seconds = Normaliser(size), 0, list[float](), list[float]()
+    rollout: list[float] = []
     began = time.perf_counter()
     for _ in range(updates):
-        states = []
+        started, states = time.perf_counter(), []
         for env in envs:
             env.set_task(benchmark.train_tasks[drawn % 50])
             states.append(env.reset()[0])
@@ -102,6 +104,7 @@ def train(task: str, seed: int, updates: int) -> dict[str, Any]:
                 states[place], reward, _, _, info = env.step(np.clip(action[place].numpy(), -1, 1))
                 rewards[t, place] = reward
                 solved[place] |= bool(info["success"])
+        rollout.append(time.perf_counter() - started)
         batch = np.concatenate(seen)
         features = normalise(batch)
         with torch.no_grad():
@@ -114,7 +117,7 @@ def train(task: str, seed: int, updates: int) -> dict[str, Any]:
         normalise.add(batch)
         rates.append(float(solved.mean()))
         seconds.append(time.perf_counter() - began)
-    return {"success": rates, "seconds": seconds}
+    return {"success": rates, "seconds": seconds, "rollout": rollout}
 
 
 def step(
