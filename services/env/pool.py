@@ -147,7 +147,7 @@ class EnvPool:
 
     def _checked_ids(self, env_ids: NDArray[np.int32]) -> NDArray[np.int32]:
         B = self._simulator.spec.num_envs
-        if env_ids.ndim != 1 or not len(env_ids) or len(np.unique(env_ids)) != len(env_ids):
+        if env_ids.ndim != 1 or not len(env_ids) or len(set(env_ids.tolist())) != len(env_ids):
             raise ProtocolError("env_ids: a list of different environments is needed")
         if env_ids.min() < 0 or env_ids.max() >= B:
             raise ProtocolError(f"env_ids: this session has the environments 0..{B - 1}")

@@ -188,11 +188,15 @@ class ProcessSimulator:
 
     def _numbers(self, env_ids: NDArray[np.int32]) -> list[int]:
         """Return the numbers of the processes that hold these environments."""
+        if len(self._children) == 1:
+            return [0]
         numbers: list[int] = np.unique(np.searchsorted(self._first, env_ids, side="right") - 1).tolist()
         return numbers
 
     def _places(self, env_ids: NDArray[np.int32], number: int) -> NDArray[np.int64]:
         """Return the rows of a request that belong to a process."""
+        if len(self._children) == 1:
+            return np.arange(len(env_ids))
         first = self._first[number]
         return np.flatnonzero((env_ids >= first) & (env_ids < first + self._sizes[number]))
 
