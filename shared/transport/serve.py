@@ -73,18 +73,16 @@ class Server:
 
     async def _answer(self, raw: Raw) -> None:
         headers = None
-        error: BaseException | None = None
+        handling = asyncio.ensure_future(self._handler(raw.data))
         try:
-            data = await self._handler(raw.data)
+            await asyncio.wait([handling])
+        finally:
+            handling.cancel()
+        error = asyncio.CancelledError("cancelled") if handling.cancelled() else handling.exception()
+        if error is None:
+            data = handling.result()
             if len(data) > self._connection.max_payload:
                 error = ProtocolError(f"the answer on '{self.subject}' has {len(data)} bytes: too large")
-        except asyncio.CancelledError as cancelled:  # of the handler's own work, unless this server is closed
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            error = cancelled
-        except Exception as failure:
-            error = failure
         if error is not None:
             headers, data = self._error_reply(error)
         if not raw.reply:
