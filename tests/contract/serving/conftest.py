@@ -38,6 +38,7 @@ from penstock.shared.config.jobs.kinds import parse_training
 from penstock.shared.config.model import ArchitectureConfig, ModelConfig
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.models import build_model, build_tokenizer
+from penstock.shared.models.building import building
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.jobs import JobRecord
@@ -172,7 +173,8 @@ class Stack:
         folder = self.settings.data_dir / "away" if away else self.settings.data_dir / "model"
         if away and not folder.exists():
             save_chain(folder, away=True)
-        tensors = list(Qwen2ForCausalLM.from_pretrained(folder).named_parameters())
+        with building():  # workers may be loading theirs
+            tensors = list(Qwen2ForCausalLM.from_pretrained(folder).named_parameters())
         publisher = self.publisher(tensors)
         kv, key, keep = self.bus.kv(subjects.MANIFESTS), self.job, None
         if candidate and (entry := await kv.get(self.job)) is not None and entry.value is not None:
