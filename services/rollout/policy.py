@@ -114,6 +114,7 @@ class PolicyFollower:
                 await self._request_again(manifest)
             await asyncio.sleep(RETRY_S)
             manifest = await self._newest(self._key) or manifest
+        self._problem = None  # there is nothing left to load
 
     async def _request_again(self, manifest: WeightManifest) -> None:
         """Ask the trainer to publish the version again: its segment may be lost, and a later version may never come."""

@@ -322,7 +322,8 @@ class RolloutSession:
     def _progress(self) -> int | None:
         assert self._engine is not None
         engine = self._engine
-        return engine.generated_tokens if engine.running and not engine.is_paused else None
+        paused = getattr(engine, "is_paused", False)  # a user's own engine may lack it
+        return engine.generated_tokens if engine.running and not paused else None
 
     async def _attempt(self, ticket: Ticket, key: str) -> None:
         if self._is_measure(ticket):

@@ -63,7 +63,7 @@ def _try_engine(_: TrialRequest, attempts: Attempts, key: str, path: str) -> Non
 
 
 def _try_model(_: TrialRequest, attempts: Attempts, key: str, path: str) -> None:
-    if not Path(path).is_dir():  # nothing is downloaded for a trial
+    if not (Path(path) / "config.json").is_file():  # an adapter; or another name, and nothing is downloaded for a trial
         return
     attempts.at(key, f"importing the code in {path}", partial(_import_model, path), fatal=True)
 

@@ -73,10 +73,10 @@ class Breaks:
     def note(self, job: str, error: BaseException, lasted_s: float) -> None:
         """Record the error that broke a session of a job after ``lasted_s``."""
         cause = first_error(error)
-        text, since = str(cause) or repr(cause), bus_time()
-        if job in self._reasons and self._reasons[job][1] == text:
+        text, since, now = str(cause) or repr(cause), bus_time(), time.monotonic()
+        if job in self._reasons and (self._reasons[job][1] == text or now < self._reasons[job][2]):
             since = self._reasons[job][0]
-        end = time.monotonic() + 2 * RESTART_S + min(1.5 * lasted_s, LONGEST_DOUBT_S)
+        end = now + 2 * RESTART_S + min(1.5 * lasted_s, LONGEST_DOUBT_S)
         self._reasons[job] = since, text, end
 
     def forget(self, job: str) -> None:

@@ -94,7 +94,11 @@ async def unexpected(work: Awaitable[None]) -> Exception | None:
     try:
         await asyncio.wait([task])
     except asyncio.CancelledError:
-        await end_tasks([task])
+        while not task.done():
+            try:
+                await end_tasks([task])
+            except asyncio.CancelledError:  # a further one, which is for the work too
+                task.cancel()
         raise
     try:
         task.result()

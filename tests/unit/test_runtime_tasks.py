@@ -256,3 +256,23 @@ async def test_the_end_of_a_task_is_not_interrupted_by_another() -> None:
     first.cancel()
     await end_tasks([task])
     assert cleaned.is_set()
+
+
+async def test_a_repeated_cancellation_reaches_the_work_of_unexpected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "AGAIN_S", 0.1)
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        begun.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    task = asyncio.create_task(unexpected(work()))
+    async with asyncio.timeout(5):
+        await begun.wait()
+        await end_tasks([task])
+    assert (task.cancelled(), ended.is_set()) == (True, True)
