@@ -467,9 +467,12 @@ def _check_code(model: ModelConfig, folder: Path, described: dict[str, Any]) -> 
             f"is not run: the job fails as it begins, unless transformers knows '{described.get('model_type')}' by "
             "itself; read that code, then set model.trust_remote_code: true"
         ]
-    for name in classes.values():  # MODULE.Class; another repository's stands before "--"
-        file = f"{str(name).partition('.')[0]}.py"
-        if "--" not in file and not (folder / file).is_file():
+    for key in ("AutoConfig", "AutoModelForCausalLM"):  # the classes that workers load
+        name = classes.get(key)
+        if not isinstance(name, str) or "--" in name:  # MODULE.Class; another repository's stands before "--"
+            continue
+        file = f"{name.partition('.')[0]}.py"
+        if not (folder / file).is_file():
             raise ConfigError(f"model.path: config.json in {folder} names the code '{name}', and {file} is not there")
     return []
 

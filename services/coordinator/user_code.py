@@ -113,10 +113,11 @@ class CodeTrials:
                 yield self._scorer(f"{key} ({shown_name(scorer.path)})", scorer, example)
             elif isinstance(scorer, JudgeScorer):
                 yield self._scorer(f"{key} (judge)", _soon(scorer), example)
-            elif isinstance(scorer, GraderScorer) and any(
-                isinstance(part, PythonGrader | ScoreModelGrader) for part in parts_of(scorer.grader).values()
-            ):
-                yield self._scorer(f"{key} ({scorer.grader.name})", _soon(scorer), example)
+            elif isinstance(scorer, GraderScorer):
+                parts = parts_of(scorer.grader).values()
+                asks = any(isinstance(part, ScoreModelGrader) for part in parts)
+                if asks or any(isinstance(part, PythonGrader) for part in parts):
+                    yield self._scorer(f"{key} ({scorer.grader.name})", _soon(scorer) if asks else scorer, example)
 
     async def _scorer(self, key: str, scorer: ScorerConfig, example: Example | None) -> list[Finding]:
         """Have a reward worker open a scorer, and score the reference answer of the first row."""
@@ -180,7 +181,7 @@ def _soon(scorer: GraderScorer | JudgeScorer) -> ScorerConfig:
 
 
 def _untried(reason: str) -> str:
-    return f"not tried, because {reason}: it is imported when the job begins"
+    return f"not tried, because {reason}: it runs when the job begins"
 
 
 def _example_of(spec: TextJob) -> Example | None:

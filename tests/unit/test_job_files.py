@@ -76,7 +76,12 @@ async def test_a_tokenizer_that_is_not_there(tmp_path: Path, made: bool) -> None
 
 async def test_code_that_a_model_brings(tmp_path: Path) -> None:
     """Code is not run without leave, and a file that is missing is named before the job runs."""
-    described = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModel": "org/other--own.Model"}}
+    classes = {
+        "AutoConfig": "own.Config",
+        "AutoModelForCausalLM": "org/other--own.Model",
+        "AutoTokenizer": ["t.T", None],
+    }
+    described = {"model_type": "own", "auto_map": classes}
     (tmp_path / "config.json").write_bytes(orjson.dumps(described))
 
     async def warned(trusted: bool) -> list[str]:
@@ -85,7 +90,7 @@ async def test_code_that_a_model_brings(tmp_path: Path) -> None:
         return warnings
 
     (warning,) = await warned(False)
-    assert "(AutoConfig, AutoModel), which is not run" in warning
+    assert "(AutoConfig, AutoModelForCausalLM, AutoTokenizer), which is not run" in warning
     assert "set model.trust_remote_code: true" in warning
     with pytest.raises(ConfigError, match=r"names the code 'own\.Config', and own\.py is not there"):
         await warned(True)

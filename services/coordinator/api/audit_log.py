@@ -72,7 +72,7 @@ async def list_audit_log(
     No request can change or remove an entry; the oldest entries are dropped when the log reaches its size limit.
     """
     found = await backend.audit_log.page(
-        key=key, job=job, since=since, after=after, limit=limit + 1, newest_first=order == "desc"
+        key=key, job=job, since=since, after=after or None, limit=limit + 1, newest_first=order == "desc"
     )
     page = [AuditEntry(id=seq, **msgspec.structs.asdict(record)) for seq, record in found[:limit]]
     first, last = (page[0].id, page[-1].id) if page else (None, None)

@@ -97,6 +97,8 @@ function files(content, signal, loop) {
   live(content, loop, "Data sets", null, async () => table("Data sets", columns, (await get("/v1/files?limit=100", signal)).data, "None was uploaded.", (row) => row.id));
 }
 
+const MOST_PAGES = 10; // of 100 requests each
+
 function auditLog(content, signal, loop) {
   const asked = { key: "", job: "" };
   let pages = 1;
@@ -116,7 +118,7 @@ function auditLog(content, signal, loop) {
       const found = await get(`/v1/audit-log?${query}`, signal);
       [rows, more] = [[...rows, ...found.data], found.has_more];
     }
-    older.hidden = !more;
+    older.hidden = !more || pages === MOST_PAGES;
     return table("Requests that changed something", columns, rows, "None yet.", (row) => String(row.id));
   });
 }

@@ -17,6 +17,8 @@ FORGET_AFTER_S = 600.0
 """Time for which a lost worker stays listed (seconds)."""
 HISTORY_S = 300.0
 """Time for which states of a worker are kept (seconds)."""
+PROBLEM_S = 300.0
+"""Least time between two reports of problems of one worker with one job (seconds)."""
 MOST_SPANS = 200
 """Maximum states of a worker for one job; the oldest are dropped first."""
 
@@ -142,22 +144,29 @@ class PresenceChange:
 
 
 class ProblemWatch:
-    """Reports each problem of a worker with one job once."""
+    """Reports problems of workers with one job: each once, and those of one worker at most every ``PROBLEM_S``."""
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._told: set[tuple[str, str, str]] = set()
+        self._reported: dict[tuple[str, str], tuple[str, float]] = {}
 
     def new(self, members: Members, services: Collection[str], clock: float) -> list[tuple[str, str, str]]:
-        """Return service, worker and text of problems that began since the last call."""
+        """Return service, worker and text of problems to report now. ``clock``: seconds of any steady clock."""
         found = {
-            (service, member.beat.worker, str(text))
+            (service, member.beat.worker): str(text)
             for service in services
             for member in members.of(service, clock)
             if (text := member.beat.jobs.get(self._job, {}).get("problem"))
         }
-        new, self._told = sorted(found - self._told), found
-        return new
+        recent = {key for key, (_, then) in self._reported.items() if clock - then < PROBLEM_S}
+        self._reported = {key: one for key, one in self._reported.items() if key in found or key in recent}
+        new = {
+            key: text
+            for key, text in found.items()
+            if key not in recent and (key not in self._reported or self._reported[key][0] != text)
+        }
+        self._reported |= {key: (text, clock) for key, text in new.items()}
+        return sorted((service, worker, text) for (service, worker), text in new.items())
 
 
 class PresenceWatch:

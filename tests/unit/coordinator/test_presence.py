@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.services.coordinator.jobs.members import HISTORY_S, MOST_SPANS, Members, PresenceWatch, ProblemWatch
+from penstock.services.coordinator.jobs.members import (
+    HISTORY_S,
+    MOST_SPANS,
+    PROBLEM_S,
+    Members,
+    PresenceWatch,
+    ProblemWatch,
+)
 from penstock.shared.protocol.messages import Heartbeat
 
 SERVICES = ("rollout", "trainer")
@@ -63,22 +70,23 @@ def test_a_drained_worker_is_not_lost() -> None:
     assert workers.changes() == [], "a worker that was started again was never missed"
 
 
-def test_a_problem_of_a_worker_is_reported_once_until_it_is_over() -> None:
+def test_a_problem_of_a_worker_is_reported_once_and_the_next_one_not_too_soon() -> None:
     workers, watch = Workers(), ProblemWatch("job_1")
 
-    def new() -> list[tuple[str, str, str]]:
-        return watch.new(workers.members, SERVICES, workers.clock)
+    def new(problem: str, worker: str = "rollout-0") -> list[str]:
+        workers.beat(worker, job_1={"problem": problem} if problem else {"version": 0}, job_2={"problem": "another's"})
+        return [f"{name}: {text}" for _, name, text in watch.new(workers.members, SERVICES, workers.clock)]
 
-    workers.beat("rollout-0", job_1={"problem": "no room"}, job_2={"problem": "of another job"})
     workers.beat("reward-0", service="reward", job_1={"problem": "of a service that the job does not need"})
-    assert new() == [("rollout", "rollout-0", "no room")]
-    workers.beat("rollout-0", job_1={"problem": "no room"})
-    workers.beat("rollout-1", job_1={"problem": "no room"})
-    assert new() == [("rollout", "rollout-1", "no room")]
-    workers.beat("rollout-0", job_1={"version": 0})
-    assert new() == []
-    workers.beat("rollout-0", job_1={"problem": "no room"})
-    assert new() == [("rollout", "rollout-0", "no room")]
+    assert new("no room: 3 MiB") == ["rollout-0: no room: 3 MiB"]
+    assert new("no room: 3 MiB") == new("no room: 4 MiB") == new("") == new("no room: 3 MiB") == []
+    assert new("no room: 5 MiB", "rollout-1") == ["rollout-1: no room: 5 MiB"]
+    workers.clock += PROBLEM_S
+    assert new("no room: 3 MiB") == [], "the same one goes on"
+    assert new("no room: 4 MiB") == ["rollout-0: no room: 4 MiB"]
+    workers.clock += PROBLEM_S
+    assert new("") == []
+    assert new("no room: 4 MiB") == ["rollout-0: no room: 4 MiB"], "it was gone"
 
 
 def test_a_loss_before_the_first_look_is_not_reported() -> None:
