@@ -26,8 +26,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
 def test_pause_resume_cancel(stack: Any) -> None:
     job = stack.submit("train.max_updates=1000", "checkpoint.every=1000")
     stack.reach(job, 5)
-    running = stack.status(job)
-    assert running.expected_end > datetime.now(UTC), "of a thousand updates"
+    end = stack.until(lambda: stack.status(job).expected_end, "an expected end, which takes two reported steps")
+    assert end > datetime.now(UTC), "of a thousand updates"
     stack.client.pause(job)
     assert stack.client.wait(job, goal="paused", timeout_s=20).status.phase == "paused"
     paused = stack.status(job)
