@@ -23,6 +23,9 @@ from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 
 __all__ = ["follow", "top", "watch"]
 
+RECORD_S = 60.0
+"""Deadline for the record of a job to show the end that its last event reports (seconds)."""
+
 LOOK_S = 0.5
 LINE_S, QUIET_S = 3.0, 15.0
 """Seconds between progress lines without a terminal: after an update, and without an update."""
@@ -161,7 +164,7 @@ async def _follow(record: JobRecord, as_json: bool) -> JobRecord:
             return (await watch(client, record.id, console())).record
         async for row in client.events(record.id):
             show_line(row)
-        return await client.get(record.id)
+        return await client.wait(record.id, timeout_s=RECORD_S)
 
 
 async def _top(ref: str | None, as_json: bool) -> None:
