@@ -92,7 +92,7 @@ def test_the_strips_of_workers_begin_before_the_page_was_opened(stack: Any, page
 
     stack.until(lambda: seconds_told() > 8, "a history of some seconds")
     enter(page, stack, where=f"#/jobs/{job}/workers")
-    told = page.get_by_text(re.compile(r"^The last \d+ s, as their heartbeats told"))
+    told = page.get_by_text(re.compile(r"^The last \d+ s, from their heartbeats"))
     told.wait_for()
     since_opened, text = page.evaluate("one => [performance.now() / 1000, one.textContent]", told.element_handle())
     assert float(text.split()[2]) > since_opened + 3, "what this page saw itself is shorter"
