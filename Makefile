@@ -12,7 +12,7 @@ CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.tx
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-vllm-test up down \
-	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling fresh package release clean
+	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling fresh package release clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -126,6 +126,9 @@ bench-ledger: $(BIN)/pytest  ## how long a new leader takes to know the state of
 
 bench-jobs: $(BIN)/pytest  ## pages and submissions per second with ten thousand jobs
 	$(BIN)/python benchmarks/jobs.py $(ARGS)
+
+bench-page: $(BIN)/pytest  ## first paint of the web page, and when it shows 200 jobs or the curves of one (needs Chromium)
+	$(BIN)/python benchmarks/page.py $(ARGS)
 
 bench-embodied: $(BIN)/pytest  ## a robot arm as a job beside one plain process, three seeds (needs metaworld)
 	$(BIN)/python benchmarks/embodied_training.py $(ARGS)
