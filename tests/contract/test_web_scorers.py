@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import hmac
 import itertools
+import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -25,6 +27,7 @@ from penstock.shared.transport.server import ValkeyServer
 
 OpenJudge = Callable[..., Judge]
 OpenHttp = Callable[..., Http]
+MANUAL = Path(__file__).parents[2] / "docs/rewards.md"
 
 
 def judge_config(web: Any, **changes: Any) -> JudgeScorer:
@@ -338,6 +341,12 @@ def test_http_requests_can_be_verified(web: Any, monkeypatch: pytest.MonkeyPatch
     assert asked.headers["x-penstock-signature"] == "sha256=" + hmac.new(b"s3cret", signed, hashlib.sha256).hexdigest()
     assert asked.headers["authorization"] == "Bearer token"
     assert "row" not in asked.json
+    (code,) = re.findall(r"```python\n(def verify\(.*?)```", MANUAL.read_text(encoding="utf-8"), flags=re.DOTALL)
+    names: dict[str, Any] = {"hashlib": hashlib, "hmac": hmac, "time": time}
+    exec(code, names)
+    sent = {name: asked.headers[name.lower()] for name in ("X-Penstock-Timestamp", "X-Penstock-Signature")}
+    assert names["verify"]("s3cret", sent, asked.body)
+    assert not names["verify"]("s3cret", sent, asked.body + b" ")
 
 
 def test_http_failures_belong_to_single_completions(web: Any, open_http: OpenHttp) -> None:
