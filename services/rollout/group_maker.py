@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedTokenizerFast
 
+from penstock.services.rollout.commit_rule import Attempt
 from penstock.services.rollout.conversations.episode_state import Ask
 from penstock.services.rollout.conversations.player import ConversationPlayer, begun_alike
 from penstock.services.rollout.conversations.turn_writer import rows_of
@@ -104,10 +105,15 @@ class GroupMaker:
         self._judged = any(isinstance(scorer, EnvironmentScorer) for scorer in config.reward.scorers)
         self._player = self._open_player()
 
-    async def make(self, ticket: Ticket, prompt: Prompt, key: str, ask: Ask) -> Group:
+    async def make(
+        self, ticket: Ticket, prompt: Prompt, key: str, ask: Ask, *, attempt: Attempt | None = None
+    ) -> Group:
         """Return an unscored group; ``ask`` sends the requests of episodes.
 
         A group without trajectories was skipped, because its environment began with a prompt that is too long.
+
+        Args:
+            attempt: receives the ids of the requests of completions; no request begins once it is discarded.
 
         Raises:
             ConfigError: the engine cannot serve such a request.
@@ -118,7 +124,7 @@ class GroupMaker:
         samples: list[Sample] = []
         with self.held.group(sum(n for _, n in asked)) as free:
             if self._player is None:
-                samples = await self._complete(name, prompt, asked, free)
+                samples = await self._complete(name, prompt, asked, free, attempt or Attempt())
             else:  # an episode keeps its row between two turns, though nothing is decoded for it
                 episodes = await self._player.play(name, prompt, self._state_seed(ticket), asked, ask)
         if self._player is None:
@@ -141,20 +147,32 @@ class GroupMaker:
         return with_episodes(group, episodes, judged=self._judged) if episodes else group
 
     async def _complete(
-        self, name: str, prompt: Prompt, asked: Sequence[tuple[Sampling, int]], free: Callable[[], None]
+        self,
+        name: str,
+        prompt: Prompt,
+        asked: Sequence[tuple[Sampling, int]],
+        free: Callable[[], None],
+        attempt: Attempt,
     ) -> list[Sample]:
         """Send one request per completion, so that each frees its row when it ends.
 
         The tokens equal those of one request with n samples, in which sample i has the same seed.
         """
 
-        async def complete(place: int, sampling: Sampling) -> Sample:
-            request = GenRequest(request_id=f"{name}.{place}", prompt_ids=prompt.token_ids, sampling=sampling)
+        async def complete(request: GenRequest) -> Sample:
+            if attempt.discarded:  # before the engine knew the request
+                return Sample(token_ids=[], logprobs=[], finish="abort", spans=[])
             [sample] = (await self._engine.generate(request)).samples
+            attempt.requests.discard(request.request_id)
             free()
             return sample
 
-        return await together(complete(place, sampling) for place, sampling in enumerate(rows_of(asked)))
+        requests = [
+            GenRequest(request_id=f"{name}.{place}", prompt_ids=prompt.token_ids, sampling=sampling)
+            for place, sampling in enumerate(rows_of(asked))
+        ]
+        attempt.requests.update(request.request_id for request in requests)
+        return await together(complete(request) for request in requests)
 
     def _state_seed(self, ticket: Ticket) -> int:
         """Return the state seed, equal for all episodes of a draw so that they begin alike."""

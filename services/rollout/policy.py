@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -57,6 +58,7 @@ class PolicyFollower:
     Args:
         held: stores each version before the next one is served.
         leaving: called before the engine loads another version.
+        updating: encloses each attempt to load an announced version; yields True if it first had to wait.
     """
 
     def __init__(
@@ -69,9 +71,10 @@ class PolicyFollower:
         key: str = "",
         held: WeightRing | None = None,
         leaving: Callable[[], Awaitable[None]] | None = None,
+        updating: Callable[[], AbstractAsyncContextManager[bool]] = lambda: nullcontext(False),
     ) -> None:
         self._bus, self._settings, self._job, self._engine = bus, settings, job, engine
-        self._key, self._held, self._leaving = key or job, held, leaving
+        self._key, self._held, self._leaving, self._updating = key or job, held, leaving, updating
         self._receiver = open_receiver(settings)
         self._by_reference = engine.caps.staging == "reference"
         self._routes: WeightRoutes | None = None
@@ -108,13 +111,20 @@ class PolicyFollower:
     async def _follow(self, manifest: WeightManifest) -> None:
         """Adopt a manifest, or a newer one. If opening keeps failing, ask the trainer to publish it again."""
         tries = 0
-        while not self._outdated(manifest) and not await self._adopt(manifest):
+        while not self._outdated(manifest) and not await self._update(manifest):
             tries += 1
             if tries % ASK_AFTER == 0:
                 await self._request_again(manifest)
             await asyncio.sleep(RETRY_S)
             manifest = await self._newest(self._key) or manifest
         self._problem = None  # there is nothing left to load
+
+    async def _update(self, manifest: WeightManifest) -> bool:
+        """Adopt a manifest, or the newest one if this had to wait; see ``_adopt``."""
+        async with self._updating() as waited:
+            if waited:
+                manifest = await self._newest(self._key) or manifest
+            return await self._adopt(manifest)
 
     async def _request_again(self, manifest: WeightManifest) -> None:
         """Ask the trainer to publish the version again: its segment may be lost, and a later version may never come."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from penstock.services.rollout.candidate import Candidate
+from penstock.services.rollout.commit_rule import CommitRule
 from penstock.services.rollout.conversations.asking import Asking
 from penstock.services.rollout.engines import Engine, lacks_engine, open_job_engine
 from penstock.services.rollout.env_requests import EnvRequests
@@ -197,6 +198,7 @@ class RolloutSession:
         limit_s = config.environment.request_timeout_s if config.environment is not None else 0.0
         self._env = EnvRequests(bus, job, limit_s, self._asking.wait, self._asking.done)
         self._engine: Engine | None = None
+        self._rule: CommitRule | None = None
         self._policy: PolicyFollower | FixedPolicy | None = None
         self._candidate: Candidate | None = None
         self._held = WeightRing(config.online.posted.held_versions if isinstance(config, OnlineJob) else 0)
@@ -246,7 +248,11 @@ class RolloutSession:
         await engine.start()
         self._asking.done("model")
         if isinstance(self.config, JobConfig):
-            self._policy = PolicyFollower(self._bus, self._settings, self.job, engine, held=self._held)
+            assert self._rule is not None
+            self._policy = PolicyFollower(
+                self._bus, self._settings, self.job, engine, held=self._held, leaving=self._rule.interrupt,
+                updating=self._rule.update,
+            )  # fmt: skip
         else:
             self._policy = FixedPolicy(engine)
         async with asyncio.TaskGroup() as tasks:
@@ -274,6 +280,10 @@ class RolloutSession:
         self._tokenizer = build_tokenizer(self.config.model)
         self._source = PromptSource(self.config.data_config, self._tokenizer, self.config.seed)
         self._engine = open_job_engine(self.config, self._tokenizer, self._settings)
+        self._rule = CommitRule(
+            self.config.rollout, self._engine, wait=self._asking.wait, done=self._asking.done,
+            on_open=self._tickets.look_again,
+        )  # fmt: skip
         self._maker = GroupMaker(
             self.job, self._settings.worker_id, self.config, self._engine, self._tokenizer,
             on_free=self._tickets.look_again,
@@ -313,6 +323,8 @@ class RolloutSession:
     # -- one ticket --------------------------------------------------------------------------------------------------
 
     def _room(self) -> int:
+        if self._rule is not None and not self._rule.is_open:
+            return 0  # another worker may begin them at once
         held, config = self._maker.held, self.config
         return room_for(
             rows=config.placement.max_running, completions=config.completions_per_group, held=held.number,
@@ -387,8 +399,12 @@ class RolloutSession:
         source = self._candidate if self._is_measure(ticket) else None
         policy, maker = (self._policy, self._maker) if source is None else (source.policy, source.maker)
         assert policy is not None
+        assert self._rule is not None
         await self._tickets.reach(policy, ticket, key, oldest=oldest)
-        return await maker.make(ticket, prompt, key, partial(self._env.ask, key))
+        ask = partial(self._env.ask, key)
+        if ticket.purpose != "train":  # an evaluation asks for one version, which must not be left behind
+            return await maker.make(ticket, prompt, key, ask)
+        return await self._rule.make(key, lambda attempt: maker.make(ticket, prompt, key, ask, attempt=attempt))
 
     async def _score(self, group: Group, key: str) -> ScoreReply:
         asked = [
@@ -416,6 +432,7 @@ class RolloutSession:
             "requests": self._serving.num_requests if self._serving else 0,
             "generated_tokens": engine.generated_tokens if engine else 0,
             "groups": self.groups,
+            "discarded_tokens": self._rule.discarded_tokens if self._rule else 0,
         } | (policy.status() if policy else {})
         return row | self._tickets.status(self._publisher)
 

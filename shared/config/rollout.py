@@ -9,12 +9,13 @@ from pydantic import BeforeValidator, Field
 
 from penstock.shared.config.base import CodeName, StrictModel
 from penstock.shared.config.model import ModelConfig
-from penstock.shared.protocol.generation import Caps
+from penstock.shared.protocol.generation import Caps, PauseMode
 
 __all__ = [
     "ENGINE_PACKAGES",
     "ENVIRONMENTS",
     "ENVIRONMENT_OF",
+    "AnyRollout",
     "ClassConfig",
     "EmbeddedConfig",
     "RolloutConfig",
@@ -24,6 +25,7 @@ __all__ = [
     "check_engine",
 ]
 
+OnUpdate = Literal["keep", "restart", "drain"]
 ENGINE_PACKAGES = ("vllm",)
 """Import names of engine packages that run inside a rollout worker and need an interpreter of their own."""
 ENVIRONMENT_OF = {"vllm": "vllm", "vllm_server": "vllm", "sglang": "sglang"}
@@ -33,7 +35,21 @@ ENVIRONMENTS = tuple(dict.fromkeys(ENVIRONMENT_OF.values()))
 """Names of the environments that ``penstock engines install`` makes."""
 
 
-class EmbeddedConfig(StrictModel):
+class _AnyEngine(StrictModel):
+    """Keys of every engine."""
+
+    on_update: OnUpdate = "keep"
+    """Training completions that run when new weights arrive. `keep`: they go on under the new version, and spans record
+    which version generated which token. `restart`: all completions of their groups are discarded and generated again
+    under the new version, so that every group has one version. `drain`: a worker begins no group once a newer version
+    is announced, and loads it when those in progress have ended. Live answers and evaluations always go on."""
+    drain_s: float = Field(30.0, gt=0, le=3600)
+    """Longest time that `on_update: drain` holds new groups back (seconds). After that a worker begins groups again and
+    loads the version, and the completions in progress go on as with `keep`, because `restart` would discard the longest
+    ones each time."""
+
+
+class EmbeddedConfig(_AnyEngine):
     """Penstock's own decoder; runs in the rollout worker's process and uses the same model code as the trainer."""
 
     engine: Literal["embedded"] = "embedded"
@@ -43,7 +59,7 @@ class EmbeddedConfig(StrictModel):
     )
 
 
-class _VllmOptions(StrictModel):
+class _VllmOptions(_AnyEngine):
     """Options and capabilities of vLLM, wherever it runs."""
 
     kv_cache_gib: float = Field(1.0, gt=0)
@@ -79,7 +95,7 @@ class VllmServerConfig(_VllmOptions):
     engine: Literal["vllm_server"] = "vllm_server"
 
 
-class SglangConfig(StrictModel):
+class SglangConfig(_AnyEngine):
     """An SGLang server, which the rollout worker starts in an interpreter of its own (`penstock engines install
     sglang`), or one that is already running (PENSTOCK_SGLANG_URL of the worker).
 
@@ -103,7 +119,7 @@ class SglangConfig(StrictModel):
     )  # fmt: skip
 
 
-class ClassConfig(StrictModel):
+class ClassConfig(_AnyEngine):
     """A custom engine: a Python class that the rollout workers import; see
     [Bring your own engine](how-to/engine.md)."""
 
@@ -130,12 +146,19 @@ AnyRollout = EmbeddedConfig | VllmConfig | VllmServerConfig | SglangConfig | Cla
 RolloutConfig = Annotated[AnyRollout, Field(discriminator="engine"), BeforeValidator(_embedded_unless_named)]
 
 
-def check_engine(rollout: AnyRollout, model: ModelConfig, wants: Iterator[tuple[str, str, bool]]) -> None:
+def check_engine(
+    rollout: AnyRollout, model: ModelConfig, wants: Iterator[tuple[str, str, bool]], *, is_updated: bool
+) -> None:
     """Raise ValueError naming the configuration key if a job needs a capability that the engine lacks.
 
     Args:
         wants: requirements of the job kind: (key, field of ``Caps``, True if the job requires it).
+        is_updated: True if the job changes the weights of its engines.
     """
+    if not is_updated and rollout.on_update != "keep":
+        raise ValueError("rollout.on_update: the weights of this job never change; leave it out")
+    if is_updated and _AT_UPDATE[rollout.on_update] not in rollout.caps.pause_modes:
+        raise ValueError(f"rollout.engine '{rollout.engine}' cannot do rollout.on_update: '{rollout.on_update}'")
     lora, moe = model.lora, model.moe
     asked = [
         ("model.lora.publish: 'adapters'", "adapters", lora is not None and lora.publish == "adapters"),
@@ -148,6 +171,8 @@ def check_engine(rollout: AnyRollout, model: ModelConfig, wants: Iterator[tuple[
             raise ValueError(f"rollout.engine '{rollout.engine}' cannot do {key}{_INSTEAD.get(cap, '')}")
 
 
+_AT_UPDATE: dict[OnUpdate, PauseMode] = {"keep": "keep", "restart": "abort", "drain": "keep"}
+"""What happens to running completions at an update; after ``drain_s`` those of 'drain' go on."""
 _INSTEAD = {
     "adapters": ": use model.lora.publish: merged",
     "candidates": ": it holds one version at a time",

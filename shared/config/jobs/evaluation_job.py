@@ -79,7 +79,7 @@ class EvaluationJob(StrictModel):
 
     @model_validator(mode="after")
     def _completions_fit_the_model(self) -> EvaluationJob:
-        check_engine(self.rollout, self.model, iter(()))
+        check_engine(self.rollout, self.model, iter(()), is_updated=False)
         check_completions(self.model, "sampling", self.sampling, self.environment)
         check_environment(self.environment, self.reward, self.data.eval)
         return self

@@ -155,7 +155,11 @@ class JobConfig(TrainingJob):
 
     @model_validator(mode="after")
     def _engine_can_do_it(self) -> JobConfig:
-        check_engine(self.rollout, self.model, self._engine_wants())
+        check_engine(self.rollout, self.model, self._engine_wants(), is_updated=True)
+        if self.rollout.on_update == "restart" and self.environment is not None:
+            raise ValueError(
+                "rollout.on_update 'restart': an episode may have changed its environment already; use drain or keep"
+            )
         return self
 
     def _engine_wants(self) -> Iterator[tuple[str, str, bool]]:

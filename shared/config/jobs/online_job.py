@@ -96,6 +96,12 @@ class OnlineJob(JobConfig):
     """Conversion of live interactions to training data."""
 
     @model_validator(mode="after")
+    def _live_answers_go_on(self) -> OnlineJob:
+        if self.rollout.on_update != "keep":
+            raise ValueError("rollout.on_update: live answers go on at an update; leave it out")
+        return self
+
+    @model_validator(mode="after")
     def _what_is_measured_is_scored(self) -> OnlineJob:
         if self.environment is not None:
             raise ValueError("environment: agents bring their own tools; leave it out")

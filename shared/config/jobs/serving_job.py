@@ -61,7 +61,7 @@ class ServingJob(StrictModel):
         check_completions(self.model, "sampling", self.sampling, None)
         if self.model.lora is not None:
             raise ValueError("model.lora: a deployment trains no adapter; leave it out")
-        check_engine(self.rollout, self.model, iter(()))
+        check_engine(self.rollout, self.model, iter(()), is_updated=False)
         return self
 
     def after(self, trained: JobConfig, path: str) -> ServingJob:

@@ -1,0 +1,136 @@
+"""Groups in progress when new weights arrive: they go on, begin again, or end first (``rollout.on_update``)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from penstock.services.rollout.engines import Engine
+from penstock.shared.config.rollout import AnyRollout
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.trajectory import Group
+from penstock.shared.runtime import metrics
+
+__all__ = ["Attempt", "CommitRule"]
+
+logger = logging.getLogger(__name__)
+
+DISCARDED = metrics.counter("rollout_discarded_tokens", "Tokens of groups that began again because of new weights.")
+
+
+class Attempt:
+    """One generation of a group.
+
+    Attributes:
+        requests: ids of its engine requests that have not ended.
+        discarded: True once new weights made its tokens useless: it sends no further request.
+    """
+
+    def __init__(self) -> None:
+        self.requests: set[str] = set()
+        self.discarded = False
+
+
+class CommitRule:
+    """Applies ``rollout.on_update`` to the training groups of one job on one worker.
+
+    Args:
+        wait: called with the key of a ticket, what it waits for, and the subject. done: called when the wait is over.
+        on_open: called when groups may begin again.
+    """
+
+    def __init__(
+        self,
+        config: AnyRollout,
+        engine: Engine,
+        *,
+        wait: Callable[[str, str, str], None] = lambda key, what, subject: None,
+        done: Callable[[str], None] = lambda key: None,
+        on_open: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._config, self._engine = config, engine
+        self._wait, self._done, self._on_open = wait, done, on_open
+        self._attempts: set[Attempt] = set()
+        self._changed = asyncio.Event()
+        self.is_open = True
+        """False while no group may begin, because an update comes first."""
+        self.discarded_tokens = 0
+        """Number of tokens generated in vain since the start."""
+
+    async def make(self, key: str, generate: Callable[[Attempt], Awaitable[Group]]) -> Group:
+        """Generate a group, again whenever 'restart' discards it; the caller's deadline bounds this.
+
+        Args:
+            key: key of the ticket.
+            generate: generates the whole group. The same ticket gives the same seeds and another attempt id.
+        """
+        while True:
+            if not self.is_open:
+                self._wait(key, "an update to newer weights", subjects.MANIFESTS)
+                await self._until(lambda: self.is_open)
+                self._done(key)
+            attempt = Attempt()
+            self._attempts.add(attempt)
+            try:
+                group = await generate(attempt)
+            finally:
+                self._attempts.remove(attempt)
+                self._changed.set()
+            if not attempt.discarded:
+                return group
+            num_tokens = int(group.mask.sum())
+            self.discarded_tokens += num_tokens
+            DISCARDED.inc(num_tokens)
+
+    @asynccontextmanager
+    async def update(self) -> AsyncIterator[bool]:
+        """Enclose an update to an announced version; yields True if it had to wait for groups.
+
+        'drain' begins no group in the block and first waits for those in progress. ``drain_s`` after its begin groups
+        begin again, and those in progress go on under the new version: to discard them would cost the longest
+        completions each time, and bias the job against them.
+        """
+        if self._config.on_update != "drain":
+            try:
+                yield False
+            finally:
+                self._open()
+            return
+        self.is_open = False
+        timer = asyncio.get_running_loop().call_later(self._config.drain_s, self._open)
+        try:
+            num_groups = len(self._attempts)
+            await self._until(lambda: self.is_open or not self._attempts)
+            if self._attempts:
+                logger.info("%d groups go on under newer weights: rollout.drain_s is over", len(self._attempts))
+            yield num_groups > 0
+        finally:
+            timer.cancel()
+            self._open()
+
+    async def interrupt(self) -> None:
+        """Discard the groups in progress if the rule is 'restart'; called when a staged version is about to be loaded.
+
+        They begin again at the end of the block of ``update``. Other requests of the engine go on.
+        """
+        if self._config.on_update != "restart":
+            return
+        self.is_open = False
+        unfinished = [attempt for attempt in self._attempts if attempt.requests]
+        for attempt in unfinished:
+            attempt.discarded = True
+        if unfinished:
+            await self._engine.abort({request for attempt in unfinished for request in attempt.requests})
+
+    def _open(self) -> None:
+        if not self.is_open:
+            self.is_open = True
+            self._changed.set()
+            self._on_open()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._changed.clear()
+            await self._changed.wait()
