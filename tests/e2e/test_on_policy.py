@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 
 from penstock.shared.protocol.events import BatchSealed, BatchTrained
@@ -76,6 +77,36 @@ def test_the_bound_is_used_and_kept(stack: Any) -> None:
     assert 0 < max(lags(stack, job)) <= 2
     stack.check_books(job)
     check_seconds(stack.client.metrics(job)["series"])
+
+
+LONG = (
+    "model.config.max_position_embeddings=512", "sampling.max_new_tokens=480", "sampling.ignore_eos=true",
+    "placement.max_running=16", "train.draw_timeout_s=120", "train.max_lag=1", "train.max_updates=6",
+)  # fmt: skip
+"""Completions take longer than an update, so that versions arrive while groups are generated."""
+
+
+def discarded_tokens(stack: Any) -> float:
+    """Tokens that the rollout worker has generated in vain, as Prometheus scrapes them."""
+    address = stack.stack._health["rollout-0"].replace("/readyz", "/metrics")
+    lines = httpx.get(address).raise_for_status().text.splitlines()
+    [value] = [line.split()[1] for line in lines if line.startswith("penstock_rollout_discarded_tokens_total ")]
+    return float(value)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rule", ["keep", "restart", "drain"])
+def test_groups_in_progress_at_an_update_follow_its_rule(stack: Any, rule: str) -> None:
+    before = discarded_tokens(stack)
+    job = stack.submit(*LONG, f"rollout.on_update={rule}", "rollout.drain_s=120")
+    assert stack.finish(job, 240).status.step == 6
+    discarded = discarded_tokens(stack) - before
+    versions = [{int(version) for version in group.spans[:, 1]} for group in stack.groups(job).values()]
+    assert len(versions) >= 6 * 4
+    assert (max(map(len, versions)) > 1) == (rule == "keep"), "updates met groups in progress"
+    assert (discarded > 0) == (rule == "restart")
+    assert max(lags(stack, job)) <= 1
+    stack.check_books(job)
 
 
 def test_a_label_that_is_newer_than_the_weights_shows(stack: Any) -> None:

@@ -160,6 +160,31 @@ async def test_weights_come_by_the_transport_that_the_coordinator_chose(bus: Bus
         assert (follower.status()["transport"], follower.status()["fetched_bytes"]) == ("shm", 0)
 
 
+async def test_the_newest_version_is_loaded_after_a_wait_for_groups(bus: Bus, settings: ServiceSettings) -> None:
+    begun, ended, blocks = asyncio.Event(), asyncio.Event(), 0
+
+    @asynccontextmanager
+    async def waiting() -> AsyncIterator[bool]:
+        nonlocal blocks
+        begun.set()
+        await ended.wait()
+        yield True
+        blocks += 1
+
+    async with following(bus, settings) as (follower, trainer):
+        follower._updating = waiting
+        await trainer.show(1, epoch=1)
+        await asyncio.wait_for(begun.wait(), 60)
+        await trainer.show(2, epoch=1)
+        assert (follower.version, follower.way) == (-1, None), "nothing is staged meanwhile"
+        ended.set()
+        await asyncio.wait_for(follower.first(), 60)
+        assert follower.version == 2, "the one that was replaced meanwhile is not loaded"
+        await trainer.show(3, epoch=1)
+        await reach(follower, 3, 1)
+    assert blocks == 2
+
+
 @pytest.mark.usefixtures("no_collector")
 async def test_no_slot_stays_mapped_once_a_worker_stops(bus: Bus, settings: ServiceSettings) -> None:
     """The follower and its engine are still referred to here, as by a cycle that nobody has collected yet."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.submission import check_packages
@@ -80,6 +81,48 @@ def test_what_an_engine_cannot_do_is_refused_with_its_key(job: dict[str, Any], k
     with pytest.raises(ConfigError, match=rf"rollout.engine '{name}' cannot do {key}"):
         parse_job(engine(name, job))
     parse_job(engine("embedded", job))
+
+
+def test_the_rule_for_updates_is_part_of_every_engine() -> None:
+    for name in ("embedded", "vllm", "vllm_server", "sglang", "class"):
+        assert parse_job(engine(name, JOB)).rollout.on_update == "keep"
+        for rule in ("restart", "drain"):
+            job = engine(name, JOB)
+            assert parse_job({**job, "rollout": {**job["rollout"], "on_update": rule}}).rollout.on_update == rule
+
+
+@pytest.mark.parametrize(("rule", "modes"), [("keep", ("abort",)), ("drain", ("abort",)), ("restart", ("keep",))])
+def test_an_engine_that_cannot_do_the_rule_for_updates_is_refused(
+    rule: str, modes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SglangConfig, "caps", replace(SglangConfig.caps, pause_modes=modes))
+    with pytest.raises(ConfigError, match=f"rollout.engine 'sglang' cannot do rollout.on_update: '{rule}'"):
+        parse_job({**JOB, "rollout": {"engine": "sglang", "on_update": rule}})
+
+
+AGENT = {
+    **JOB, "environment": {"tools": [{"type": "calculator"}], "max_turns": 2, "max_observation_tokens": 32},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", ["restart", "drain"])
+def test_a_job_without_updates_of_training_completions_has_no_rule_for_them(rule: str) -> None:
+    rollout = {"engine": "embedded", "on_update": rule}
+    deployment = {"kind": "serving", "name": "deployed", "model": JOB["model"]}
+    evaluation = {key: JOB[key] for key in ("name", "model", "reward")} | {
+        "kind": "evaluation", "data": {"eval": {"type": "addition", "num_rows": 8}}, "evaluation": {"num_prompts": 8},
+    }  # fmt: skip
+    for job in (deployment, evaluation):
+        with pytest.raises(ConfigError, match=r"rollout\.on_update: the weights of this job never change"):
+            parse_job({**job, "rollout": rollout})
+    with pytest.raises(ConfigError, match=r"rollout\.on_update: live answers go on"):
+        parse_job({**ONLINE, "rollout": rollout})
+
+
+def test_episodes_are_not_restarted() -> None:
+    parse_job({**AGENT, "rollout": {"on_update": "drain"}})
+    with pytest.raises(ConfigError, match=r"rollout\.on_update 'restart': an episode may have changed its environment"):
+        parse_job({**AGENT, "rollout": {"on_update": "restart"}})
 
 
 def test_merged_adapters_suit_an_engine_without_adapters() -> None:
