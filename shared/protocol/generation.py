@@ -149,6 +149,7 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
 
     transports: tuple[str, ...]
     pause_modes: tuple[str, ...]
+    """Modes of ``pause`` that it supports; 'keep' includes completions that go on after an update."""
     native_spans: bool
     sleep: bool
     staging: Literal["tensors", "reference"] = "tensors"
