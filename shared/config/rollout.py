@@ -172,7 +172,7 @@ def check_engine(
 
 
 _AT_UPDATE: dict[OnUpdate, PauseMode] = {"keep": "keep", "restart": "abort", "drain": "keep"}
-"""What happens to running completions at an update; after ``drain_s`` those of 'drain' go on."""
+"""Treatment of running completions at an update; after ``drain_s`` those of 'drain' go on."""
 _INSTEAD = {
     "adapters": ": use model.lora.publish: merged",
     "candidates": ": it holds one version at a time",
