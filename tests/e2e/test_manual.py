@@ -122,7 +122,9 @@ def test_what_is_not_run_is_on_a_page_and_run_where_the_table_says() -> None:
 @pytest.fixture(scope="module")
 def deployment(deploy: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A deployment of its own: pages change its workers, and what they start is ended."""
-    with deploy(tmp_path_factory.mktemp("manual") / "stack") as stack:
+    deployment = deploy(tmp_path_factory.mktemp("manual") / "stack")
+    deployment.environment["PENSTOCK_EXPERIENCE_BYTES"] = str(1 << 30)  # for the byte budgets that the pages leave out
+    with deployment as stack:
         yield stack
 
 
