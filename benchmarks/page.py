@@ -99,9 +99,10 @@ async def fill(url: str, num_jobs: int, num_updates: int) -> str:
          "values": dict.fromkeys(names, step % 97 / 97)}
         for step in range(num_updates)
     ]  # fmt: skip
-    messages = [Outgoing(f"$KV.{subjects.JOBS}.{record.id}", record.stored()) for record in records]
-    messages += [Outgoing(subjects.metrics(newest), msgspec.json.encode(row)) for row in rows]
+    messages = [Outgoing(subjects.metrics(newest), msgspec.json.encode(row)) for row in rows]
     async with await Bus.connect(url, name="bench") as bus:
+        for record in records:
+            await bus.kv(subjects.JOBS).update(record.id, record.stored(), 0)
         for start in range(0, len(messages), 500):
             await bus.publish_many(messages[start : start + 500], deadline_s=60)
     return newest
