@@ -326,7 +326,7 @@ def test_silent_producer_ends_in_a_deadline(far: ServiceSettings) -> None:
 def test_server_survives_strangers(store: BulkStore, far: ServiceSettings) -> None:
     claim = store.put(filled(1))
     host, _, port = claim.address.rpartition(":")
-    for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", b"PSB2", b"PSB2" + b"\xff" * 42 + b"\xff" * 70000):
+    for junk in (b"", b"GET / HTTP/1.1\r\n\r\n", b"PSB3", b"PSB3" + b"\xff" * 42 + b"\xff" * 70000):
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=5) as peer:
             peer.sendall(junk)
             peer.shutdown(socket.SHUT_WR)
@@ -340,7 +340,7 @@ def request_for(claim: Claim, nonce: bytes, token: str | None = None) -> bytes:
     name, generation = claim.name.encode(), claim.generation.to_bytes(8, "little")
     key = bytes.fromhex(claim.token if token is None else token)
     proof = hmac.digest(key, b"ask" + nonce + generation + name, "sha256")
-    return b"PSB2" + len(name).to_bytes(2, "little") + generation + proof + name
+    return b"PSB3" + len(name).to_bytes(2, "little") + generation + proof + name
 
 
 def test_only_holders_of_the_claim_are_served(store: BulkStore, far: ServiceSettings) -> None:
@@ -371,7 +371,7 @@ def test_bytes_that_were_changed_on_their_way_are_refused(store: BulkStore, far:
             peer.sendall(server.recv(20, socket.MSG_WAITALL))
             server.sendall(peer.recv(46 + len(claim.name), socket.MSG_WAITALL))
             server.settimeout(None)
-            data = bytearray(server.recv(9 + claim.nbytes + 32, socket.MSG_WAITALL))
+            data = bytearray(server.recv(9 + claim.nbytes + 16, socket.MSG_WAITALL))
             data[9 + claim.nbytes // 2] ^= 1
             peer.sendall(data)
             peer.recv(1)
