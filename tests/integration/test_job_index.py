@@ -26,6 +26,7 @@ JOB: dict[str, Any] = {
     "data": {"train": {"type": "addition"}},
     "reward": {"scorers": [{"type": "exact"}]},
     "train": {"batch_size": 16, "max_updates": 1},
+    "limits": {"byte_budget": 8 << 20},  # so that all of them have room at once
 }
 EVERYTHING: dict[str, Any] = {"phase": None, "name": None, "kind": None, "labels": {}, "models": None}
 

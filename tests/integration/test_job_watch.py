@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import TypeVar
 
 import pytest
 
@@ -19,6 +20,8 @@ from penstock.shared.protocol import subjects
 from penstock.shared.protocol.jobs import JobRecord, JobStatus
 from penstock.shared.runtime.jobs import Breaks, watch_jobs
 from penstock.shared.transport.bus import Bus
+
+T = TypeVar("T")
 
 SPEC = {
     "name": "addition",
@@ -94,18 +97,18 @@ async def test_why_a_session_broke_is_told_until_the_next_one_has_lasted_longer(
     def told() -> dict[str, object]:
         return breaks.add_to({"job_other": {"version": 3}}).get("job_breaks", {})
 
-    async def until(condition: Callable[[], object]) -> None:
+    async def until(condition: Callable[[], T]) -> T:
         async with asyncio.timeout(30):
-            while not condition():
+            while not (found := condition()):
                 await asyncio.sleep(0.01)
+        return found
 
     watching = asyncio.create_task(watch_jobs(bus, session, breaks=breaks))
     await store(bus, "job_breaks")
-    await until(told)
-    first = told()
+    first = await until(told)
     assert first["problem"] == "no room in /dev/shm"
-    await until(lambda: num_opened == 3)
-    assert told() == first, "it is the same problem since the first time"
+    again = await until(lambda: num_opened >= 3 and told())  # on a busy machine, a reason may end before the next break
+    assert again == first, "it is the same problem since the first time"
     works.set()
     await until(lambda: not told())
     assert breaks.add_to({"job_other": {"version": 3}}) == {"job_other": {"version": 3}}
