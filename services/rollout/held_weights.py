@@ -37,7 +37,7 @@ class WeightRing:
         self._held.clear()
 
     def keep(self, staged: Staged) -> bool:
-        """Copy a version. Blocks during the copy.
+        """Copy a version to host memory. Blocks during the copy.
 
         Returns:
             True if the version is held; False if its memory was overwritten meanwhile or ``limit`` is 0.
@@ -47,7 +47,7 @@ class WeightRing:
             return bool(self._limit)
         while len(self._held) >= self._limit:
             self._held.popitem(last=False)
-        tensors = {name: tensor.clone() for name, tensor in staged.tensors().items()}
+        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in staged.tensors().items()}
         if not staged.intact():
             return False
         self._held[version] = HeldWeights(version, tensors)

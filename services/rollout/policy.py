@@ -21,7 +21,7 @@ from penstock.shared.protocol.bus_clock import bus_time
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
 from penstock.shared.transport.bus import Bus
-from penstock.shared.weights import Staged, Way, open_receiver
+from penstock.shared.weights import Staged, Way, device_memory, open_receiver
 
 __all__ = ["PolicyFollower"]
 
@@ -75,8 +75,8 @@ class PolicyFollower:
     ) -> None:
         self._bus, self._settings, self._job, self._engine = bus, settings, job, engine
         self._key, self._held, self._leaving, self._updating = key or job, held, leaving, updating
-        self._receiver = open_receiver(settings)
         self._by_reference = engine.caps.staging == "reference"
+        self._receiver = open_receiver(settings, memory=None if self._by_reference else device_memory(settings))
         self._routes: WeightRoutes | None = None
         self._serving: Staged | None = None
         self._changed = asyncio.Condition()
@@ -193,7 +193,7 @@ class PolicyFollower:
         known = self._receiver.transports
         if self._by_reference:
             known = [transport for transport in known if transport in self._engine.caps.transports]
-        row: dict[str, Any] = {"transports": known, "pause_s": self.pause_s}
+        row: dict[str, Any] = {"transports": known, "devices": self._receiver.devices, "pause_s": self.pause_s}
         if self._problem is not None:
             since, text = self._problem
             row |= {"problem": text, "problem_since": since}

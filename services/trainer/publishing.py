@@ -27,7 +27,8 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.kv import Entry
-from penstock.shared.weights import WeightPublisher, open_publisher
+from penstock.shared.weights import WeightPublisher, device_memory, open_publisher
+from penstock.shared.weights.open import Publisher
 
 __all__ = ["Publishing"]
 
@@ -40,7 +41,7 @@ class Publishing:
 
     def __init__(self, bus: Bus, settings: ServiceSettings, job: str, *, gated: bool = False) -> None:
         self._bus, self._settings, self._job, self._gated = bus, settings, job, gated
-        self._publisher: WeightPublisher | None = None
+        self._publisher: Publisher | None = None
         self._base_publisher: WeightPublisher | None = None
         self._base_manifest: WeightManifest | None = None
 
@@ -113,7 +114,13 @@ class Publishing:
     def transports(self) -> list[str]:
         """Return the transports that this process can send by. The coordinator chooses from them."""
         settings = self._settings
-        return ["shm"] + [way for way in ("tcp", settings.weight_collective) if way and settings.bulk_host]
+        others = [way for way in ("tcp", settings.weight_collective) if way and settings.bulk_host]
+        return [*(["cuda_ipc"] if self.devices else []), "shm", *others]
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Return the unique ids of the GPUs that hold published weights; empty before the first version."""
+        return () if self._publisher is None else self._publisher.devices
 
     async def _routes(self) -> WeightRoutes:
         """Return the coordinator's choice of transports; empty if it has not chosen."""
@@ -129,7 +136,8 @@ class Publishing:
         base, weights = learner.take_base(), learner.weights()
         try:
             if self._publisher is None:
-                self._publisher = open_publisher(self._job, learner.layout(), self._settings)
+                memory = device_memory(self._settings)
+                self._publisher = open_publisher(self._job, learner.layout(), self._settings, memory=memory)
             self._publisher.open(learner.layout(), routes.members, routes.epoch)
             self._write_base(base, epoch, learner)
             manifest = self._publisher.publish(weights, version=version, epoch=epoch, keep=keep)

@@ -441,6 +441,7 @@ class TrainerSession:
             "running": 0,
             "seconds": self.seconds,
             "transports": self._publishing.transports,
+            "devices": self._publishing.devices,
         }
         writing = "" if self._checkpointing is None else self._checkpointing.writing
         if self._reporter.unanswered is not None:

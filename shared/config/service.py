@@ -80,6 +80,10 @@ class ServiceSettings(BaseSettings):
     """Transport of weight broadcasts between hosts, which trainer and workers must set to the same value: `gloo`
     from memory to memory, `nccl` between GPUs. The trainer needs bulk_host. Such connections are neither encrypted
     nor authenticated, so set it only on trusted networks; empty: other hosts fetch weights over TCP."""
+    weight_cuda_ipc: bool = False
+    """Send weights from GPU to GPU within a host by CUDA IPC, if trainer and worker set it and the worker's GPU is the
+    trainer's or has peer access to it. Needs `penstock[cuda]`; the trainer's GPU needs room for two or three copies of
+    the weights, the worker's for one more than its engine's. Not for vLLM and SGLang. Has not run on a GPU yet."""
     bulk_bytes: int = Field(1 << 30, ge=1 << 20)
     """Largest amount of shared memory for the bulk data of this process (bytes)."""
     http_host: str = "127.0.0.1"

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.shared.errors import WeightsError
 from penstock.shared.protocol.weights import ALIGN, Layout, TensorSpec, make_layout
 
-__all__ = ["check_layout", "digest_of", "digest_of_tensors", "fill", "layout_of", "view"]
+__all__ = ["check_layout", "digest_of", "digest_of_tensors", "fill", "layout_of", "place", "view"]
 
 _DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -70,9 +70,9 @@ def check_layout(layout: Layout, expected: Layout | None) -> Layout:
     return derived
 
 
-def view(buffer: NDArray[np.uint8], layout: Layout) -> dict[str, Tensor]:
+def view(buffer: NDArray[np.uint8] | Tensor, layout: Layout) -> dict[str, Tensor]:
     """Return zero-copy tensors of ``buffer``, uint8 [layout.nbytes]; they keep it alive."""
-    flat = torch.from_numpy(buffer)
+    flat = buffer if isinstance(buffer, Tensor) else torch.from_numpy(buffer)
     return {
         spec.name: flat[spec.offset : spec.offset + spec.nbytes].view(_DTYPES[spec.dtype]).view(spec.shape)
         for spec in layout.tensors
@@ -100,26 +100,40 @@ def fill(buffer: NDArray[np.uint8], layout: Layout, tensors: Iterable[tuple[str,
     Raises:
         WeightsError: a tensor is missing, unknown, given twice, or of another shape or dtype.
     """
-    missing = {spec.name: spec for spec in layout.tensors}
     flat = torch.from_numpy(buffer)
     with _Hashing(buffer) as hashing:
-        for name, tensor in tensors:
-            spec = missing.pop(name, None)
-            if spec is None:
-                raise WeightsError(f"'{name}' is not in layout {layout.id}, or was given twice")
-            if tuple(tensor.shape) != spec.shape or tensor.dtype != _DTYPES[spec.dtype]:
-                raise WeightsError(
-                    f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}, its layout says {spec.dtype} {spec.shape}"
-                )
+        for spec, tensor in _matched(layout, tensors):
             end = spec.offset + spec.nbytes
-            for start, stop in _copy(flat, spec, tensor.detach()):
+            for start, stop in _copy(flat, spec, tensor):
                 hashing.written(start, stop)
             buffer[end : end + -end % ALIGN] = 0
             hashing.written(end, end + -end % ALIGN)
-        if missing:
-            first = next(iter(missing))
-            raise WeightsError(f"{len(missing)} tensors of layout {layout.id} are missing, first '{first}'")
         return hashing.digest()
+
+
+def place(flat: Tensor, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy ``tensors`` into ``flat``, uint8 [layout.nbytes] on any device, on the current stream; see ``fill``."""
+    for spec, tensor in _matched(layout, tensors):
+        end = spec.offset + spec.nbytes
+        flat[spec.offset : end].view(tensor.dtype).view(spec.shape).copy_(tensor)
+        flat[end : end + -end % ALIGN].zero_()
+
+
+def _matched(layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[TensorSpec, Tensor]]:
+    """Yield each tensor with its place. Raises WeightsError as ``fill``."""
+    missing = {spec.name: spec for spec in layout.tensors}
+    for name, tensor in tensors:
+        spec = missing.pop(name, None)
+        if spec is None:
+            raise WeightsError(f"'{name}' is not in layout {layout.id}, or was given twice")
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != _DTYPES[spec.dtype]:
+            raise WeightsError(
+                f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}, its layout says {spec.dtype} {spec.shape}"
+            )
+        yield spec, tensor.detach()
+    if missing:
+        first = next(iter(missing))
+        raise WeightsError(f"{len(missing)} tensors of layout {layout.id} are missing, first '{first}'")
 
 
 class _Hashing:

@@ -25,7 +25,7 @@ from penstock.shared.weights.base import Way
 from penstock.shared.weights.flat import digest_of
 from penstock.shared.weights.shm import ShmReceiver, ShmStaged
 from penstock.shared.weights.slot_header import SlotHeader, read_slot, write_slot
-from penstock.shared.weights.slots import SlotPool, slot_paths, turn_path
+from penstock.shared.weights.slots import SlotPool, slot_paths, slot_stem, turn_path
 
 __all__ = ["HostCopies"]
 
@@ -156,7 +156,7 @@ class HostCopies:
                 manifest.layout.nbytes,
                 count=0,
                 max_count=MAX_SLOTS,
-                copies_of=self._host,
+                stem=slot_stem(manifest.job, self._host),
             )
         self._pools[key].refresh()
         return self._pools[key]

@@ -13,6 +13,8 @@ from penstock.shared.errors import ConfigError, WeightsError
 from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest, WeightRoutes
 from penstock.shared.weights.base import Staged, WeightPublisher, WeightReceiver
 from penstock.shared.weights.collective import CollectiveReceiver
+from penstock.shared.weights.cuda_ipc import CudaIpcPublisher, CudaIpcReceiver, device_slot_paths
+from penstock.shared.weights.device import DeviceMemory
 from penstock.shared.weights.disk import DiskPublisher, DiskReceiver, weights_directory
 from penstock.shared.weights.shm import ShmPublisher, ShmReceiver
 from penstock.shared.weights.slots import slot_paths, turn_path
@@ -24,10 +26,14 @@ Transport = Literal["shm", "disk"]
 
 
 class Publisher:
-    """Publishes through several transports; the manifest lists all references, the fastest first."""
+    """Publishes through several transports; the manifest lists all references, the fastest first.
 
-    def __init__(self, publishers: Sequence[WeightPublisher]) -> None:
-        self._publishers = publishers
+    Args:
+        devices: unique ids of the GPUs whose memory it publishes in.
+    """
+
+    def __init__(self, publishers: Sequence[WeightPublisher], devices: tuple[str, ...] = ()) -> None:
+        self._publishers, self.devices = publishers, devices
 
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
@@ -56,15 +62,21 @@ class Publisher:
 
 
 class Receiver:
-    """Tries the transport chosen by the coordinator, then the others: shared memory, TCP, disk.
+    """Tries the transport chosen by the coordinator, then the others: CUDA IPC, shared memory, TCP, disk.
 
     Args:
         receivers: by the name of their transport, in the order in which they are tried.
         member: the receiver of broadcasts among them.
+        devices: unique ids of the GPUs whose memory it can read.
     """
 
-    def __init__(self, receivers: Mapping[str, WeightReceiver], member: CollectiveReceiver | None = None) -> None:
-        self._receivers, self._member = dict(receivers), member
+    def __init__(
+        self,
+        receivers: Mapping[str, WeightReceiver],
+        member: CollectiveReceiver | None = None,
+        devices: tuple[str, ...] = (),
+    ) -> None:
+        self._receivers, self._member, self.devices = dict(receivers), member, devices
         self._epochs: dict[str, int] = {}
         self._chosen = ""
 
@@ -113,9 +125,16 @@ class Receiver:
 
 
 def open_publisher(
-    job: str, layout: Layout, settings: ServiceSettings, *, transports: Sequence[Transport] = ("shm",)
+    job: str,
+    layout: Layout,
+    settings: ServiceSettings,
+    *,
+    transports: Sequence[Transport] = ("shm",),
+    memory: DeviceMemory | None = None,
 ) -> Publisher:
     """Open a publisher of ``job`` through ``transports``; shm also serves TCP if ``settings.bulk_host`` is set.
+
+    With ``memory``, a GPU's, versions are also published there, for other processes of this host (CUDA IPC).
 
     Raises:
         ConfigError: no transport, or an unknown one.
@@ -124,27 +143,38 @@ def open_publisher(
     makers = {"shm": ShmPublisher, "disk": DiskPublisher}
     if not transports or not set(transports) <= set(makers):
         raise ConfigError(f"weight transports are {sorted(makers)}, not {list(transports)}")
-    return Publisher([makers[name](job, layout, settings) for name in transports])
+    publisher = Publisher([makers[name](job, layout, settings) for name in transports])
+    if memory is None:
+        return publisher
+    return Publisher([CudaIpcPublisher(job, layout, settings, memory, publisher)], (memory.device,))
 
 
-def open_receiver(settings: ServiceSettings, layout: Layout | None = None) -> Receiver:
+def open_receiver(
+    settings: ServiceSettings, layout: Layout | None = None, *, memory: DeviceMemory | None = None
+) -> Receiver:
     """Open a receiver for any job; with ``layout`` (the engine's), manifests with other layouts are rejected.
+
+    With ``memory``, the engine's GPU's, it also receives from GPUs of this host (CUDA IPC).
 
     Raises:
         ConfigError: a file of ``PENSTOCK_BULK_TLS_*`` cannot be used.
     """
     tcp = TcpReceiver(settings, layout, tls=settings.bulk_tls_client)
     member = None
-    receivers: dict[str, WeightReceiver] = {"shm": ShmReceiver(settings, layout)}
+    receivers: dict[str, WeightReceiver] = {}
+    if memory is not None:
+        receivers["cuda_ipc"] = CudaIpcReceiver(settings, memory, layout)
+    receivers["shm"] = ShmReceiver(settings, layout)
     if settings.weight_collective:
         member = CollectiveReceiver(settings.worker_id, layout, kinds=(settings.weight_collective,))
         receivers[settings.weight_collective] = member
-    return Receiver(receivers | {"tcp": tcp, "disk": DiskReceiver(settings, layout)}, member)
+    receivers |= {"tcp": tcp, "disk": DiskReceiver(settings, layout)}
+    return Receiver(receivers, member, () if memory is None else memory.reachable)
 
 
 def cleanup(job: str, settings: ServiceSettings) -> None:
     """Remove slots and weight files of a finished job. Versions in use stay mapped until their engines release them."""
     own, copies = (slot_paths(settings.shm_dir, job, host) for host in ("", settings.host_id))
-    turn = turn_path(settings.shm_dir, job, settings.host_id)
-    for path in [*own, *copies, turn, *weights_directory(settings, job).glob("*")]:
+    turn, devices = turn_path(settings.shm_dir, job, settings.host_id), device_slot_paths(settings.shm_dir, job)
+    for path in [*own, *copies, turn, *devices, *weights_directory(settings, job).glob("*")]:
         path.unlink(missing_ok=True)

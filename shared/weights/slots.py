@@ -2,7 +2,8 @@
 
 A slot is a file; a receiver keeps its shared lock for as long as it uses the slot, so only its release or its death
 frees it. Files of a crashed publisher are adopted: their versions stay available until they are overwritten. A host
-that fetches versions from another one keeps them in slots of its own, under its host id: ``copies_of``.
+that fetches versions from another one keeps them in slots of its own, under its host id: ``copies_of``. Slots in the
+memory of a GPU have files, too, which hold only headers and locks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from penstock.shared.protocol.weights import WeightManifest, slot_name
 from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, Segment
 from penstock.shared.weights.slot_header import SlotHeader, read_slot, write_slot
 
-__all__ = ["SlotPool", "is_slot_name", "slot_paths", "turn_path"]
+__all__ = ["SlotPool", "is_slot_name", "slot_paths", "slot_stem", "turn_path"]
 
 _POLL_S = 0.005
 
@@ -26,9 +27,14 @@ def is_slot_name(job: str, name: str) -> bool:
     return number.isascii() and number.isdecimal() and len(number) < 10 and name == slot_name(job, int(number))
 
 
+def slot_stem(job: str, copies_of: str = "") -> str:
+    """Return the names of a job's slots without their numbers; with ``copies_of`` those that a host fetched."""
+    return slot_name(job, 0, copies_of).removesuffix("0")
+
+
 def slot_paths(directory: Path, job: str, copies_of: str = "") -> list[Path]:
     """Return all slot files of a job; with ``copies_of`` those that this host fetched."""
-    return sorted(directory.glob(slot_name(job, 0, copies_of).removesuffix("0") + "[0-9]*"))
+    return _paths(directory, slot_stem(job, copies_of))
 
 
 def turn_path(directory: Path, job: str, host: str) -> Path:
@@ -37,12 +43,14 @@ def turn_path(directory: Path, job: str, host: str) -> Path:
 
 
 class SlotPool:
-    """Pool of ``count`` slots of ``nbytes`` bytes, allocated at once; up to ``max_count`` if receivers hold them."""
+    """Pool of ``count`` slots of ``nbytes`` bytes, allocated at once; up to ``max_count`` if receivers hold them.
 
-    def __init__(
-        self, directory: Path, job: str, nbytes: int, *, count: int, max_count: int, copies_of: str = ""
-    ) -> None:
-        self._directory, self._job, self._nbytes, self._copies_of = directory, job, nbytes, copies_of
+    Args:
+        stem: names of the files, without their numbers; default: ``slot_stem(job)``.
+    """
+
+    def __init__(self, directory: Path, job: str, nbytes: int, *, count: int, max_count: int, stem: str = "") -> None:
+        self._directory, self._job, self._nbytes, self._stem = directory, job, nbytes, stem or slot_stem(job)
         self._max_count = max_count
         self._slots: list[Segment] = []
         self.refresh()
@@ -78,7 +86,7 @@ class SlotPool:
     def refresh(self) -> None:
         """Adopt the slots created by other processes."""
         known = {slot.path for slot in self._slots if slot.is_current()}
-        for path in slot_paths(self._directory, self._job, self._copies_of):
+        for path in _paths(self._directory, self._stem):
             if path not in known:
                 self._adopt(path)
 
@@ -122,7 +130,7 @@ class SlotPool:
         number = 0
         while True:  # an existing file belongs to another process: never write to it
             try:
-                slot = Segment.create(self._directory / slot_name(self._job, number, self._copies_of), self._nbytes)
+                slot = Segment.create(self._directory / f"{self._stem}{number}", self._nbytes)
             except FileExistsError:
                 number += 1
                 continue
@@ -132,6 +140,10 @@ class SlotPool:
     def _holders(self) -> str:
         pids = sorted({pid for slot in self._slots for pid in slot.holders()})
         return ", ".join(f"process {pid}{_state(pid)}" for pid in pids) or "processes outside of this pid namespace"
+
+
+def _paths(directory: Path, stem: str) -> list[Path]:
+    return sorted(directory.glob(stem + "[0-9]*"))
 
 
 def _holds(slot: Segment, manifest: WeightManifest | None) -> bool:

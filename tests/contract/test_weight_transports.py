@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,10 +17,13 @@ from penstock.shared.errors import WeightsError
 from penstock.shared.protocol.weights import Layout, WeightManifest
 from penstock.shared.transport.bulk_segment import DATA_OFFSET
 from penstock.shared.weights import WeightReceiver, cleanup, layout_of, open_publisher, open_receiver
+from penstock.shared.weights.cuda_ipc import CudaIpcReceiver
+from penstock.shared.weights.device import DeviceMemory
 from penstock.shared.weights.disk import DiskReceiver
 from penstock.shared.weights.open import Publisher, Receiver
 from penstock.shared.weights.shm import ShmReceiver
 from penstock.shared.weights.tcp import TcpReceiver
+from tests.contract.device_memories import FileMemory, OneProcessCudaMemory
 
 
 def weights(seed: int) -> dict[str, Tensor]:
@@ -50,11 +54,18 @@ class Plane:
     layout: Layout
     receiver: Callable[[], WeightReceiver]
     settings: ServiceSettings
+    memory: FileMemory | OneProcessCudaMemory | None
+
+    def successor(self) -> Publisher:
+        return open_plane(self.name, self.layout, self.settings, self.memory)
 
     def publish(self, seed: int, *, version: int, epoch: int = 1) -> WeightManifest:
         return self.publisher.publish(weights(seed).items(), version=version, epoch=epoch)
 
     def flip_a_bit(self, manifest: WeightManifest) -> None:
+        if self.memory is not None:
+            self.memory.exported[bytes.fromhex(manifest.refs[0].handle.split("/")[3])].flat[1000] ^= 4
+            return
         ref = next(ref for ref in manifest.refs if ref.transport in {"shm", "disk"})
         path = Path(ref.handle) if ref.transport == "disk" else self.settings.shm_dir / ref.handle
         at = DATA_OFFSET + 1000 if ref.transport == "shm" else path.stat().st_size - 1000
@@ -65,19 +76,29 @@ class Plane:
             file.write(bytes([byte ^ 4]))
 
 
-@pytest.fixture(params=["shm", "tcp", "disk"])
-def plane(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Plane]:
+def open_plane(name: str, layout: Layout, settings: ServiceSettings, memory: DeviceMemory | None) -> Publisher:
+    if name == "disk":
+        return open_publisher("job_a", layout, settings, transports=("disk",))
+    return open_publisher("job_a", layout, settings, memory=memory)
+
+
+@pytest.fixture(params=["shm", "tcp", "disk", "cuda_ipc", pytest.param("cuda_ipc on a GPU", marks=pytest.mark.gpu)])
+def plane(request: pytest.FixtureRequest, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
     name: str = request.param
     host = "127.0.0.1" if name == "tcp" else ""
     settings = ServiceSettings(host_id="trainer-host", shm_dir=tmp_path, data_dir=tmp_path / "data", bulk_host=host)
     layout = layout_of(weights(0).items())
+    memory: Any = None
+    if name.startswith("cuda_ipc"):
+        memory = FileMemory(tmp_path_factory.mktemp("device")) if name == "cuda_ipc" else OneProcessCudaMemory()
     makers: dict[str, Callable[[], WeightReceiver]] = {
         "shm": lambda: ShmReceiver(settings, layout),
         "tcp": lambda: TcpReceiver(settings, layout, timeout_s=10),
         "disk": lambda: DiskReceiver(settings, layout),
     }
-    publisher = open_publisher("job_a", layout, settings, transports=("disk",) if name == "disk" else ("shm",))
-    yield Plane(name, publisher, layout, makers[name], settings)
+    receiver = makers.get(name, lambda: CudaIpcReceiver(settings, memory, layout))
+    publisher = open_plane(name, layout, settings, memory)
+    yield Plane(name, publisher, layout, receiver, settings, memory)
     publisher.close()
 
 
@@ -87,7 +108,7 @@ def assert_equal(staged: dict[str, Tensor], expected: dict[str, Tensor]) -> None
         assert staged[name].dtype == tensor.dtype
         assert staged[name].shape == tensor.shape
         assert not staged[name].requires_grad
-        assert torch.equal(staged[name], tensor.detach()), name
+        assert torch.equal(staged[name].cpu(), tensor.detach()), name
 
 
 def test_staged_tensors_equal_the_published_ones(plane: Plane) -> None:
@@ -192,8 +213,7 @@ def test_publishing_refuses_tensors_that_do_not_fit(plane: Plane) -> None:
 def test_restarted_publisher_goes_on(plane: Plane) -> None:
     serving = plane.receiver().stage(plane.publish(1, version=1))
     plane.publisher.close()
-    transports = ("disk",) if plane.name == "disk" else ("shm",)
-    successor = open_publisher("job_a", plane.layout, plane.settings, transports=transports)  # type: ignore[arg-type]
+    successor = plane.successor()
     for version in (2, 3, 4):
         manifest = successor.publish(weights(version).items(), version=version, epoch=2)
     assert_equal(plane.receiver().stage(manifest).tensors(), weights(4))

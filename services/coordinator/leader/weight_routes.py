@@ -29,19 +29,22 @@ DEADLINE_S = 5.0
 def chosen_transports(job: str, trainer: Member | None, workers: Sequence[Member]) -> dict[str, str]:
     """Return the transport of each worker that follows the policy of ``job``.
 
-    On the trainer's host: shared memory. Else a broadcast if both ends support it and the worker is the only one of its
-    host; several workers of a host share one transfer over TCP. Else files in a directory that both see.
+    On the trainer's host: CUDA IPC if the worker's GPU can read the trainer's, else shared memory. On another host: a
+    broadcast if both ends support it and the worker is the only one of its host; several workers of a host share one
+    transfer over TCP. Else files in a directory that both see.
     """
     if trainer is None:
         return {}
-    sends = set(_transports(trainer, job))
-    rows = [(worker.beat, set(_transports(worker, job))) for worker in workers]
-    per_host = Counter(beat.host for beat, receives in rows if receives)
+    sends, devices = set(_transports(trainer, job)), _listed(trainer, job, "devices")
+    rows = [(worker, worker.beat, set(_transports(worker, job))) for worker in workers]
+    per_host = Counter(beat.host for _, beat, receives in rows if receives)
     chosen = {}
-    for beat, receives in rows:
-        both = sends & receives
+    for worker, beat, receives in rows:
+        both, near = sends & receives, beat.host == trainer.beat.host
         broadcast = [kind for kind in COLLECTIVES if kind in both and per_host[beat.host] == 1]
-        if "shm" in both and beat.host == trainer.beat.host:
+        if near and "cuda_ipc" in both and set(devices) & set(_listed(worker, job, "devices")):
+            chosen[beat.worker] = "cuda_ipc"
+        elif near and "shm" in both:
             chosen[beat.worker] = "shm"
         elif broadcast:
             chosen[beat.worker] = broadcast[-1]
@@ -58,7 +61,11 @@ def transports_of(job: str, members: Members, clock: float) -> dict[str, str]:
 
 def _transports(member: Member, job: str) -> list[str]:
     """Return the transports that a process supports; [] for a process of a version that does not report them."""
-    return [str(name) for name in member.beat.jobs.get(job, {}).get("transports", [])]
+    return _listed(member, job, "transports")
+
+
+def _listed(member: Member, job: str, key: str) -> list[str]:
+    return [str(name) for name in member.beat.jobs.get(job, {}).get(key, [])]
 
 
 class WeightRouter:

@@ -1,0 +1,307 @@
+"""Weights from GPU to GPU within a host (CUDA IPC): the publisher exports slots in device memory, receivers copy them.
+
+A slot has a file beside those of shared memory, with the same header and locks and without data. Its device memory
+belongs to the publishing process and ends with it, so a slot is never adopted, and a receiver serves a private copy,
+which it makes and verifies while it holds the lock of the slot. The publisher keeps a file locked: once that lock is
+gone, its handles are refused. Receivers lock another file for as long as they map its memory, so that a publisher that
+lives does not free it before: CUDA leaves undefined what they would read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+import msgspec
+from torch import Tensor
+
+from penstock.shared.config import ServiceSettings
+from penstock.shared.errors import DeadlineError, NotFound, Unavailable, WeightsError
+from penstock.shared.protocol.subjects import token
+from penstock.shared.protocol.weights import Layout, SlotRef, WeightManifest
+from penstock.shared.transport.bulk_segment import LockedFile, Owner, Segment, sweep
+from penstock.shared.weights.base import Way, WeightPublisher
+from penstock.shared.weights.device import DeviceBuffer, DeviceMemory
+from penstock.shared.weights.flat import check_layout, place, view
+from penstock.shared.weights.slot_header import SlotHeader, read_slot, write_slot
+from penstock.shared.weights.slots import SlotPool
+
+__all__ = ["CudaIpcPublisher", "CudaIpcReceiver", "device_slot_paths"]
+
+logger = logging.getLogger(__name__)
+
+SLOTS, MAX_SLOTS = 2, 3
+ROOM_S = 1.0
+"""Timeout for a slot without readers (seconds); then the version goes by the other transports only."""
+_POLL_S = 0.05
+
+
+def device_slot_paths(directory: Path, job: str) -> list[Path]:
+    """Return the files of all publishers of a job on this host."""
+    return sorted(directory.glob(_prefix(job) + "*"))
+
+
+def _prefix(job: str) -> str:
+    return f"penstock-device-{token(job)}."
+
+
+def _mapped_path(directory: Path, owner: str) -> Path:
+    """Return the file that receivers lock while they map memory of a publisher."""
+    return directory / f"{owner}-mapped"
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """Parts of a reference's handle; ``memory``: opaque, 64 bytes; ``digest``: ``mixed_digest`` of the slot."""
+
+    slot: str
+    device: str
+    boot: str
+    memory: bytes
+    digest: str
+
+    def __str__(self) -> str:
+        return "/".join((self.slot, self.device, self.boot, self.memory.hex(), self.digest))
+
+    @classmethod
+    def read(cls, ref: SlotRef, job: str) -> Self:
+        """Parse a reference. Raises WeightsError if its handle is not one of ``job`` and this transport."""
+        slot, device, boot, memory, digest = [*ref.handle.split("/"), "", "", "", "", ""][:5]
+        if not re.fullmatch(re.escape(_prefix(job)) + "[0-9a-f]{16}-[0-9]{1,9}", slot):
+            raise WeightsError(f"'{slot}' is not a device slot of job '{job}'")
+        if not re.fullmatch("[0-9a-f]{128}", memory):
+            raise WeightsError(f"'{ref.handle}' has no handle of 64 bytes")
+        return cls(slot, device, boot, bytes.fromhex(memory), digest)
+
+    @property
+    def owner(self) -> str:
+        """Name of the publishing process."""
+        return self.slot.rpartition("-")[0]
+
+
+class CudaIpcPublisher:
+    """Publishes into device memory first, and from there by another transport.
+
+    Args:
+        host: publishes the same version to receivers that cannot read this device. Its digest names the version.
+    """
+
+    def __init__(
+        self, job: str, layout: Layout, settings: ServiceSettings, memory: DeviceMemory, host: WeightPublisher
+    ) -> None:
+        self._layout, self._host_id, self._memory, self._host = layout, settings.host_id, memory, host
+        self._boot = _boot_id()
+        sweep(settings.shm_dir, _prefix(job))
+        self._owner = Owner(settings.shm_dir, _prefix(job))
+        stem = f"{self._owner.stem}-"
+        self._pool = SlotPool(settings.shm_dir, job, 0, count=SLOTS, max_count=MAX_SLOTS, stem=stem)
+        self._buffers: dict[Path, DeviceBuffer] = {}
+        mapped = _mapped_path(settings.shm_dir, self._owner.stem)
+        self._mapped: LockedFile | None = LockedFile(mapped, os.open(mapped, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+
+    def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
+        """See ``WeightPublisher``."""
+        self._host.open(layout, members, epoch)
+
+    def publish(
+        self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
+    ) -> WeightManifest:
+        """Fill a free slot of the device, and publish its content by the other transport; see ``WeightPublisher``.
+
+        Without room on the device, or if receivers hold all of its slots, the manifest has no reference to it.
+        """
+        slot = self._free_slot(epoch)
+        if slot is None:
+            return self._host.publish(tensors, version=version, epoch=epoch, keep=keep)
+        buffer, layout = self._buffers[slot.path], self._layout
+        try:
+            sequence = read_slot(slot).sequence | 1
+            header = SlotHeader(sequence, version, epoch, layout.nbytes, layout.id)
+            write_slot(slot, header)
+            place(buffer.flat, layout, tensors)
+            digest = self._memory.digest(buffer.flat)  # waits for the copies
+            named = view(buffer.flat, layout).items()
+            manifest = self._host.publish(named, version=version, epoch=epoch, keep=keep)
+            write_slot(slot, msgspec.structs.replace(header, sequence=sequence + 1, digest=manifest.digest))
+        finally:
+            slot.unlock()
+        handle = _Handle(slot.path.name, self._memory.device, self._boot, buffer.handle, digest)
+        ref = SlotRef("cuda_ipc", self._host_id, str(handle), layout.nbytes)
+        return msgspec.structs.replace(manifest, refs=(ref, *manifest.refs))
+
+    def close(self) -> None:
+        """Remove the slots. Their device memory is freed once no receiver maps it. Safe to repeat."""
+        mapped, self._mapped = self._mapped, None
+        if mapped is not None:
+            self._owner.close()
+            buffers = list(self._buffers.values())
+            self._buffers.clear()
+            self._pool.close()
+            threading.Thread(target=_free, args=(mapped, buffers), name="weights-free", daemon=True).start()
+        self._host.close()
+
+    def _free_slot(self, epoch: int) -> Segment | None:
+        """Return a locked slot with memory, or None."""
+        try:
+            slot = self._pool.acquire(epoch=epoch, timeout_s=ROOM_S)
+        except DeadlineError as error:
+            logger.warning("weights do not go by cuda_ipc: %s", error)
+            return None
+        try:
+            if slot.path not in self._buffers:
+                self._buffers[slot.path] = self._memory.allocate(self._layout.nbytes)
+        except Unavailable as error:
+            slot.unlock()
+            logger.warning("weights do not go by cuda_ipc: %s", error)
+            return None
+        return slot
+
+
+def _free(mapped: LockedFile, buffers: list[DeviceBuffer]) -> None:
+    """Free device memory once no other process maps it."""
+    while not mapped.try_exclusive():
+        time.sleep(_POLL_S)
+    mapped.close()
+    for buffer in buffers:
+        buffer.close()
+
+
+class DeviceStaged:
+    """Version in private device memory."""
+
+    def __init__(self, manifest: WeightManifest, flat: Tensor, layout: Layout) -> None:
+        self.manifest, self.way = manifest, Way("cuda_ipc")
+        self._tensors = view(flat, layout)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return views of the memory."""
+        return self._tensors
+
+    def intact(self) -> bool:
+        """Return True: no other process can write to private memory."""
+        return True
+
+    def release(self) -> None:
+        """Drop the views; the memory is free once the engine has dropped its own."""
+        self._tensors = {}
+
+
+@dataclass(frozen=True, slots=True)
+class _Mapped:
+    """Memory of one publisher, by handle, and the lock that keeps it from being freed."""
+
+    owner: str
+    lock: LockedFile
+    buffers: dict[bytes, DeviceBuffer] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Unmap; the driver may refuse that for memory of a process that ended."""
+        for buffer in self.buffers.values():
+            with contextlib.suppress(RuntimeError):
+                buffer.close()
+        self.lock.close()
+
+
+class CudaIpcReceiver:
+    """Copies slots of publishers on this host whose device this one can read; keeps the opened handles."""
+
+    def __init__(self, settings: ServiceSettings, memory: DeviceMemory, layout: Layout | None = None) -> None:
+        self._host, self._directory, self._layout, self._memory = settings.host_id, settings.shm_dir, layout, memory
+        self._mapped: dict[str, _Mapped] = {}
+        """By job: memory of its newest publisher."""
+
+    def accepts(self, ref: SlotRef) -> bool:
+        """Return True for device slots of the same host id."""
+        return ref.transport == "cuda_ipc" and ref.host == self._host
+
+    def stage(self, manifest: WeightManifest) -> DeviceStaged:
+        """Lock the slot, compare its header with the manifest, copy it and verify the digest of what was copied.
+
+        Raises:
+            WeightsError: the slot has another version by now or damaged bytes, its publisher ended, or this device
+                cannot read it. The lock is released.
+        """
+        ref = next((ref for ref in manifest.refs if self.accepts(ref)), None)
+        if ref is None:
+            raise WeightsError(f"version {manifest.version} has no device slot on host '{self._host}'")
+        layout, handle = check_layout(manifest.layout, self._layout), _Handle.read(ref, manifest.job)
+        what = f"device slot {handle.slot} for version {manifest.version}"
+        if handle.boot != _boot_id():
+            raise WeightsError(f"{what} was made before host '{self._host}' booted")
+        if handle.device not in self._memory.reachable:
+            raise WeightsError(f"{what}: GPU {self._memory.device} cannot read memory of GPU {handle.device}")
+        try:
+            mapped = self._publisher(manifest.job, handle.owner)
+            slot = LockedFile.open(self._directory / handle.slot)
+        except (NotFound, Unavailable) as error:
+            raise WeightsError(f"{what}: {error}") from None
+        try:
+            if not slot.try_shared():
+                raise WeightsError(f"{what} is being written")
+            if reason := read_slot(slot).mismatch(manifest):
+                raise WeightsError(f"{what}: {reason}")
+            return DeviceStaged(manifest, self._copied(mapped, handle, layout.nbytes, what), layout)
+        finally:
+            slot.close()
+
+    def close(self) -> None:
+        """Unmap the memory of publishers; staged versions stay valid."""
+        while self._mapped:
+            self._mapped.popitem()[1].close()
+
+    def _publisher(self, job: str, owner: str) -> _Mapped:
+        """Return the mapped memory of a living publisher; that of an earlier one of the job is unmapped.
+
+        Raises:
+            NotFound: it ended.
+            Unavailable: its files belong to another user.
+        """
+        mapped = self._mapped.pop(job, None)
+        if mapped is not None and mapped.owner != owner:
+            mapped.close()
+            mapped = None
+        try:
+            if mapped is None:
+                mapped = _Mapped(owner, LockedFile.open(_mapped_path(self._directory, owner)))
+            if not mapped.lock.try_shared() or not _lives(self._directory / f"{owner}.owner"):
+                raise NotFound("its publisher ended")
+        except NotFound:
+            if mapped is not None:
+                mapped.close()
+            raise NotFound("the process that published it ended, and its device memory with it") from None
+        self._mapped[job] = mapped
+        return mapped
+
+    def _copied(self, mapped: _Mapped, handle: _Handle, nbytes: int, what: str) -> Tensor:
+        """Return a verified copy of a slot. Raises WeightsError."""
+        try:
+            if handle.memory not in mapped.buffers:
+                mapped.buffers[handle.memory] = self._memory.open(handle.memory, nbytes)
+            flat = self._memory.empty(nbytes)
+            digest = self._memory.copy(mapped.buffers[handle.memory].flat, flat)
+        except RuntimeError as error:
+            raise WeightsError(f"{what} cannot be read: {error}") from None
+        if digest != handle.digest:
+            raise WeightsError(f"{what}: the bytes do not match digest {handle.digest}")
+        return flat
+
+
+def _lives(path: Path) -> bool:
+    """Return True if the process that created this owner file still locks it. Raises NotFound, Unavailable."""
+    mark = LockedFile.open(path)
+    try:
+        return not mark.try_shared()
+    finally:
+        mark.close()
