@@ -149,7 +149,8 @@ class CudaIpcPublisher:
             buffers = list(self._buffers.values())
             self._buffers.clear()
             self._pool.close()
-            threading.Thread(target=_free, args=(mapped, buffers), name="weights-free", daemon=True).start()
+            if not _freed(mapped, buffers):
+                threading.Thread(target=_free, args=(mapped, buffers), name="weights-free", daemon=True).start()
         self._host.close()
 
     def _free_slot(self, epoch: int) -> Segment | None:
@@ -169,13 +170,20 @@ class CudaIpcPublisher:
         return slot
 
 
-def _free(mapped: LockedFile, buffers: list[DeviceBuffer]) -> None:
-    """Free device memory once no other process maps it."""
-    while not mapped.try_exclusive():
-        time.sleep(_POLL_S)
+def _freed(mapped: LockedFile, buffers: list[DeviceBuffer]) -> bool:
+    """Free device memory unless a receiver maps it; return True if that was done."""
+    if not mapped.try_exclusive():
+        return False
     mapped.close()
     for buffer in buffers:
         buffer.close()
+    return True
+
+
+def _free(mapped: LockedFile, buffers: list[DeviceBuffer]) -> None:
+    """Free device memory once no receiver maps it."""
+    while not _freed(mapped, buffers):
+        time.sleep(_POLL_S)
 
 
 class DeviceStaged:

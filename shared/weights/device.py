@@ -172,7 +172,7 @@ class CudaMemory:
 
     def _run(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream, *, copies: bool) -> str:
         cupy = self._cupy
-        with torch.cuda.device(self._index), torch.cuda.stream(stream), cupy.cuda.ExternalStream(stream.cuda_stream):
+        with torch.cuda.device(self._index), torch.cuda.stream(stream), cupy.cuda.Stream.from_external(stream):
             total = cupy.zeros(2, cupy.uint64)
             arrays = cupy.from_dlpack(source), cupy.from_dlpack(target)
             numbers = np.uint64(source.nbytes // 16), np.int32(copies)

@@ -35,6 +35,7 @@ from penstock.shared.transport.bus import Bus
 from penstock.shared.weights import cleanup, layout_of, open_publisher
 from penstock.shared.weights.open import Publisher
 from penstock.shared.weights.slots import slot_paths
+from tests.contract.device_memories import FileMemory
 
 JOB = "job_follow"
 MODEL = ModelConfig.model_validate(
@@ -48,10 +49,12 @@ class Trainer:
     def __init__(self, bus: Bus, settings: ServiceSettings, names: dict[str, Tensor]) -> None:
         self.bus, self.settings, self.names = bus, settings, names
         self.publishers: dict[int, Publisher] = {}
+        self.memory: FileMemory | None = None
 
     def publish(self, version: int, *, epoch: int) -> WeightManifest:
         if epoch not in self.publishers:
-            self.publishers[epoch] = open_publisher(JOB, layout_of(self.names.items()), self.settings)
+            layout = layout_of(self.names.items())
+            self.publishers[epoch] = open_publisher(JOB, layout, self.settings, memory=self.memory)
         filled = [(name, torch.full_like(tensor, version + epoch / 10)) for name, tensor in self.names.items()]
         return self.publishers[epoch].publish(filled, version=version, epoch=epoch)
 
@@ -183,6 +186,25 @@ async def test_the_newest_version_is_loaded_after_a_wait_for_groups(bus: Bus, se
         await trainer.show(3, epoch=1)
         await reach(follower, 3, 1)
     assert blocks == 2
+
+
+async def test_weights_come_from_the_trainers_gpu(
+    bus: Bus, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The GPU is a file here; the engine serves the copy, also once the trainer ended."""
+    tmp_path.joinpath("device").mkdir()
+    memory = FileMemory(tmp_path / "device")
+    monkeypatch.setattr("penstock.services.rollout.policy.device_memory", lambda settings: memory)
+    async with following(bus, settings) as (follower, trainer):
+        trainer.memory = memory
+        for version in range(4):
+            await trainer.show(version, epoch=1)
+            await reach(follower, version, 1)
+            row = follower.status()
+            assert (row["transports"][0], row["devices"], row["transport"]) == ("cuda_ipc", ("GPU-0",), "cuda_ipc")
+        trainer.close()
+        parameters = follower._engine._policy_parameters().values()  # type: ignore[attr-defined]
+        assert {round(float(tensor.detach().max()), 3) for tensor in parameters} == {3.1}
 
 
 @pytest.mark.usefixtures("no_collector")

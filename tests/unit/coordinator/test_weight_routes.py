@@ -14,12 +14,15 @@ JOB = "job_a"
 ALL = ["shm", "gloo", "tcp", "disk"]
 
 
-def members(trainer: list[str], workers: dict[str, tuple[str, list[str]]]) -> Members:
+def members(
+    trainer: list[str], workers: dict[str, tuple[str, list[str]]], devices: dict[str, list[str]] | None = None
+) -> Members:
     found = Members()
     everybody: dict[str, tuple[str, str, list[str]]] = {"t": ("trainer", "a", trainer)}
     everybody |= {name: ("rollout", host, ways) for name, (host, ways) in workers.items()}
     for name, (service, host, ways) in everybody.items():
-        jobs: dict[str, dict[str, Any]] = {JOB: {"transports": ways}} if ways else {}
+        row = {"transports": ways} | ({"devices": devices[name]} if devices else {})
+        jobs: dict[str, dict[str, Any]] = {JOB: row} if ways else {}
         found.on_heartbeat(beat(service, name, host, jobs), 0.0)
     return found
 
@@ -59,6 +62,16 @@ def test_each_worker_gets_the_fastest_way_that_both_ends_know(
     trainer: list[str], workers: dict[str, tuple[str, list[str]]], chosen: dict[str, str]
 ) -> None:
     assert transports_of(JOB, members(trainer, workers), 1.0) == chosen
+
+
+def test_who_reads_the_memory_of_the_trainers_gpu_takes_weights_from_there() -> None:
+    ways, devices = ["cuda_ipc", *ALL], {"t": ["GPU-0"], "own": ["GPU-0"], "peer": ["GPU-1", "GPU-0"]}
+    devices |= {"stranger": ["GPU-2"], "cpu": [], "off": ["GPU-0"], "far": ["GPU-0"]}
+    workers = dict.fromkeys(("own", "peer", "stranger", "cpu"), ("a", ways))
+    workers |= {"off": ("a", ALL), "far": ("b", ways)}
+    assert transports_of(JOB, members(ways, workers, devices), 1.0) == {
+        "own": "cuda_ipc", "peer": "cuda_ipc", "stranger": "shm", "cpu": "shm", "off": "shm", "far": "gloo",
+    }  # fmt: skip
 
 
 def test_who_gives_no_sign_is_in_no_group() -> None:

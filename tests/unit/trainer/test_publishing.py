@@ -19,6 +19,8 @@ from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes, make_layout
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
+from penstock.shared.weights import cleanup, open_receiver
+from tests.contract.device_memories import FileMemory
 
 
 class Left(Learner):
@@ -41,6 +43,23 @@ def test_a_rank_that_is_lost_meanwhile_is_the_reason(make_config: Callable[..., 
             publishing._write(0, 1, None, WeightRoutes(epoch=0, transports={}), Left(make_config()))
     finally:
         publishing.close()
+
+
+def test_the_trainer_names_the_gpu_that_it_publishes_in(
+    make_config: Callable[..., JobConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.joinpath("device").mkdir()
+    memory = FileMemory(tmp_path / "device")
+    monkeypatch.setattr("penstock.services.trainer.publishing.device_memory", lambda settings: memory)
+    settings = ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path)
+    publishing = Publishing(None, settings, "job_1")  # type: ignore[arg-type]
+    assert (publishing.transports, publishing.devices) == (["shm"], ())
+    published = publishing._write(0, 1, None, WeightRoutes(epoch=0, transports={}), Learner(make_config()))
+    assert (publishing.transports, publishing.devices) == (["cuda_ipc", "shm"], ("GPU-0",))
+    assert open_receiver(settings, memory=memory).stage(published).way.transport == "cuda_ipc"
+    publishing.close()
+    cleanup("job_1", settings)
+    assert not list(tmp_path.glob("penstock-*"))
 
 
 def manifest(version: int, epoch: int) -> WeightManifest:
