@@ -5,13 +5,15 @@
 A trainer publishes versions; receivers in other processes stage and verify them. `blocked` is how long the trainer is
 held up by the publication, `staged` the time from there on until every receiver has the version. shm: a receiver on the
 trainer's host. tcp, gloo: one on another host, over the loopback address; "tcp, 3 receivers": three on one other host,
-which share one transfer. disk: through files. The raw socket sends as many bytes to another process over the loopback
-address, and is answered when all are there.
+which share one transfer. disk: through files. cuda_ipc, only where there is a GPU and cupy: a receiver on the trainer's
+GPU, whose `staging` is compared with a copy of the weights within the GPU; this part has not run yet. The raw socket
+sends as many bytes to another process over the loopback address, and is answered when all are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import multiprocessing
 import socket
 import tempfile
@@ -32,7 +34,7 @@ from torch import Tensor
 
 from penstock.shared.config import ServiceSettings
 from penstock.shared.protocol.weights import WeightRoutes
-from penstock.shared.weights import cleanup, layout_of, open_publisher, open_receiver
+from penstock.shared.weights import cleanup, device_memory, layout_of, open_publisher, open_receiver
 
 JOB = "bench"
 PIECE_MB = 50
@@ -40,8 +42,8 @@ PIECE_MB = 50
 WARM_UP = 2
 """First versions, whose memory is mapped anew; left out of the medians."""
 DEADLINE_S = 300.0
-BLOCKED_GOAL, TCP_GOAL, GLOO_GOAL = 1.5, 0.5, 0.4
-"""Times a memory copy; shares of the bytes per second of the raw socket."""
+BLOCKED_GOAL, TCP_GOAL, GLOO_GOAL, CUDA_IPC_GOAL = 1.5, 0.5, 0.4, 0.8
+"""Times a memory copy; shares of the bytes per second of the raw socket, and of a copy within a GPU."""
 _spawn = multiprocessing.get_context("spawn")
 
 
@@ -50,14 +52,14 @@ class Way:
     """One transport. ``host``: host of the receivers, that of the trainer is 'near'."""
 
     name: str
-    transport: Literal["shm", "tcp", "gloo", "disk"]
+    transport: Literal["shm", "tcp", "gloo", "disk", "cuda_ipc"]
     host: str
     num_receivers: int = 1
 
 
 WAYS = (
     Way("shm", "shm", "near"), Way("tcp", "tcp", "far"), Way("tcp, 3 receivers", "tcp", "far", 3),
-    Way("gloo", "gloo", "far"), Way("disk", "disk", "far"),
+    Way("gloo", "gloo", "far"), Way("disk", "disk", "far"), Way("cuda_ipc", "cuda_ipc", "near"),
 )  # fmt: skip
 
 
@@ -68,21 +70,25 @@ def settings_of(way: Way, directory: Path, name: str, host: str) -> ServiceSetti
     return ServiceSettings(
         host_id=host, worker_id=name, shm_dir=shm, data_dir=directory,
         bulk_host="127.0.0.1" if name == "trainer" and way.transport in ("tcp", "gloo") else "",
-        weight_collective="gloo" if way.transport == "gloo" else "",
+        weight_collective="gloo" if way.transport == "gloo" else "", weight_cuda_ipc=way.transport == "cuda_ipc",
     )  # fmt: skip
 
 
 def receive(way: Way, directory: Path, name: str, pipe: Connection) -> None:
-    """Stage what is announced until the pipe is closed; answer with the time, the transport and the fetched bytes."""
+    """Stage what is announced until the pipe is closed; answer with the time, the transport, the fetched bytes and the
+    seconds of staging."""
     torch.set_num_threads(1)
-    receiver = open_receiver(settings_of(way, directory, name, way.host))
+    settings = settings_of(way, directory, name, way.host)
+    receiver = open_receiver(settings, memory=device_memory(settings))
     if way.transport == "gloo":
         receiver.follow(name, WeightRoutes(epoch=1, transports={name: "gloo"}))
     pipe.send("ready")
     staged = None
     while (manifest := pipe.recv()) is not None:
+        start = time.monotonic()
         before, staged = staged, receiver.stage(manifest)
-        pipe.send((time.monotonic(), staged.way.transport, staged.way.fetched_bytes))
+        end = time.monotonic()
+        pipe.send((end, staged.way.transport, staged.way.fetched_bytes, end - start))
         if before is not None:
             before.release()
     if staged is not None:
@@ -132,6 +138,23 @@ def baselines(nbytes: int, rounds: int) -> tuple[float, float]:
     return timed(lambda: np.copyto(target, source), rounds), raw_socket_s(source, rounds)
 
 
+def device_copy_s(weights: dict[str, Tensor], rounds: int) -> float:
+    """Median seconds of one copy of the weights within the GPU."""
+    source = torch.empty(sum(tensor.nbytes for tensor in weights.values()), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+        torch.cuda.synchronize()
+
+    return timed(copy, rounds)
+
+
+def has_gpu() -> bool:
+    """True if `cuda_ipc` can be measured here."""
+    return torch.cuda.is_available() and importlib.util.find_spec("cupy") is not None
+
+
 def measure(way: Way, weights: dict[str, Tensor], versions: int, parent: Path) -> list[dict[str, float]]:
     """Publish versions and wait until each is staged everywhere.
 
@@ -141,7 +164,8 @@ def measure(way: Way, weights: dict[str, Tensor], versions: int, parent: Path) -
     with tempfile.TemporaryDirectory(dir=parent) as name, ExitStack() as stack:
         directory, rows = Path(name), []
         layout, own = layout_of(weights.items()), settings_of(way, directory, "trainer", "near")
-        publisher = open_publisher(JOB, layout, own, transports=("disk",) if way.transport == "disk" else ("shm",))
+        host: Literal["disk", "shm"] = "disk" if way.transport == "disk" else "shm"
+        publisher = open_publisher(JOB, layout, own, transports=(host,), memory=device_memory(own))
         stack.callback(cleanup, JOB, own)
         stack.callback(publisher.close)
         names = [f"rollout-{number}" for number in range(way.num_receivers)]
@@ -167,10 +191,12 @@ def measure(way: Way, weights: dict[str, Tensor], versions: int, parent: Path) -
                 pipe.send(manifest)
             assert all(pipe.poll(DEADLINE_S) for pipe in pipes), f"version {version} is not staged"
             answers = [pipe.recv() for pipe in pipes]
-            assert {transport for _, transport, _ in answers} == {way.transport}, answers
-            fetched = sum(nbytes for *_, nbytes in answers)
+            assert {transport for _, transport, *_ in answers} == {way.transport}, answers
+            fetched = sum(nbytes for _, _, nbytes, _ in answers)
             assert way.transport != "tcp" or fetched == layout.nbytes, f"{fetched} bytes for one host"
-            rows.append({"blocked": published - start, "staged": max(at for at, *_ in answers) - published})
+            staging = max(seconds for *_, seconds in answers)
+            staged = max(at for at, *_ in answers) - published
+            rows.append({"blocked": published - start, "staged": staged, "staging": staging})
         return rows[WARM_UP:]
 
 
@@ -183,6 +209,10 @@ def add(report: Report, megabytes: int, versions: int, parent: Path) -> None:
     report.row(f"{megabytes} MB: one memory copy", "", f"{copy_s * 1e3:.0f}", "1.00", f"{raw_s / copy_s:.2f}")
     report.row(f"{megabytes} MB: raw socket", "", f"{raw_s * 1e3:.0f}", f"{raw_s / copy_s:.2f}", "1.00")
     for way in WAYS:
+        if way.transport == "cuda_ipc":
+            if not has_gpu():
+                continue
+            weights = {name: tensor.to("cuda") for name, tensor in weights.items()}
         rows = results[way.name] = measure(way, weights, versions, parent)
         blocked, staged = (median(row[key] for row in rows) for key in ("blocked", "staged"))
         share = raw_s / staged
@@ -196,6 +226,11 @@ def add(report: Report, megabytes: int, versions: int, parent: Path) -> None:
         if way.transport in ("tcp", "gloo") and way.num_receivers == 1:
             goal = TCP_GOAL if way.transport == "tcp" else GLOO_GOAL
             report.check(f"{megabytes} MB, {way.name}: {share:.2f} of a raw socket, goal {goal}", share >= goal)
+        if way.transport == "cuda_ipc":
+            results["device_copy_s"] = device_s = device_copy_s(weights, versions)
+            share = device_s / median(row["staging"] for row in rows)
+            text = f"{megabytes} MB, {way.name}: {share:.2f} of a copy within the GPU"
+            report.check(f"{text}, goal {CUDA_IPC_GOAL}", share >= CUDA_IPC_GOAL)
     report.results[str(megabytes)] = results
 
 
