@@ -82,7 +82,7 @@ class DeviceMemory(Protocol):
         """Unique ids of the devices whose memory this one can read, itself included."""
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """Allocate memory that other processes can open. Raises Unavailable if there is no room."""
+        """Allocate memory that other processes can open. Raises Unavailable if there is no room, or no way to."""
 
     def open(self, handle: bytes, nbytes: int) -> DeviceBuffer:
         """Map memory that a living process allocated; slow, so keep the result."""
@@ -143,11 +143,13 @@ class CudaMemory:
         runtime = self._cupy.cuda.runtime
         with torch.cuda.device(self._index):
             torch.cuda.empty_cache()
+            address = 0
             try:
                 address = runtime.malloc(nbytes + -nbytes % _GRANULARITY_BYTES)
+                handle = bytes(runtime.ipcGetMemHandle(address))
             except RuntimeError as error:
-                raise Unavailable(f"no room for {nbytes} bytes on GPU {self.device}: {error}") from None
-            handle = bytes(runtime.ipcGetMemHandle(address))
+                runtime.free(address)  # nothing happens at 0
+                raise Unavailable(f"GPU {self.device} cannot export {nbytes} bytes: {error}") from None
             return DeviceBuffer(self._view(address, nbytes), handle, partial(runtime.free, address))
 
     def open(self, handle: bytes, nbytes: int) -> DeviceBuffer:
@@ -174,9 +176,9 @@ class CudaMemory:
         cupy = self._cupy
         with torch.cuda.device(self._index), torch.cuda.stream(stream), cupy.cuda.Stream.from_external(stream):
             total = cupy.zeros(2, cupy.uint64)
-            arrays = cupy.from_dlpack(source), cupy.from_dlpack(target)
+            pointers = np.uint64(source.data_ptr()), np.uint64(target.data_ptr())
             numbers = np.uint64(source.nbytes // 16), np.int32(copies)
-            self._kernel((_BLOCKS,), (_THREADS,), (*arrays, *numbers, total))
+            self._kernel((_BLOCKS,), (_THREADS,), (*pointers, *numbers, total))
             sums: NDArray[np.uint64] = total.get()
             stream.synchronize()
         return _tagged(sums)

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from penstock.shared.config import ServiceSettings
-from penstock.shared.errors import ConfigError, WeightsError
+from penstock.shared.errors import ConfigError, Unavailable, WeightsError
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes, make_layout
 from penstock.shared.transport.bulk_segment import LockedFile
 from penstock.shared.weights import cuda_ipc, device_memory, open_publisher, open_receiver
 from penstock.shared.weights.cuda_ipc import CudaIpcReceiver
-from penstock.shared.weights.device import _SOURCE, CudaMemory, DeviceMemory, mixed_digest
+from penstock.shared.weights.device import _SOURCE, CudaMemory, DeviceBuffer, DeviceMemory, mixed_digest
 from penstock.shared.weights.open import Publisher
 from tests.contract.device_memories import FileMemory
 
@@ -226,6 +226,16 @@ def test_a_publication_needs_no_slot_of_the_device(plane: Plane, monkeypatch: py
     assert float(open_receiver(plane.settings, LAYOUT).stage(manifest).tensors()["w"][0, 0]) == 4
     held[0].close()
     assert value(plane.receiver(), plane.publish(5)) == 5
+
+
+def test_a_publication_needs_no_room_on_the_device(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(nbytes: int) -> DeviceBuffer:
+        raise Unavailable(f"GPU-0 cannot export {nbytes} bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plane.memory, "allocate", full)
+        assert [ref.transport for ref in plane.publish(1).refs] == ["shm"]
+    assert value(plane.receiver(), plane.publish(2)) == 2
 
 
 def test_a_slot_that_is_copied_is_not_written_and_a_death_frees_it(
