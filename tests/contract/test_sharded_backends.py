@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,16 +95,27 @@ FSDP: dict[str, tuple[int, dict[str, Any]]] = {
 """Number of ranks, and options. With two ranks, everything that saves memory is on."""
 
 
+Outcomes = Callable[[str, int, dict[str, Any]], list[dict[str, str]]]
+
+
 @pytest.fixture(scope="module")
-def outcomes(ranks: Any) -> dict[str, list[dict[str, str]]]:
-    """By case, of each rank."""
-    return {name: ranks.run(size, run_contract, "fsdp", options) for name, (size, options) in FSDP.items()}
+def outcomes(ranks: Any) -> Outcomes:
+    """Runs the contract once for each backend with its number of ranks and options; returns what each rank found."""
+    known: dict[str, list[dict[str, str]]] = {}
+
+    def of(backend: str, size: int, options: dict[str, Any]) -> list[dict[str, str]]:
+        key = f"{backend} {size} {options}"
+        if key not in known:
+            known[key] = ranks.run(size, run_contract, backend, options)
+        return known[key]
+
+    return of
 
 
 @pytest.mark.parametrize("case", FSDP)
 @pytest.mark.parametrize("name", NAMES)
-def test_fsdp(outcomes: dict[str, list[dict[str, str]]], case: str, name: str) -> None:
-    for rank, found in enumerate(outcomes[case]):
+def test_fsdp(outcomes: Outcomes, case: str, name: str) -> None:
+    for rank, found in enumerate(outcomes("fsdp", *FSDP[case])):
         assert not found.get(name, "an earlier test failed"), f"rank {rank}:\n{found.get(name)}"
 
 
@@ -115,14 +127,8 @@ CUTS: dict[str, tuple[int, dict[str, Any]]] = {
 """Number of ranks, and how the model is cut over them."""
 
 
-@pytest.fixture(scope="module")
-def megatron_outcomes(ranks: Any) -> dict[str, list[dict[str, str]]]:
-    """By cut, of each rank."""
-    return {name: ranks.run(size, run_contract, "megatron", options) for name, (size, options) in CUTS.items()}
-
-
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", ["whole", *(pytest.param(cut, marks=pytest.mark.long) for cut in ("tensor", "stages"))])
 @pytest.mark.parametrize("name", NAMES)
-def test_megatron(megatron_outcomes: dict[str, list[dict[str, str]]], cut: str, name: str) -> None:
-    for rank, found in enumerate(megatron_outcomes[cut]):
+def test_megatron(outcomes: Outcomes, cut: str, name: str) -> None:
+    for rank, found in enumerate(outcomes("megatron", *CUTS[cut])):
         assert not found.get(name, "an earlier test failed"), f"rank {rank}:\n{found.get(name)}"

@@ -210,7 +210,10 @@ def _fields(request: OpenEnv) -> dict[str, Any]:
     return {name: getattr(request, name) for name in ("env_id", "backend", "options", "step_limit_s", "picture")}
 
 
-@pytest.mark.parametrize("name", ["discrete", "pictures", "mujoco, two processes", "metaworld", "libero"])
+@pytest.mark.parametrize(
+    "name",
+    ["discrete", "pictures", "mujoco, two processes", pytest.param("metaworld", marks=pytest.mark.long), "libero"],
+)
 def test_an_episode_is_filmed_and_goes_on_as_without_a_camera(name: str) -> None:
     """An MP4 file of the newest episode; states and rewards are those of the same simulator without a camera."""
     if name not in ("discrete", "pictures") and NO_OPENGL:
@@ -239,9 +242,13 @@ def test_a_simulator_without_a_camera_says_so(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTHONPATH", FOLDER)
     blind = describe_simulator(OpenEnv(env_id="simulated_envs:Fragile-v0", num_envs=1, camera=True), NOWHERE)
     assert blind.no_video, "an environment that renders nothing"
+
+
+@pytest.mark.long
+def test_a_simulator_without_a_renderer_works_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUJOCO_GL", "disable")
     dark = describe_simulator(msgspec.structs.replace(REACH, num_envs=1, camera=True), NOWHERE)
-    assert dark.observations == {"state": ArraySpec((39,), "float64")}, "the simulator works all the same"
+    assert dark.observations == {"state": ArraySpec((39,), "float64")}
     assert dark.no_video
 
 

@@ -294,17 +294,17 @@ EXAMINED = """async (rules) => {
 }"""
 
 
-def examine(page: Page, own: str, headings: list[str]) -> dict[str, str]:
-    """Check the view that a page shows, in both colour schemes; returns scheme -> colour of the background.
+def examine(page: Page, own: str, headings: list[str], *, also: str = "") -> dict[str, str]:
+    """Check the view that a page shows; returns scheme -> colour of the background.
 
     The view begins with these headings, nothing is wider than the screen, and no rule of axe-core is broken: in the
-    scheme ``own``, which the page has afterwards, every rule is tried, in the other one those about colours.
+    colour scheme ``own``, which the page has afterwards, every rule is tried, in ``also`` those about colours.
     """
     if not page.evaluate("'axe' in window"):  # half a megabyte: once for a document, not once for a view
         page.evaluate(f"(() => {{ {AXE.read_text()} }})()")
     assert page.viewport_size is not None
     backgrounds = {}
-    for scheme in (*(set(SIZES) - {own}), own):
+    for scheme in filter(None, (also, own)):
         page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
         where = (page.url, page.viewport_size, scheme)
         found = page.locator("main :is(h1, h2):visible").all_inner_texts()
@@ -318,8 +318,9 @@ def examine(page: Page, own: str, headings: list[str]) -> dict[str, str]:
     return backgrounds
 
 
-def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, enter: Any, brief: str) -> None:
-    """No rule of axe-core is broken: views are loaded on both widths and looked at in both colour schemes."""
+@pytest.mark.parametrize("both", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, enter: Any, brief: str, both: bool) -> None:
+    """No rule of axe-core is broken: views are loaded on both widths, and looked at in one or both colour schemes."""
     enter(page, stack, where="#/deployment/files")
     titles, backgrounds = set(), set()
     for scheme, size in SIZES.items():
@@ -329,7 +330,8 @@ def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, enter
             page.goto(f"{stack.stack.url}/{view.format(job=brief)}")  # another view of the document that is there
             page.wait_for_selector(f"main {sign} >> visible=true")
             titles.add(page.title())
-            backgrounds |= set(examine(page, scheme, headings).items())
+            also = "".join(SIZES.keys() - {scheme}) if both else ""
+            backgrounds |= set(examine(page, scheme, headings, also=also).items())
     assert len(titles) == len(VIEWS), titles
     assert len(backgrounds) == len({colour for _, colour in backgrounds}) == len(SIZES), "each scheme has its own"
 

@@ -94,6 +94,7 @@ def discarded_tokens(stack: Any) -> float:
     return float(value)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("rule", ["keep", "restart", "drain"])
 def test_groups_in_progress_at_an_update_follow_its_rule(stack: Any, rule: str) -> None:

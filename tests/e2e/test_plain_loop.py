@@ -94,6 +94,7 @@ def trained(stack: Any, job: str) -> Iterator[list[Group]]:
             yield sorted((groups[one.seq] for one in sealed[event.number].groups), key=lambda group: group.draw)
 
 
+@pytest.mark.long
 def test_services_learn_what_a_plain_loop_learns(stack: Any, make_job: Any) -> None:
     job = stack.submit(*SMALL)
     assert stack.finish(job).status.step == UPDATES
