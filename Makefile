@@ -11,7 +11,7 @@ NO_SECRETS := PENSTOCK_API_KEYS=x $(foreach role,COORDINATOR ROLLOUT ENV REWARD 
 CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-vllm-test up down \
+.PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-robot-test compose-vllm-test up down \
 	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling fresh package release clean
 
 help:  ## this list
@@ -92,6 +92,9 @@ compose-config:  ## the compose files parse: as they are, with GPUs, with vLLM
 
 compose-test: compose-config  ## build, start, train, kill the trainer, finish, audit: all in containers
 	tests/e2e/compose.sh
+
+compose-robot-test: compose-config  ## build the image with MetaWorld, train an arm to its goal, kill the env worker: all in containers
+	tests/e2e/compose_robot.sh
 
 compose-vllm-test: compose-config  ## build the image with vLLM (gigabytes), train, audit, chat: all in containers
 	tests/e2e/compose_vllm.sh

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # What the tests of the containers share: secrets, calls of the API, the job, its books, and an end that leaves nothing
-# behind. Sourced by compose.sh and compose_vllm.sh. Needs Docker with Compose v2, curl and python3.
+# behind. Sourced by compose.sh, compose_robot.sh and compose_vllm.sh. Needs Docker with Compose v2, curl and python3.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 secret() { python3 -c 'import secrets; print("s" + secrets.token_hex(16))'; }
