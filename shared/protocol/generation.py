@@ -87,6 +87,8 @@ class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
     the tokens of the previous one of the same ``session`` (n = 1): an engine that kept its cache computes only the
     rest. After the ``last`` one the cache is dropped. ``constraint``: only tokens that fit it are sampled; log-probs
     remain those of the policy. The last ``answered`` tokens of the prompt are the beginning of the constrained answer.
+    ``begun``: an aborted sample of an equal request, with which the completion goes on (n = 1, no constraint). Its
+    tokens count in all limits and begin the result; listeners receive the new ones.
     """
 
     request_id: str
@@ -98,6 +100,12 @@ class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
     last: bool = False
     constraint: Constraint | None = None
     answered: int = 0
+    begun: Sample | None = None
+
+    @property
+    def input_ids(self) -> list[int]:
+        """Tokens of the prompt, and those of ``begun`` after them."""
+        return self.prompt_ids if self.begun is None else [*self.prompt_ids, *self.begun.token_ids]
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):

@@ -26,7 +26,7 @@ from penstock.services.rollout.engines.base import Listener, UpdateMode
 from penstock.services.rollout.engines.completion import Completion, Finish
 from penstock.services.rollout.engines.dispatch import Dispatch
 from penstock.services.rollout.engines.remote import CALL_S, Written, check_layout, label_of
-from penstock.services.rollout.engines.requests import check_request, check_text
+from penstock.services.rollout.engines.requests import check_request, check_text, rest_of
 from penstock.services.rollout.engines.updates import ServedWeights
 from penstock.services.rollout.held_weights import HeldWeights
 from penstock.shared.config.base import StrictModel
@@ -39,6 +39,7 @@ from penstock.shared.protocol.generation import (
     GenResult,
     Likely,
     PauseMode,
+    Sample,
     Scores,
     WeightInfo,
 )
@@ -321,7 +322,7 @@ class EngineAdapter(ABC, Generic[S, C]):
         check_request(request, vocab_size=self.model.vocab_size, max_length=self.max_length)
         own = set(request.sampling.stop_token_ids)
         stop_ids = own if request.sampling.ignore_eos else own.union(self.stop_ids)
-        return await self._dispatch.complete(request, tuple(sorted(stop_ids)), on_token, on_start)
+        return await self._dispatch.complete(rest_of(request), tuple(sorted(stop_ids)), on_token, on_start)
 
     async def prepare(self, constraint: Constraint) -> None:
         """Reject every constraint: the constrained decoding of external engines would change log-probs.
@@ -357,6 +358,10 @@ class EngineAdapter(ABC, Generic[S, C]):
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
         """End requests with their partial tokens; see ``Engine.abort``."""
         return await self._dispatch.abort(request_ids)
+
+    async def written(self, request_ids: Collection[str]) -> dict[str, Sample]:
+        """Return the tokens so far of requests; see ``Engine.written``."""
+        return self._dispatch.written(request_ids)
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop at a token boundary; see ``Engine.pause``. Only 'keep' pauses the external engine itself."""

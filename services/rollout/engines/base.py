@@ -14,6 +14,7 @@ from penstock.shared.protocol.generation import (
     GenRequest,
     GenResult,
     PauseMode,
+    Sample,
     Scores,
     Token,
     WeightInfo,
@@ -186,6 +187,13 @@ class Engine(Updatable, Protocol):
 
     async def abort(self, request_ids: Collection[str] | None = None) -> int:
         """End these requests (None: all) with their partial tokens and finish 'abort'. Returns their number."""
+        ...
+
+    async def written(self, request_ids: Collection[str]) -> dict[str, Sample]:
+        """Return what ``abort`` would return of each of these requests (n = 1) that is being decoded, by request id.
+
+        The requests go on; all samples are of one token boundary.
+        """
         ...
 
     async def pause(self, mode: PauseMode) -> None:

@@ -21,7 +21,8 @@ Finish = Literal["stop", "length", "abort"]
 class Completion:
     """Sample ``index`` of the request with serial number ``request``.
 
-    ``stop_ids`` are all tokens that end it; ``seed`` is specific to this sample.
+    ``stop_ids`` are all tokens that end it; ``seed`` is specific to this sample. Output tokens are those that this
+    engine samples: ``prompt_ids`` ends with the tokens of ``begun``.
     """
 
     request: int
@@ -45,6 +46,13 @@ class Completion:
     """One entry per output token if ``top_logprobs`` > 0; else empty."""
     matcher: Matcher | None = None
     """Decides which tokens satisfy the constraint of the request; None: no constraint."""
+    begun: Sample | None = None
+    """Aborted sample with which it goes on."""
+
+    @property
+    def num_begun(self) -> int:
+        """Number of tokens with which it goes on."""
+        return len(self.begun.token_ids) if self.begun is not None else 0
 
     def adopt(self, version: int, weights: str, num_output: int) -> None:
         """Label output tokens from index ``num_output`` on with ``version`` and the short digest ``weights``."""
@@ -66,7 +74,7 @@ class Finished:
 
 
 def finished(completion: Completion, token_ids: list[int], logprobs: list[float], finish: Finish) -> Finished:
-    """Build the result of a completion; its version spans cover every token.
+    """Build the result of a completion with these output tokens; its version spans cover every token.
 
     A 'stop' becomes 'length' if the matcher is stuck: the answer was cut off before it satisfied its constraint.
     """
@@ -76,4 +84,20 @@ def finished(completion: Completion, token_ids: list[int], logprobs: list[float]
     begun = zip(completion.starts, ends, strict=False)
     spans = [Span(version, start, end, weights) for (version, weights, start), end in begun if end > start]
     sample = Sample(token_ids=token_ids, logprobs=logprobs, finish=finish, spans=spans, top=completion.top)
+    if completion.begun is not None:
+        sample = _continued(completion, completion.begun, sample)
     return Finished(completion, sample)
+
+
+def _continued(completion: Completion, begun: Sample, rest: Sample) -> Sample:
+    """Return the tokens of ``begun`` and those of ``rest`` as one sample."""
+    num, spans = len(begun.token_ids), list(begun.spans)
+    for span in rest.spans:
+        start = num + span.start
+        if (spans[-1].version, spans[-1].weights) == (span.version, span.weights):
+            start = spans.pop().start
+        spans.append(Span(span.version, start, num + span.end, span.weights))
+    return msgspec.structs.replace(
+        rest, token_ids=[*begun.token_ids, *rest.token_ids], logprobs=[*begun.logprobs, *rest.logprobs], spans=spans,
+        top=[*([] for _ in range(num)), *rest.top] if completion.top_logprobs else [],
+    )  # fmt: skip

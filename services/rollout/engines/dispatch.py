@@ -16,7 +16,7 @@ from penstock.services.rollout.engines.completion import Completion, Finish, fin
 from penstock.services.rollout.engines.remote import Written
 from penstock.services.rollout.engines.requests import Requests
 from penstock.shared.errors import ConfigError, Unavailable, WeightsError
-from penstock.shared.protocol.generation import GenRequest, GenResult, PauseMode, Token
+from penstock.shared.protocol.generation import GenRequest, GenResult, PauseMode, Sample, Token
 from penstock.shared.runtime.tasks import end_tasks
 
 __all__ = ["Dispatch"]
@@ -133,6 +133,16 @@ class Dispatch(Generic[S]):
         chosen = self._requests.chosen(request_ids)
         await self.end(chosen)
         return len(chosen)
+
+    def written(self, request_ids: Collection[str]) -> dict[str, Sample]:
+        """Return the tokens so far of running completions; see ``Engine.written``."""
+        chosen = self._requests.chosen(request_ids)
+        samples = {}
+        for completion, stream in self._streams.items():
+            if completion.request in chosen:
+                ended = finished(completion, list(stream.token_ids), list(stream.logprobs), "abort")
+                samples[self._requests.name_of(completion.request)] = ended.sample
+        return samples
 
     async def end_started(self) -> None:
         """End the open requests of which a completion was already passed to the engine."""

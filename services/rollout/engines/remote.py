@@ -78,7 +78,11 @@ class Written:
         stops = self.completion.sampling.stop_strings
         if not stops:
             return False
-        text = self.detokenize(self.token_ids[-(_PER_CHARACTER * max(map(len, stops)) + 1) :])
+        reach, begun = _PER_CHARACTER * max(map(len, stops)) + 1, self.completion.begun
+        token_ids = self.token_ids[-reach:]
+        if begun is not None:
+            token_ids = [*begun.token_ids, *token_ids][-reach:]
+        text = self.detokenize(token_ids)
         return any(stop in text for stop in stops)
 
 

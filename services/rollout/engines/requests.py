@@ -9,13 +9,16 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from msgspec.structs import replace
+
 from penstock.services.rollout.engines.base import Listener
 from penstock.services.rollout.engines.completion import Completion, Finished, finished
 from penstock.services.rollout.engines.constraint import Matcher
 from penstock.shared.errors import ConfigError, Conflict
 from penstock.shared.protocol.generation import GenRequest, GenResult, Sample, Token
+from penstock.shared.protocol.ids import derive_seed
 
-__all__ = ["Requests", "check_request", "check_text"]
+__all__ = ["Requests", "check_request", "check_text", "rest_of"]
 
 
 @dataclass(slots=True, eq=False)
@@ -39,9 +42,40 @@ def check_request(request: GenRequest, *, vocab_size: int, max_length: int) -> N
             f"{len(request.prompt_ids)} prompt tokens + {sampling.max_new_tokens} new ones exceed the "
             f"{max_length} that the model takes: shorten the prompt or lower max_new_tokens"
         )
+    if request.begun is not None:
+        _check_begun(request, request.begun)
     biased = (token for token, _ in sampling.logit_bias)
-    if not all(0 <= token < vocab_size for token in (*request.prompt_ids, *sampling.stop_token_ids, *biased)):
+    if not all(0 <= token < vocab_size for token in (*request.input_ids, *sampling.stop_token_ids, *biased)):
         raise ConfigError(f"token ids must lie in 0..{vocab_size - 1}")
+
+
+def _check_begun(request: GenRequest, begun: Sample) -> None:
+    num, covered = len(begun.token_ids), sum(span.end - span.start for span in begun.spans)
+    if request.n != 1 or request.constraint is not None:
+        raise ConfigError("only a request for one completion without a constraint goes on with a begun one")
+    if not 0 < num < request.sampling.max_new_tokens or not num == len(begun.logprobs) == covered:
+        raise ConfigError(f"{num} begun tokens of {request.sampling.max_new_tokens}: some must be left, with log-probs")
+
+
+def rest_of(request: GenRequest) -> GenRequest:
+    """Return a request with the limits and the seed of its rest, for an engine that takes ``begun`` for prompt.
+
+    A server draws its random numbers from the seed by the index of an output token: with the old seed it would repeat
+    those of the begun tokens.
+
+    Raises:
+        ConfigError: penalties depend on the begun tokens.
+    """
+    if request.begun is None:
+        return request
+    done, s = len(request.begun.token_ids), request.sampling
+    if s.frequency_penalty or s.presence_penalty:
+        raise ConfigError("this engine goes on with no completion that has penalties: it would not count its tokens")
+    rest = replace(
+        s, max_new_tokens=s.max_new_tokens - done, min_new_tokens=max(0, s.min_new_tokens - done),
+        seed=None if s.seed is None else derive_seed(s.seed, "begun", done),
+    )  # fmt: skip
+    return replace(request, sampling=rest)
 
 
 def check_text(token_ids: Sequence[int], *, vocab_size: int, max_length: int) -> None:
@@ -75,6 +109,10 @@ class Requests:
             return set(self._open)
         return {self._serial_of[request_id] for request_id in request_ids if request_id in self._serial_of}
 
+    def name_of(self, serial: int) -> str:
+        """Return the id of an open request."""
+        return self._open[serial].request_id
+
     def open(
         self,
         request: GenRequest,
@@ -96,12 +134,12 @@ class Requests:
         answer: asyncio.Future[GenResult] = asyncio.get_running_loop().create_future()
         self._serial_of[request.request_id] = serial
         self._open[serial] = _Request(request.request_id, answer, [None] * request.n, on_token, on_start)
-        prompt_ids, session = tuple(request.prompt_ids), request.session if request.n == 1 else ""
+        prompt_ids, session = tuple(request.input_ids), request.session if request.n == 1 else ""
         self._queue.extend(
             Completion(
                 serial, i, prompt_ids, request.sampling, stop_ids, base + i, streamed=on_token is not None,
                 session=session, keep=bool(session) and not request.last, top_logprobs=request.top_logprobs,
-                matcher=matchers[i] if matchers is not None else None,
+                matcher=matchers[i] if matchers is not None else None, begun=request.begun,
             )
             for i in range(request.n)
         )  # fmt: skip
@@ -151,7 +189,7 @@ class Requests:
                     request.answer.set_result(GenResult(request_id=request.request_id, samples=samples))
 
     def unqueue(self, requests: Collection[int]) -> None:
-        """End the queued completions of these requests as 'abort', without tokens."""
+        """End the queued completions of these requests as 'abort', without new tokens."""
         waiting = [c for c in self._queue if c.request in requests]
         self._queue = deque(c for c in self._queue if c.request not in requests)
         self.finish(finished(completion, [], [], "abort") for completion in waiting)

@@ -193,7 +193,10 @@ class ReferenceBench(Bench):
 
 
 HERE = Path(__file__).parent
-SHARED = ("test_engine_control.py", "test_engine_updates.py", "test_engine_commits.py", "test_engine_generate.py")
+SHARED = (
+    "test_engine_control.py", "test_engine_updates.py", "test_engine_commits.py", "test_engine_begun.py",
+    "test_engine_generate.py",
+)  # fmt: skip
 ENDING = "test_engine_control.py::test_resume_and_close_are_safe_to_repeat"
 """Ends the engine, which takes long to start; another test that does so runs at the end."""
 

@@ -33,7 +33,7 @@ from penstock.shared.models.architecture import plan_of
 from penstock.shared.models.decoder import decode, rope_at, selected_logits
 from penstock.shared.models.experts import Recorder
 from penstock.shared.models.packed import pack
-from penstock.shared.protocol.generation import Likely, Scores, Token
+from penstock.shared.protocol.generation import Likely, Sample, Scores, Token
 
 __all__ = ["Batch", "Outcome", "TornWeights"]
 
@@ -108,7 +108,7 @@ class Batch:
 
     def admit(self, completions: Sequence[Completion]) -> None:
         """Add completions; the next step computes their prompts."""
-        self._reserve(max(len(c.prompt_ids) + c.sampling.max_new_tokens for c in completions))
+        self._reserve(max(len(c.prompt_ids) - c.num_begun + c.sampling.max_new_tokens for c in completions))
         if self._routes is not None:
             self._routes.add(self.count, self.count + len(completions))
         found = [(c, self._held.take(c.session, c.prompt_ids) if c.session else None) for c in completions]
@@ -159,13 +159,18 @@ class Batch:
         self._drop(rows)
         return ended
 
+    def written(self, requests: Collection[int]) -> dict[int, Sample]:
+        """Return the tokens so far of each of these requests that is in the batch, as a sample with finish 'abort'."""
+        rows = enumerate(self._rows.completions)
+        return {c.request: self._rows.take(row, "abort").sample for row, c in rows if c.request in requests}
+
     def adopt(self, version: int, weights: str = "") -> None:
         """Label all further tokens with ``version`` and this short digest, and drop every cached key and value.
 
         Called after the weights were replaced.
         """
         for completion, num_output in zip(self._rows.completions, self._rows.num_outputs(), strict=True):
-            completion.adopt(version, weights, num_output)
+            completion.adopt(version, weights, num_output - completion.num_begun)
         self._version, self._weights = version, weights
         if not self._rows.finite:
             self._cache.zero()
@@ -287,7 +292,7 @@ class Batch:
             self._cache.zero()
             self.drop_cache()
         if self._routes is not None:
-            computed = len(ended.completion.prompt_ids) + len(ended.sample.token_ids) - 1
+            computed = int(self._rows.length_R[row]) - 1
             ended = ended.with_experts(self._routes.take(row, computed))
         return ended
 

@@ -27,6 +27,7 @@ from penstock.shared.protocol.generation import (
     GenRequest,
     GenResult,
     PauseMode,
+    Sample,
     Scores,
     Token,
     WeightInfo,
@@ -220,6 +221,14 @@ class EmbeddedEngine:
         chosen = self._requests.chosen(request_ids)
         await self._end(chosen)
         return len(chosen)
+
+    async def written(self, request_ids: Collection[str]) -> dict[str, Sample]:
+        """Return the tokens so far of requests; see ``Engine.written``."""
+        names = {serial: self._requests.name_of(serial) for serial in self._requests.chosen(request_ids)}
+        if not names:
+            return {}
+        samples = await self._call(lambda: self._batch.written(names))
+        return {names[serial]: sample for serial, sample in samples.items()}
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop at a token boundary; see ``Engine.pause``."""

@@ -52,16 +52,17 @@ class Rows:
             self._logprobs_RC = torch.nn.functional.pad(self._logprobs_RC, (0, extra))
 
     def add(self, completions: Sequence[Completion], version: int, weights: str = "") -> None:
-        """Append rows for completions that have no output yet."""
+        """Append rows for completions that have no output yet. Rows count the tokens of ``begun`` as output."""
         start, stop = self.count, self.count + len(completions)
         ints, floats, stops = [], [], []
         width = max(self._stops_RK.shape[1], *(len(c.stop_ids) for c in completions))
         self._stops_RK = torch.nn.functional.pad(self._stops_RK, (0, width - self._stops_RK.shape[1]), value=-1)
         for c in completions:
             c.adopt(version, weights, 0)
-            s, prompt = c.sampling, len(c.prompt_ids)
+            s, length = c.sampling, len(c.prompt_ids)
+            prompt = length - c.num_begun
             limits = prompt + s.max_new_tokens, prompt + s.min_new_tokens
-            ints.append((prompt, prompt, *limits, stream_of(c.seed), s.top_k, int(s.temperature == 0)))
+            ints.append((length, prompt, *limits, stream_of(c.seed), s.top_k, int(s.temperature == 0)))
             floats.append((s.temperature or 1.0, s.top_p))
             stops.append((*c.stop_ids, *[-1] * (width - len(c.stop_ids))))
             self._features.update(_features(c))
@@ -107,7 +108,7 @@ class Rows:
         for place, completion in enumerate(self.completions[start:stop]):
             s, row, nudge_V = completion.sampling, start + place, nudge_RV[place]
             if s.frequency_penalty or s.presence_penalty:
-                output = self.tokens_RC[row, len(completion.prompt_ids) : int(self.length_R[row])]
+                output = self.tokens_RC[row, int(self._prompt_R[row]) : int(self.length_R[row])]
                 count_V = torch.bincount(output, minlength=vocab).float()
                 nudge_V -= s.frequency_penalty * count_V + s.presence_penalty * (count_V > 0)
             if completion in self._biases:
