@@ -265,8 +265,10 @@ class CoordinatorService:
             await asyncio.sleep(RETRY_S)
 
     async def _purge_leftovers(self, job: str) -> None:
-        """Purge tickets, raw groups and snapshots of a finished job and archive its ledger; groups stay for replay."""
+        """Purge tickets, unfinished work and snapshots of a finished job and archive its ledger; groups stay for
+        replay."""
         await self.bus.purge(subjects.SNAPSHOTS, subjects.snapshots(job))
+        await self.bus.purge(subjects.PARTIAL, subjects.partials(job))
         for stream, subject in ((subjects.TICKETS, subjects.tickets(job)), (subjects.RAW, subjects.raw(job))):
             await self.bus.purge(stream, subject)
         await self.bus.delete_consumer(subjects.TICKETS, f"rollout-{job}")

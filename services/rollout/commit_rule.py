@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from penstock.services.rollout.engines import Engine
 from penstock.shared.config.rollout import AnyRollout
 from penstock.shared.protocol import subjects
+from penstock.shared.protocol.generation import Sample
 from penstock.shared.protocol.trajectory import Group
 from penstock.shared.runtime import metrics
 
@@ -21,16 +23,24 @@ DISCARDED = metrics.counter("rollout_discarded_tokens", "Tokens of groups that b
 
 
 class Attempt:
-    """One generation of a group.
+    """One generation of a group; a place is the index of a completion.
 
     Attributes:
-        requests: ids of its engine requests that have not ended.
+        begun: by place, completions of another worker: those that were aborted go on, the others are taken over.
+        requests: by id of an engine request that has not ended, the place of its completion.
+        ended: by place, the completions that have ended.
         discarded: True once new weights made its tokens useless: it sends no further request.
+        handed_over: True once another worker shall go on: it sends no further request.
+        saved_at: monotonic time (seconds) of its begin, or of the last attempt to save its completions.
+        saved: places whose completions were saved after they had ended.
     """
 
     def __init__(self) -> None:
-        self.requests: set[str] = set()
-        self.discarded = False
+        self.begun: Mapping[int, Sample] = {}
+        self.requests: dict[str, int] = {}
+        self.ended: dict[int, Sample] = {}
+        self.discarded = self.handed_over = False
+        self.saved_at, self.saved = time.monotonic(), set[int]()
 
 
 class CommitRule:
@@ -52,7 +62,8 @@ class CommitRule:
     ) -> None:
         self._config, self._engine = config, engine
         self._wait, self._done, self._on_open = wait, done, on_open
-        self._attempts: set[Attempt] = set()
+        self.attempts: set[Attempt] = set()
+        """Groups in progress."""
         self._changed = asyncio.Event()
         self.is_open = True
         """False while no group may begin, because an update comes first."""
@@ -72,11 +83,11 @@ class CommitRule:
                 await self._until(lambda: self.is_open)
                 self._done(key)
             attempt = Attempt()
-            self._attempts.add(attempt)
+            self.attempts.add(attempt)
             try:
                 group = await generate(attempt)
             finally:
-                self._attempts.remove(attempt)
+                self.attempts.remove(attempt)
                 self._changed.set()
             if not attempt.discarded:
                 return group
@@ -101,10 +112,10 @@ class CommitRule:
         self.is_open = False
         timer = asyncio.get_running_loop().call_later(self._config.drain_s, self._open)
         try:
-            num_groups = len(self._attempts)
-            await self._until(lambda: self.is_open or not self._attempts)
-            if self._attempts:
-                logger.info("%d groups go on under newer weights: rollout.drain_s is over", len(self._attempts))
+            num_groups = len(self.attempts)
+            await self._until(lambda: self.is_open or not self.attempts)
+            if self.attempts:
+                logger.info("%d groups go on under newer weights: rollout.drain_s is over", len(self.attempts))
             yield num_groups > 0
         finally:
             timer.cancel()
@@ -118,7 +129,7 @@ class CommitRule:
         if self._config.on_update != "restart":
             return
         self.is_open = False
-        unfinished = [attempt for attempt in self._attempts if attempt.requests]
+        unfinished = [attempt for attempt in self.attempts if attempt.requests]
         for attempt in unfinished:
             attempt.discarded = True
         if unfinished:

@@ -24,6 +24,7 @@ from penstock.shared.data.prompts import Prompt
 from penstock.shared.protocol.generation import GenRequest, Sample, Sampling
 from penstock.shared.protocol.ids import derive_seed, new_attempt
 from penstock.shared.protocol.messages import Ticket
+from penstock.shared.protocol.partial import recipe_of
 from penstock.shared.protocol.trajectory import Group
 from penstock.shared.runtime.tasks import together
 
@@ -113,7 +114,8 @@ class GroupMaker:
         A group without trajectories was skipped, because its environment began with a prompt that is too long.
 
         Args:
-            attempt: receives the ids of the requests of completions; no request begins once it is discarded.
+            attempt: has completions that began before, and receives requests and completions; no request begins once
+                it is discarded or handed over.
 
         Raises:
             ConfigError: the engine cannot serve such a request.
@@ -146,6 +148,10 @@ class GroupMaker:
         )  # fmt: skip
         return with_episodes(group, episodes, judged=self._judged) if episodes else group
 
+    def recipe(self, ticket: Ticket, prompt: Prompt) -> str:
+        """Return the digest of the requests that ``make`` sends for a ticket."""
+        return recipe_of(prompt.token_ids, requests_for(self._config, ticket))
+
     async def _complete(
         self,
         name: str,
@@ -159,20 +165,24 @@ class GroupMaker:
         The tokens equal those of one request with n samples, in which sample i has the same seed.
         """
 
-        async def complete(request: GenRequest) -> Sample:
-            if attempt.discarded:  # before the engine knew the request
-                return Sample(token_ids=[], logprobs=[], finish="abort", spans=[])
-            [sample] = (await self._engine.generate(request)).samples
-            attempt.requests.discard(request.request_id)
+        async def complete(place: int, request: GenRequest) -> Sample:
+            sample = request.begun or Sample(token_ids=[], logprobs=[], finish="abort", spans=[])
+            if sample.finish == "abort" and not attempt.discarded and not attempt.handed_over:
+                [sample] = (await self._engine.generate(request)).samples
+            del attempt.requests[request.request_id]
+            attempt.ended[place] = sample
             free()
             return sample
 
         requests = [
-            GenRequest(request_id=f"{name}.{place}", prompt_ids=prompt.token_ids, sampling=sampling)
+            GenRequest(
+                request_id=f"{name}.{place}", prompt_ids=prompt.token_ids, sampling=sampling,
+                begun=attempt.begun.get(place),
+            )
             for place, sampling in enumerate(rows_of(asked))
-        ]
-        attempt.requests.update(request.request_id for request in requests)
-        return await together(complete(request) for request in requests)
+        ]  # fmt: skip
+        attempt.requests.update((request.request_id, place) for place, request in enumerate(requests))
+        return await together(complete(place, request) for place, request in enumerate(requests))
 
     def _state_seed(self, ticket: Ticket) -> int:
         """Return the state seed, equal for all episodes of a draw so that they begin alike."""

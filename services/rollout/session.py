@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from penstock.services.rollout.candidate import Candidate
-from penstock.services.rollout.commit_rule import CommitRule
+from penstock.services.rollout.commit_rule import Attempt, CommitRule
 from penstock.services.rollout.conversations.asking import Asking
 from penstock.services.rollout.engines import Engine, lacks_engine, open_job_engine
 from penstock.services.rollout.env_requests import EnvRequests
 from penstock.services.rollout.episode import failed_group, skipped_group
 from penstock.services.rollout.group_maker import GroupMaker, room_for
 from penstock.services.rollout.held_weights import WeightRing
+from penstock.services.rollout.partial import GRACE_S, PartialGroups
 from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.publisher import GroupPublisher
 from penstock.services.rollout.serving import InferenceServer
@@ -199,6 +200,7 @@ class RolloutSession:
         self._env = EnvRequests(bus, job, limit_s, self._asking.wait, self._asking.done)
         self._engine: Engine | None = None
         self._rule: CommitRule | None = None
+        self._partial: PartialGroups | None = None
         self._policy: PolicyFollower | FixedPolicy | None = None
         self._candidate: Candidate | None = None
         self._held = WeightRing(config.online.posted.held_versions if isinstance(config, OnlineJob) else 0)
@@ -255,8 +257,15 @@ class RolloutSession:
             )  # fmt: skip
         else:
             self._policy = FixedPolicy(engine)
+        if isinstance(self.config, JobConfig) and PartialGroups.is_possible(self.config):
+            assert self._rule is not None
+            self._partial = PartialGroups(
+                self._bus, self.job, self.config, engine=engine, rule=self._rule, policy=self._policy
+            )
         async with asyncio.TaskGroup() as tasks:
-            running = (self._policy.run(), self._publisher.run(), _watch(engine))
+            running = [self._policy.run(), self._publisher.run(), _watch(engine)]
+            if self._partial is not None:
+                running += [self._partial.run(), self._hand_over(self._partial)]
             background = [tasks.create_task(one) for one in running]
             if self._candidate is not None:
                 background.append(tasks.create_task(self._candidate.run()))
@@ -269,6 +278,12 @@ class RolloutSession:
                 await self._tickets.run()
             for task in background:
                 task.cancel()
+
+    async def _hand_over(self, partial: PartialGroups) -> None:
+        """Give the groups to other workers that do not end soon after ``drain``."""
+        await self._drained.wait()
+        await asyncio.sleep(min(GRACE_S, self._settings.drain_s / 4))
+        await partial.hand_over()
 
     async def _report_unusable(self, error: Exception) -> None:
         """Report a failure to load, because an evaluation job has no trainer that would report it."""
@@ -404,7 +419,15 @@ class RolloutSession:
         ask = partial(self._env.ask, key)
         if ticket.purpose != "train":  # an evaluation asks for one version, which must not be left behind
             return await maker.make(ticket, prompt, key, ask)
-        return await self._rule.make(key, lambda attempt: maker.make(ticket, prompt, key, ask, attempt=attempt))
+
+        def generate(attempt: Attempt) -> Coroutine[Any, Any, Group]:
+            return maker.make(ticket, prompt, key, ask, attempt=attempt)
+
+        if self._partial is None:
+            return await self._rule.make(key, generate)
+        return await self._partial.make(
+            key, maker.recipe(ticket, prompt), generate, repeated=self._tickets.is_repeated(key), oldest=oldest
+        )
 
     async def _score(self, group: Group, key: str) -> ScoreReply:
         asked = [
@@ -433,6 +456,7 @@ class RolloutSession:
             "generated_tokens": engine.generated_tokens if engine else 0,
             "groups": self.groups,
             "discarded_tokens": self._rule.discarded_tokens if self._rule else 0,
+            "continued_tokens": self._partial.continued_tokens if self._partial else 0,
         } | (policy.status() if policy else {})
         return row | self._tickets.status(self._publisher)
 

@@ -16,7 +16,7 @@ from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.messages import EvalResult, Ticket
 from penstock.shared.transport.bus import Bus, Delivery
 
-__all__ = ["LeftBehind", "TicketTaker", "Versions"]
+__all__ = ["HandedOver", "LeftBehind", "TicketTaker", "Versions"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,10 @@ LATE_PAUSE_S = 5.0
 
 class LeftBehind(Exception):  # noqa: N818  no error: the coordinator has its answer, or continued without it
     """Raised if the policy is past the version that a ticket requires; versions only rise."""
+
+
+class HandedOver(Exception):  # noqa: N818  no error: another worker goes on
+    """Raised if a draining worker gives a ticket back before it is answered."""
 
 
 class Versions(Protocol):
@@ -49,7 +53,8 @@ class TicketTaker:
 
     Args:
         answer: answers a ticket; the key identifies it among the work in progress. Raises ConfigError, DataError or
-            ProtocolError if it cannot be answered, DeadlineError if it is too late, LeftBehind if it is obsolete.
+            ProtocolError if it cannot be answered, DeadlineError if it is too late, LeftBehind if it is obsolete,
+            HandedOver if another worker shall answer it.
         give_up: reports to the coordinator that a ticket cannot be answered, and why.
         room: number of tickets that may be taken now, excluding those taken and not begun (``num_unbegun``).
         progress: counter that grows while work proceeds; None while nothing runs.
@@ -70,6 +75,8 @@ class TicketTaker:
         self._answer, self._give_up, self._room, self._progress = answer, give_up, room, progress
         self._holds: dict[str, tuple[int, int | None]] = {}
         """Work in progress -> sequence number of its ticket, version it requires."""
+        self._repeated: set[str] = set()
+        """Work in progress whose ticket was delivered before."""
         self._ends: dict[str, float] = {}
         """Work in progress -> deadline of its ticket (monotonic clock, seconds)."""
         self._changed = asyncio.Event()
@@ -83,6 +90,10 @@ class TicketTaker:
     def busy(self) -> bool:
         """Return True if tickets are in progress."""
         return bool(self._holds)
+
+    def is_repeated(self, key: str) -> bool:
+        """Return True if a ticket in progress was delivered before, so that another worker may have begun it."""
+        return key in self._repeated
 
     def drain(self) -> None:
         """Take no more tickets; ``run`` ends once those in progress are done."""
@@ -184,8 +195,11 @@ class TicketTaker:
                 await delivery.ack()
             return  # redelivered while in progress (a stalled process): the first delivery's ack counts
         self._holds[key] = delivery.seq, ticket.version
-        left_s, is_late = ticket.left_s(delivery.time), False
+        left_s = ticket.left_s(delivery.time)
+        pause_s: float | None = None
         self._ends[key] = time.monotonic() + left_s
+        if delivery.deliveries > 1:
+            self._repeated.add(key)
         keeper = asyncio.create_task(self._keep(delivery, self._ends[key]))
         try:
             async with asyncio.timeout(left_s):
@@ -194,16 +208,20 @@ class TicketTaker:
             logger.info("ticket %s is over: %s", key, error)
         except (TimeoutError, DeadlineError) as error:
             logger.info("ticket %s is given back: %s", key, str(error) or "past its deadline")
-            is_late = True
+            pause_s = LATE_PAUSE_S
+        except HandedOver as error:
+            logger.info("ticket %s is given back: %s", key, error)
+            pause_s = 0.0
         finally:
             keeper.cancel()
             self._ends.pop(key, None)
             self._holds.pop(key, None)
+            self._repeated.discard(key)
             self._asking.done(key)
-        if is_late:
-            await delivery.nak(LATE_PAUSE_S)  # only the coordinator drops a draw
-        else:
+        if pause_s is None:
             await delivery.ack()
+        else:
+            await delivery.nak(pause_s)  # only the coordinator drops a draw
 
     async def _attempt(self, ticket: Ticket, key: str) -> None:
         """Answer a ticket. A ticket that cannot be answered is reported; other tickets and the session continue."""

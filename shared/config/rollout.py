@@ -47,6 +47,11 @@ class _AnyEngine(StrictModel):
     """Longest time that `on_update: drain` holds new groups back (seconds). After that a worker begins groups again and
     loads the version, and the completions in progress go on as with `keep`, because `restart` would discard the longest
     ones each time."""
+    checkpoint_s: float = Field(10.0, ge=0, le=3600)
+    """Interval at which a worker saves the training completions in progress, in groups that have run that long
+    (seconds). If the worker dies, another one goes on with the saved tokens, within `train.max_lag`; a worker that
+    drains saves its groups anyway. 0: save none, and begin again. Groups with an `environment` or router replay
+    always begin again."""
 
 
 class EmbeddedConfig(_AnyEngine):

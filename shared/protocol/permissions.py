@@ -123,7 +123,7 @@ _LIVE = (_all(subjects.inference_worker), _all(subjects.inference_present))
 _STREAMS = (
     subjects.TICKETS, subjects.RAW, subjects.EXPERIENCE, subjects.BATCHES, subjects.LEDGER, subjects.SNAPSHOTS,
     subjects.EVENTS, subjects.METRICS, subjects.INTERACTIONS, subjects.FEEDBACK, subjects.DECISIONS, subjects.DEAD,
-    subjects.AUDIT, subjects.VIDEOS,
+    subjects.AUDIT, subjects.VIDEOS, subjects.PARTIAL,
 )  # fmt: skip
 _TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "coordinator": (
@@ -144,7 +144,7 @@ _TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (
             *_works(subjects.TICKETS), *_bucket(subjects.JOBS), *_bucket(subjects.MANIFESTS),
             _stream(subjects.RAW), _stream(subjects.EXPERIENCE), _stream(subjects.INTERACTIONS),
-            _stream(subjects.VIDEOS),
+            _stream(subjects.VIDEOS), _stream(subjects.PARTIAL), f"{_API}.STREAM.MSG.GET.{subjects.PARTIAL}",
             _all(subjects.report), _all(subjects.evaluation), _all(subjects.score), _all(subjects.lost_weights),
             subjects.ENV_OPEN, _all(subjects.env), _all(subjects.tools),
             _all(subjects.inference_chunks), *_answers("coordinator"),

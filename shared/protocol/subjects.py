@@ -27,6 +27,7 @@ __all__ = [
     "LEDGER",
     "MANIFESTS",
     "METRICS",
+    "PARTIAL",
     "POLICY",
     "PRIVACY",
     "RAW",
@@ -62,6 +63,8 @@ __all__ = [
     "interactions",
     "ledger",
     "metrics",
+    "partial",
+    "partials",
     "raw",
     "reading",
     "replay_progress",
@@ -88,6 +91,7 @@ FEEDBACK = "FEEDBACK"  # feedback on live requests
 DECISIONS = "DECISIONS"  # status of each item of feedback
 DEAD = "DEAD"  # dead letters
 VIDEOS = "VIDEOS"  # films of held-out episodes; the oldest are removed for new ones
+PARTIAL = "PARTIAL"  # completions in progress, with which another worker goes on; a cache
 AUDIT = "AUDIT"  # HTTP requests and their senders
 
 # Key-value buckets.
@@ -113,6 +117,16 @@ def tickets(job: str) -> str:
 def raw(job: str) -> str:
     """Return the subject of the unscored groups of a job."""
     return f"raw.{job}"
+
+
+def partial(job: str, key: str, place: int) -> str:
+    """Return the subject of one completion of the ticket with this key; its only message is the newest."""
+    return f"partial.{job}.{token(key)}.{place}"
+
+
+def partials(job: str) -> str:
+    """Return a filter for all completions in progress of a job."""
+    return f"partial.{job}.*.*"
 
 
 def experience(job: str) -> str:

@@ -30,6 +30,7 @@ STREAMS = (
     subjects.DEAD,
     subjects.AUDIT,
     subjects.VIDEOS,
+    subjects.PARTIAL,
 )
 LIVE = frozenset({subjects.INTERACTIONS, subjects.FEEDBACK})
 """Streams of live traffic and its feedback."""
@@ -54,6 +55,10 @@ AUDIT_BYTES = 256 << 20
 """Size for some 400,000 records of 600 bytes; the oldest are removed for new ones."""
 VIDEO_BYTES = 256 << 20
 """Size for some thousand films of a few seconds; the oldest are removed for new ones."""
+PARTIAL_BYTES = 256 << 20
+"""Size for some 30 million tokens of completions in progress; the oldest are removed for new ones."""
+PARTIAL_S = 3600
+"""Age limit of a completion in progress (seconds); an unfinished ticket is redelivered within seconds."""
 DUPLICATES_S = 300
 """Window of message ids that a stream remembers (seconds); longer than any publish retries."""
 ATOMIC_SINCE = (2, 12, 1)
@@ -69,9 +74,10 @@ def max_bytes(*, experience_bytes: int, stream_bytes: int, ledger_bytes: int | N
     sizes |= {
         subjects.EXPERIENCE: experience_bytes,
         subjects.LEDGER: stream_bytes if ledger_bytes is None else ledger_bytes,
-        subjects.SNAPSHOTS: min(SNAPSHOT_BYTES, stream_bytes // 2),  # these three together: at most stream_bytes
+        subjects.SNAPSHOTS: min(SNAPSHOT_BYTES, stream_bytes // 4),  # these four together: at most stream_bytes
         subjects.AUDIT: min(AUDIT_BYTES, stream_bytes // 4),
         subjects.VIDEOS: min(VIDEO_BYTES, stream_bytes // 4),
+        subjects.PARTIAL: min(PARTIAL_BYTES, stream_bytes // 4),
     }
     return sizes | {f"KV_{bucket}": min(BUCKET_BYTES, stream_bytes) for bucket in BUCKETS}
 
@@ -104,6 +110,7 @@ async def ensure(
             | (_kept(live_keep_s) if live_keep_s is not None and name in LIVE else {})
             | (_append_only(audit_keep_s) if name == subjects.AUDIT else {})
             | ({"discard": "old"} if name == subjects.VIDEOS else {})
+            | (_newest_only(PARTIAL_S) if name == subjects.PARTIAL else {})
         )
     for bucket in BUCKETS:
         configs.append(
@@ -203,6 +210,11 @@ def _append_only(keep_s: float | None) -> dict[str, Any]:
     irreversible."""
     fixed = {"discard": "old", "deny_delete": True, "deny_purge": True}
     return fixed | (_kept(keep_s) if keep_s is not None else {})
+
+
+def _newest_only(keep_s: float) -> dict[str, Any]:
+    """Return settings of a cache: one message per subject, and the oldest are removed for new ones."""
+    return {"discard": "old", "max_msgs_per_subject": 1, **_kept(keep_s)}
 
 
 def _short_lived(bucket: str) -> dict[str, Any]:

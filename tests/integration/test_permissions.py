@@ -69,7 +69,12 @@ async def test_each_role_stores_only_what_is_its_own(users: dict[str, Bus]) -> N
             "$KV.jobs.j",
             subjects.audit("k", "j"),
         },
-        "rollout": {subjects.raw("j"), subjects.experience("j"), subjects.interaction("j", "i")},
+        "rollout": {
+            subjects.raw("j"),
+            subjects.experience("j"),
+            subjects.interaction("j", "i"),
+            subjects.partial("j", "train:0.0", 0),
+        },
         "env": set(),
         "reward": {subjects.experience("j")},
         "trainer": {"$KV.manifests.j", "$KV.leases.trainer.j"},
@@ -102,6 +107,21 @@ async def test_a_worker_cannot_read_keys_or_what_people_said(users: dict[str, Bu
 
     wanted = [("KV_keys", "$KV.keys.>"), (subjects.FEEDBACK, subjects.feedback("j"))]
     assert all(await asyncio.gather(*(read(role, *one) for role in WORKERS for one in wanted)))
+
+
+async def test_only_rollout_workers_read_completions_in_progress(users: dict[str, Bus]) -> None:
+    subject = subjects.partial("j", "train:0.0", 1)
+    await users["rollout"].publish(subject, b"tokens")
+
+    async def reads(role: str) -> bool:
+        try:
+            async with asyncio.timeout(QUICK_S if role != "rollout" else 30):
+                found = await users[role].last(subjects.PARTIAL, subject)
+        except (Unavailable, TimeoutError):
+            return False
+        return found is not None and found.data == b"tokens"
+
+    assert [role for role in WORKERS if await reads(role)] == ["rollout"]
 
 
 async def test_answers_reach_their_own_role_alone(users: dict[str, Bus]) -> None:

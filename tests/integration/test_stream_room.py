@@ -21,7 +21,15 @@ from penstock.shared.protocol import subjects
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.jetstream import call
 from penstock.shared.transport.server import NatsServer
-from penstock.shared.transport.streams import AUDIT_BYTES, BUCKET_BYTES, BUCKETS, SNAPSHOT_BYTES, STREAMS, VIDEO_BYTES
+from penstock.shared.transport.streams import (
+    AUDIT_BYTES,
+    BUCKET_BYTES,
+    BUCKETS,
+    PARTIAL_BYTES,
+    SNAPSHOT_BYTES,
+    STREAMS,
+    VIDEO_BYTES,
+)
 
 GIB, MIB = 1 << 30, 1 << 20
 SMALL = StreamSizes(8 * MIB, 4 * MIB)
@@ -56,8 +64,8 @@ async def ensure(bus: Bus, sizes: StreamSizes) -> None:
 def test_the_sum_counts_every_stream_and_bucket() -> None:
     defaults = ServiceSettings.model_fields
     assert LARGEST.stream_bytes == defaults["stream_bytes"].default == GIB
-    others = len(STREAMS) - 4  # without EXPERIENCE, SNAPSHOTS, AUDIT and VIDEOS
-    rest = SNAPSHOT_BYTES + AUDIT_BYTES + VIDEO_BYTES + len(BUCKETS) * BUCKET_BYTES
+    others = len(STREAMS) - 5  # without EXPERIENCE, SNAPSHOTS, AUDIT, VIDEOS and PARTIAL
+    rest = SNAPSHOT_BYTES + AUDIT_BYTES + VIDEO_BYTES + PARTIAL_BYTES + len(BUCKETS) * BUCKET_BYTES
     assert LARGEST.reserved_bytes == LARGEST.experience_bytes + others * GIB + rest
     assert SMALLEST.reserved_bytes == 256 * MIB + (others + 1 + len(BUCKETS)) * 64 * MIB
 

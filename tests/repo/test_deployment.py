@@ -21,7 +21,15 @@ from penstock.shared.config import ServiceSettings
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.jobs.needs import OPTIONAL, needs
 from penstock.shared.protocol.permissions import ROLES
-from penstock.shared.transport.streams import AUDIT_BYTES, BUCKET_BYTES, BUCKETS, SNAPSHOT_BYTES, VIDEO_BYTES, max_bytes
+from penstock.shared.transport.streams import (
+    AUDIT_BYTES,
+    BUCKET_BYTES,
+    BUCKETS,
+    PARTIAL_BYTES,
+    SNAPSHOT_BYTES,
+    VIDEO_BYTES,
+    max_bytes,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if path.is_dir() and path.name != "__pycache__")
@@ -139,13 +147,13 @@ def test_the_bus_has_room_for_all_streams() -> None:
     told = re.search(
         r"PENSTOCK_EXPERIENCE_BYTES \+ PENSTOCK_LEDGER_BYTES .*\n +# \+ (\d+) x PENSTOCK_STREAM_BYTES \+ (\d+) MiB of "
         r"snapshots \+ (\d+) MiB of the audit log \+ (\d+) MiB of videos\n +# "
-        r"\+ (\d+) buckets x (\d+) MiB = ([\d,]+) MiB by",
+        r"\+ (\d+) MiB of completions in progress \+ (\d+) buckets x (\d+) MiB = ([\d,]+) MiB by",
         conf,
     )
     assert told is not None
     assert [int(number.replace(",", "")) << 20 for number in told.groups()] == [
         sum(size == stream_bytes for size in sizes.values()) - 1 << 20, SNAPSHOT_BYTES, AUDIT_BYTES, VIDEO_BYTES,
-        len(BUCKETS) << 20, BUCKET_BYTES, sum(sizes.values()),
+        PARTIAL_BYTES, len(BUCKETS) << 20, BUCKET_BYTES, sum(sizes.values()),
     ]  # fmt: skip
     assert f"{sum(sizes.values()) >> 20:,} MiB by default" in (ROOT / "docs/operations.md").read_text(encoding="utf-8")
     store = re.search(r"max_file_store: (\d+)GB", conf)

@@ -29,6 +29,7 @@ STREAMS: tuple[tuple[str, Callable[[str], str]], ...] = (
     (subjects.TICKETS, subjects.tickets),
     (subjects.RAW, subjects.raw),
     (subjects.VIDEOS, subjects.videos),
+    (subjects.PARTIAL, subjects.partials),
     (subjects.DEAD, subjects.dead),
     (subjects.LEDGER, subjects.ledger),
 )

@@ -48,8 +48,9 @@ FOLDERS = ("checkpoints", "code", "files", "ledgers", "tracking")
 """Folders of the data directory that are copied; the rest is the bus itself, caches, and logs."""
 RESTORED = "restored"
 """Folder of a restored data directory for jobs' data from outside of the old one."""
-DERIVED = frozenset({subjects.TICKETS, subjects.RAW})
-"""Work queues, which are not stored: a leader requests again everything in flight in its ledger."""
+DERIVED = frozenset({subjects.TICKETS, subjects.RAW, subjects.PARTIAL})
+"""Work queues and work in progress, which are not stored: a leader requests again everything in flight in its
+ledger."""
 KV = "KV_"
 LATE = frozenset({f"{KV}{subjects.LEASES}"})
 """Read after the marks, so that no epoch in the ledger is above that of the lease."""

@@ -1,0 +1,188 @@
+"""Completions in progress in the stream PARTIAL: after the death or the drain of their worker another one goes on.
+
+A worker writes the completions of groups that run long, and those of all its groups when it leaves. Only a ticket that
+was delivered before makes a worker read them, so short groups cost nothing. A record that nobody reads ages: it is
+harmless, because the draw of a published group is never requested again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import chain
+
+from penstock.services.rollout.commit_rule import Attempt, CommitRule
+from penstock.services.rollout.engines import Engine
+from penstock.services.rollout.tickets import HandedOver, Versions
+from penstock.shared.config.jobs.job import JobConfig
+from penstock.shared.config.jobs.kinds import TextJob
+from penstock.shared.errors import PenstockError, ProtocolError, Unavailable
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.codec import MAX_INLINE_BYTES
+from penstock.shared.protocol.generation import Sample
+from penstock.shared.protocol.partial import decode_partial, encode_partial
+from penstock.shared.protocol.trajectory import Group
+from penstock.shared.runtime import metrics
+from penstock.shared.runtime.tasks import together
+from penstock.shared.transport.bus import Bus, Outgoing
+
+__all__ = ["GRACE_S", "PartialGroups"]
+
+logger = logging.getLogger(__name__)
+
+GRACE_S = 4.0
+"""Seconds for which a leaving worker lets groups end; with the rest of a drain less than the 10 s that Docker waits."""
+PUBLISH_S = 3.0
+"""Time limit of one save, in seconds."""
+AT_ONCE = 256
+"""Completions of one atomic publish."""
+CONTINUED = metrics.counter("rollout_continued_tokens", "Tokens of other workers' completions that went on here.")
+
+
+class PartialGroups:
+    """Saves the training groups in progress of one job on one worker, and goes on with those of other workers.
+
+    Args:
+        rule: has the groups in progress.
+        policy: versions that the worker serves.
+    """
+
+    def __init__(
+        self, bus: Bus, job: str, config: JobConfig, *, engine: Engine, rule: CommitRule, policy: Versions
+    ) -> None:
+        self._bus, self._job, self._config = bus, job, config
+        self._engine, self._rule, self._policy = engine, rule, policy
+        self._of: dict[Attempt, tuple[str, str]] = {}
+        """Key and recipe of each group in progress."""
+        self._is_leaving = False
+        self.continued_tokens = 0
+        """Number of tokens taken over from other workers since the start."""
+
+    @staticmethod
+    def is_possible(config: TextJob) -> bool:
+        """Return True if groups of the job can move: training groups of plain completions.
+
+        Tools of an episode may have acted already, and the experts of a prefix are known where it was generated.
+        """
+        if not isinstance(config, JobConfig) or not config.rollout.checkpoint_s:
+            return False
+        return config.environment is None and not config.model.replay_bytes_per_token
+
+    async def make(
+        self, key: str, recipe: str, generate: Callable[[Attempt], Awaitable[Group]], *, repeated: bool, oldest: int
+    ) -> Group:
+        """Generate a group by ``CommitRule.make``, from the completions of another worker if there are any.
+
+        Args:
+            key: key of the ticket. recipe: see ``GroupMaker.recipe``.
+            repeated: True if another worker may have begun the ticket.
+            oldest: oldest version that the ticket accepts.
+
+        Raises:
+            HandedOver: this worker leaves; the tokens of the group are saved.
+        """
+        found = await self._read(key, recipe) if repeated else {}
+
+        async def begin(attempt: Attempt) -> Group:
+            if self._is_leaving:
+                raise HandedOver("this worker leaves")
+            attempt.begun = {place: sample for place, sample in found.items() if self._accepts(sample, oldest)}
+            self._count(key, attempt.begun)
+            self._of[attempt] = key, recipe
+            try:
+                group = await generate(attempt)
+                if attempt.handed_over and any(sample.finish == "abort" for sample in attempt.ended.values()):
+                    await self.save([attempt])
+                    num_tokens = sum(len(sample.token_ids) for sample in attempt.ended.values())
+                    raise HandedOver(f"another worker goes on with its {num_tokens} tokens")
+            finally:
+                del self._of[attempt]
+            return group
+
+        return await self._rule.make(key, begin)
+
+    async def run(self) -> None:
+        """Save the groups that have been running for ``rollout.checkpoint_s``, again and again, until cancelled."""
+        every_s = self._config.rollout.checkpoint_s
+        while True:
+            await asyncio.sleep(every_s / 4)
+            now = time.monotonic()
+            due = [attempt for attempt in self._of if attempt.requests and now - attempt.saved_at >= every_s]
+            if due:
+                await self.save(due)
+
+    async def hand_over(self) -> None:
+        """End the groups in progress at a token boundary: ``make`` saves them and raises HandedOver."""
+        self._is_leaving = True
+        leaving = [attempt for attempt in self._of if attempt.requests]
+        for attempt in leaving:
+            attempt.handed_over = True
+        if leaving:
+            await self._engine.abort(set(chain.from_iterable(attempt.requests for attempt in leaving)))
+
+    async def save(self, attempts: Sequence[Attempt]) -> None:
+        """Write the completions of these groups, except those that are stored as they ended; a failure is logged."""
+        try:
+            running = set(chain.from_iterable(attempt.requests for attempt in attempts))
+            written = await self._engine.written(running) if running else {}
+            messages = [message for attempt in attempts for message in self._messages(attempt, written)]
+            ended = [(attempt, set(attempt.ended)) for attempt in attempts]
+            for start in range(0, len(messages), AT_ONCE):
+                await self._bus.publish_many(messages[start : start + AT_ONCE], deadline_s=PUBLISH_S)
+        except PenstockError as error:
+            logger.warning("completions in progress of %s are not saved: %s", self._job, error)
+            return
+        finally:
+            for attempt in attempts:
+                attempt.saved_at = time.monotonic()
+        for attempt, places in ended:
+            attempt.saved |= places
+
+    def _messages(self, attempt: Attempt, written: Mapping[str, Sample]) -> list[Outgoing]:
+        key, recipe = self._of[attempt]
+        now = {place: sample for place, sample in attempt.ended.items() if place not in attempt.saved}
+        now |= {place: written[name] for name, place in attempt.requests.items() if name in written}
+        messages = []
+        for place, sample in now.items():
+            data = encode_partial(sample, recipe)
+            if len(data) > MAX_INLINE_BYTES:
+                logger.warning("a completion of ticket %s is not saved: %d tokens", key, len(sample.token_ids))
+            elif sample.token_ids:
+                messages.append(Outgoing(subjects.partial(self._job, key, place), data))
+        return messages
+
+    async def _read(self, key: str, recipe: str) -> dict[int, Sample]:
+        """Return the saved completions of a ticket by place; those that cannot be read or have another recipe are
+        left out."""
+        names = [subjects.partial(self._job, key, place) for place in range(self._config.completions_per_group)]
+        try:
+            messages = await together(self._bus.last(subjects.PARTIAL, name) for name in names)
+        except Unavailable as error:
+            logger.warning("ticket %s begins anew: %s", key, error)
+            return {}
+        found = {}
+        for place, message in enumerate(messages):
+            if message is None:
+                continue
+            try:
+                found[place] = decode_partial(message.data, recipe)
+            except ProtocolError as error:
+                logger.warning("completion %d of ticket %s begins anew: %s", place, key, error)
+        return found
+
+    def _accepts(self, sample: Sample, oldest: int) -> bool:
+        """Return True if the gate would take the tokens of another worker now, and the job's rule for updates does."""
+        versions, serving = {span.version for span in sample.spans}, self._policy.version
+        if self._config.rollout.on_update == "restart":
+            return versions == {serving}
+        return min(versions) >= max(oldest, serving - self._config.train.max_lag)
+
+    def _count(self, key: str, begun: Mapping[int, Sample]) -> None:
+        if not begun:
+            return
+        num_tokens = sum(len(sample.token_ids) for sample in begun.values())
+        self.continued_tokens += num_tokens
+        CONTINUED.inc(num_tokens)
+        logger.info("ticket %s goes on with %d tokens of %d completions", key, num_tokens, len(begun))
