@@ -127,8 +127,9 @@ class PartialGroups:
         try:
             running = set(chain.from_iterable(attempt.requests for attempt in attempts))
             written = await self._engine.written(running) if running else {}
-            messages = [message for attempt in attempts for message in self._messages(attempt, written)]
-            ended = [(attempt, set(attempt.ended)) for attempt in attempts]
+            left = [attempt for attempt in attempts if attempt in self._of]  # others were published meanwhile
+            messages = [message for attempt in left for message in self._messages(attempt, written)]
+            ended = [(attempt, set(attempt.ended)) for attempt in left]
             for start in range(0, len(messages), AT_ONCE):
                 await self._bus.publish_many(messages[start : start + AT_ONCE], deadline_s=PUBLISH_S)
         except PenstockError as error:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from typing import Any
 
 import pytest
 
+from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import BatchSealed, Dropped
+from penstock.shared.protocol.frame import decode_frame
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -85,3 +89,54 @@ def test_a_worker_that_joins_and_leaves_costs_seconds_and_no_group(stack: Any) -
     stack.check_books(job)
     assert not [event for event in stack.ledger(job) if isinstance(event, Dropped)]
     assert begun <= sealed().keys()
+
+
+LONG = (
+    "model.config.max_position_embeddings=2048", "sampling.max_new_tokens=1500", "sampling.ignore_eos=true",
+    "rollout.checkpoint_s=0.1", "placement.max_running=8", "limits.byte_budget=33554432", "train.draw_timeout_s=300",
+    "train.max_lag=4", "train.max_updates=2",
+)  # fmt: skip
+"""Completions that take seconds, so that a worker is stopped in the middle of them."""
+
+
+def saved(stack: Any, job: str, draw: str) -> dict[int, list[int]]:
+    """Tokens of the completions in progress of a draw, by place."""
+    subject = subjects.partial(job, f"train:{draw}", 0).rpartition(".")[0] + ".*"
+    messages = stack.on_bus(lambda bus: bus.read(subjects.PARTIAL, subject))
+    return {int(one.subject.rpartition(".")[2]): decode_frame(one.data)["token_ids"].tolist() for one in messages}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_another_worker_goes_on_with_the_tokens_of_one_that_stops(
+    stack: Any, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
+) -> None:
+    monkeypatch.setenv("PENSTOCK_DRAIN_S", "2")  # of the second worker, which lets groups end for half a second
+
+    def row(worker: str) -> dict[str, Any]:
+        return next((row for row in stack.client.workers(job) if row["worker"] == worker), {})
+
+    def in_progress() -> dict[str, dict[int, list[int]]]:
+        """Draws of the second worker of which each completion was saved, and has some way to go."""
+        found = {draw: saved(stack, job, draw) for draw in row(SECOND).get("holds", [])}
+        return {draw: begun for draw, begun in found.items() if len(begun) == 4 and max(map(len, begun.values())) < 400}
+
+    with stack.attached("penstock.services.rollout", SECOND) as second:
+        job = stack.submit(*LONG)
+        begun = stack.until(in_progress, "completions in progress of the second worker", 90)
+        os.kill(second.pid, how)
+        assert second.wait(20) == (0 if how == signal.SIGTERM else -how), stack.log(SECOND)[-2000:]
+    assert stack.finish(job, 240).status.step == 2
+    stack.check_books(job)
+    groups = {str(group.draw): group for group in stack.groups(job).values()}
+    moved = [draw for draw in begun if groups[draw].meta["worker"] == "rollout-0"]
+    assert moved, "it ended all its groups"
+    for draw in moved:
+        group = groups[draw]
+        assert group.lengths.tolist() == [1500] * 4
+        for place, tokens in begun[draw].items():
+            start = int(group.cu_seqlens[place])
+            assert group.token_ids[start : start + len(tokens)].tolist() == tokens
+    assert f"train:{moved[0]} goes on with" in stack.log("rollout-0")
+    assert row("rollout-0").get("continued_tokens", 1) > 0

@@ -166,7 +166,7 @@ class Bench:
         return {int(name.rpartition(".")[2]): decode_partial(data, RECIPE) for name, data in self.stream.data.items()}
 
     async def begun(self, *, repeated: bool = True, oldest: int = 3) -> dict[int, Sample]:
-        """What the next generation of the ticket begins with."""
+        """Completions with which the next generation of the ticket begins."""
         found: dict[int, Sample] = {}
 
         async def generate(attempt: Attempt) -> Group:
@@ -297,6 +297,23 @@ async def test_a_group_that_runs_long_is_saved_and_its_ended_completions_once() 
     saving.cancel()
     running.ended.set()
     await running.task
+
+
+async def test_a_group_that_ends_while_it_is_saved_is_left_out() -> None:
+    bench = Bench()
+    running = Running(bench)
+    attempt = await running.begin()
+    bench.engine.samples = {"r0": sample(5)}
+    written = bench.engine.written
+
+    async def slowly(request_ids: set[str]) -> dict[str, Sample]:
+        running.ended.set()
+        await running.task
+        return await written(request_ids)
+
+    bench.engine.written = slowly  # type: ignore[method-assign]
+    await bench.partial.save([attempt])
+    assert not bench.stream.data
 
 
 async def test_a_full_stream_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,11 +14,11 @@ from penstock.shared.protocol.generation import GenRequest, Sample, Span, Token
 LETTERS = "0123456789+-*/=?,.: abcdefghijklmnopqrstuvwxyz()%$"
 """Text of the tokens from 4 on."""
 PROMPT = (20, 30, 40)
-"""Its greedy completion does not repeat one token."""
+"""A prompt whose greedy completion does not repeat one token."""
 
 
 def exact(bench: Any) -> bool:
-    """Whether the random numbers depend on the index in the whole completion; a server counts from its prompt."""
+    """True if the random numbers depend on the index in the whole completion; a server counts from its prompt."""
     return bench.engine.caps.staging != "reference"
 
 

@@ -224,6 +224,8 @@ class EmbeddedEngine:
 
     async def written(self, request_ids: Collection[str]) -> dict[str, Sample]:
         """Return the tokens so far of requests; see ``Engine.written``."""
+        if self._failure is not None:
+            raise self._unavailable()
         names = {serial: self._requests.name_of(serial) for serial in self._requests.chosen(request_ids)}
         if not names:
             return {}
