@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.services.rollout.commit_rule import Attempt, CommitRule
-from penstock.services.rollout.engines.requests import check_request
+from penstock.services.rollout.engines.requests import check_request, rest_of
 from penstock.services.rollout.partial import PartialGroups
 from penstock.services.rollout.tickets import HandedOver
 from penstock.shared.config.jobs.job import JobConfig
@@ -84,6 +84,17 @@ def test_a_damaged_record_is_refused(change: dict[str, Any], reason: str) -> Non
             decode_partial(b"".join(encode_frame({k: v for k, v in tree.items() if k != part})), RECIPE)
     with pytest.raises(ProtocolError):
         decode_partial(b"nonsense", RECIPE)
+
+
+def test_a_server_gets_the_rest_of_the_limits_and_another_seed() -> None:
+    sampling = Sampling(max_new_tokens=8, min_new_tokens=3, seed=1)
+    request = GenRequest(request_id="a", prompt_ids=PROMPT, sampling=sampling)
+    assert rest_of(request) is request
+    rests = [rest_of(replace(request, begun=sample(*versions))) for versions in [(3,), (3, 4)]]
+    assert [(one.sampling.max_new_tokens, one.sampling.min_new_tokens) for one in rests] == [(6, 1), (4, 0)]
+    assert len({sampling.seed, *(one.sampling.seed for one in rests)}) == 3, "random numbers are not repeated"
+    assert rest_of(replace(request, begun=sample(3, 4))) == rests[1]
+    assert rests[0].input_ids == [5, 6, 7, 8]
 
 
 def test_a_constrained_answer_has_no_beginning() -> None:
