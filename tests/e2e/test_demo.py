@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,19 @@ def test_a_goal_that_is_missed_is_told(tmp_path: Path) -> None:
 
 
 def test_a_served_policy_learns_from_its_users(tmp_path: Path) -> None:
-    found, told = demo("online", "--set", "seed=0", "--limit-s", str(LIMIT_S - 60), directory=tmp_path)
+    check_online(tmp_path)
+
+
+@pytest.mark.vllm
+def test_a_policy_that_vllm_serves_learns_from_its_users(tmp_path: Path, python_with: Callable[[str], Path]) -> None:
+    assert python_with("vllm").is_file()
+    changes = ("rollout.engine=vllm", "model.config.num_heads=2", "model.config.num_kv_heads=1")
+    check_online(tmp_path, *(word for change in changes for word in ("--set", change)))
+
+
+def check_online(directory: Path, *words: str) -> None:
+    """Run the online demo with these words on its command line: it learns, and its books hold."""
+    found, told = demo("online", "--set", "seed=0", "--limit-s", str(LIMIT_S - 60), *words, directory=directory)
     accepted = found["accepted"]
     assert accepted["first"] <= accepted["start"] == 0.35
     assert accepted["last"] >= accepted["goal"] == 0.8
