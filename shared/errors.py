@@ -16,6 +16,7 @@
     ├── Fenced                          a writer with a higher epoch took over: step down, write nothing
     ├── Conflict                        the state does not allow it (HTTP 409)
     ├── NotFound (KeyError)             no such job, message or checkpoint
+    ├── Unsupported                     this simulator does not offer the operation
     ├── WeightsError                    a weight transfer failed; the engine keeps its old version
     ├── CheckpointError                 a checkpoint is missing, partial or does not match
     ├── ArchiveError                    a segment of an archived ledger is missing or was changed
@@ -48,6 +49,7 @@ __all__ = [
     "StreamFull",
     "ToolError",
     "Unavailable",
+    "Unsupported",
     "WeightsError",
 ]
 
@@ -109,6 +111,10 @@ class NotFound(PenstockError, KeyError):  # noqa: N818
 
     def __str__(self) -> str:  # KeyError would print the repr
         return str(self.args[0]) if self.args else ""
+
+
+class Unsupported(PenstockError):  # noqa: N818
+    """The simulator does not offer the operation."""
 
 
 class WeightsError(PenstockError):

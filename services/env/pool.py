@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.services.env.simulators import Chunk, Simulator
-from penstock.shared.errors import Conflict, ProtocolError
+from penstock.services.env.simulators import Chunk, Simulator, Started
+from penstock.shared.errors import Conflict, ProtocolError, Unsupported
 from penstock.shared.protocol.embodied.environment import (
     FilmReply,
     FilmRequest,
     ResetReply,
     ResetRequest,
+    RestoreRequest,
+    SnapshotReply,
+    SnapshotRequest,
     StepReply,
     StepRequest,
 )
 
 __all__ = ["EnvPool"]
+
+BOOK = struct.Struct("<4sqdi?")
+"""Header of a snapshot: format, state id, return, length and success of the episode so far; the simulator's follows."""
+FORMAT = b"PSN1"
 
 
 class EnvPool:
@@ -50,18 +58,7 @@ class EnvPool:
         if request.state_ids.shape != env_ids.shape or (request.state_ids < 0).any():
             raise ProtocolError("state_ids: one number from 0 per environment is needed")
         started = self._simulator.reset(env_ids, request.state_ids)
-        lost = _mask(started.lost, len(env_ids))
-        self._begin(env_ids[~lost], request.state_ids[~lost])
-        self._lose(env_ids[lost])
-        return ResetReply(
-            seq=request.seq,
-            observations=started.observations,
-            episode_ids=self._episode_ids_B[env_ids],
-            state_hashes=started.state_hashes,
-            tasks=started.tasks,
-            lost=lost,
-            reasons=[started.lost.get(i, "") for i in range(len(env_ids))],
-        )
+        return self._started(request.seq, env_ids, request.state_ids, started)
 
     def step(self, request: StepRequest) -> StepReply:
         """Execute a chunk of actions. An environment stops at the first end of its episode.
@@ -82,11 +79,80 @@ class EnvPool:
             reply.next_episode_ids[:] = self._episode_ids_B[env_ids]
         return reply
 
+    def snapshot(self, request: SnapshotRequest) -> SnapshotReply:
+        """Store running episodes, which continue.
+
+        Raises:
+            Unsupported: the simulator has no snapshots.
+            ProtocolError: the ids do not fit.
+            Conflict: an episode has ended and was not reset.
+        """
+        self._check_snapshots()
+        env_ids = self._checked_ids(request.env_ids)
+        self._check_running(env_ids)
+        stored = self._simulator.snapshot(env_ids)
+        lost = _mask(stored.lost, len(env_ids))
+        books = [
+            BOOK.pack(FORMAT, self._state_ids_B[e], self._returns_B[e], self._lengths_B[e], self._succeeded_B[e])
+            for e in env_ids.tolist()
+        ]
+        found = [b"" if gone else book + data for gone, book, data in zip(lost, books, stored.snapshots, strict=True)]
+        self._lose(env_ids[lost])
+        return SnapshotReply(
+            seq=request.seq,
+            snapshots=np.frombuffer(b"".join(found), np.uint8),
+            sizes=np.asarray([len(data) for data in found], np.int64),
+            lost=lost,
+            reasons=[stored.lost.get(i, "") for i in range(len(env_ids))],
+        )
+
+    def restore(self, request: RestoreRequest) -> ResetReply:
+        """Continue stored episodes as new ones; running episodes of these environments are abandoned.
+
+        Raises:
+            Unsupported: the simulator has no snapshots.
+            ProtocolError: the ids do not fit, or a snapshot does not; in the second case the environments must be
+                reset.
+        """
+        self._check_snapshots()
+        env_ids = self._checked_ids(request.env_ids)
+        sizes, ends = request.sizes, np.cumsum(request.sizes)
+        if sizes.shape != env_ids.shape or (sizes < BOOK.size).any() or ends[-1] != request.snapshots.size:
+            raise ProtocolError("sizes: the length of one snapshot per environment is needed")
+        parts = [part.tobytes() for part in np.split(request.snapshots, ends[:-1])]
+        books = [BOOK.unpack_from(part) for part in parts]
+        if any(book[0] != FORMAT for book in books):
+            raise ProtocolError("snapshots: this is none, or one of another version")
+        self._running_B[env_ids] = False
+        started = self._simulator.restore(env_ids, [part[BOOK.size :] for part in parts])
+        reply = self._started(request.seq, env_ids, np.asarray([book[1] for book in books], np.int64), started)
+        kept = np.flatnonzero(~reply.lost)
+        for columns, place in ((self._returns_B, 2), (self._lengths_B, 3), (self._succeeded_B, 4)):
+            columns[env_ids[kept]] = [books[i][place] for i in kept.tolist()]
+        return reply
+
     def film(self, request: FilmRequest) -> FilmReply:
         """Return the video of an environment's newest episode. Raises ProtocolError if there is no such environment."""
         self._checked_ids(np.array([request.env_id], np.int32))
         data, reason = self._simulator.film(request.env_id)
         return FilmReply(seq=request.seq, film=np.frombuffer(data, np.uint8), reasons=[reason] if reason else [])
+
+    def _started(
+        self, seq: int, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64], started: Started
+    ) -> ResetReply:
+        """Begin or lose the episodes that the simulator began or lost."""
+        lost = _mask(started.lost, len(env_ids))
+        self._begin(env_ids[~lost], state_ids[~lost])
+        self._lose(env_ids[lost])
+        return ResetReply(
+            seq=seq,
+            observations=started.observations,
+            episode_ids=self._episode_ids_B[env_ids],
+            state_hashes=started.state_hashes,
+            tasks=started.tasks,
+            lost=lost,
+            reasons=[started.lost.get(i, "") for i in range(len(env_ids))],
+        )
 
     def _book(self, seq: int, env_ids: NDArray[np.int32], chunk: Chunk) -> StepReply:
         """Record the results of a chunk. The next episodes are not begun yet."""
@@ -166,6 +232,11 @@ class EnvPool:
         elif actions.min() < 0 or actions.max() >= spec.num_actions:
             raise ProtocolError(f"{spec.env_id}: actions must lie in 0..{spec.num_actions - 1}")
         return actions
+
+    def _check_snapshots(self) -> None:
+        spec = self._simulator.spec
+        if not spec.has_snapshots:
+            raise Unsupported(f"'{spec.env_id}' of {spec.backend} has no snapshots")
 
     def _check_running(self, env_ids: NDArray[np.int32]) -> None:
         over = env_ids[~self._running_B[env_ids]]

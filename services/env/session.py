@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar, get_args
 
 import numpy as np
 
@@ -24,6 +24,8 @@ from penstock.shared.protocol.embodied.environment import (
     KeepRequest,
     OpenEnv,
     ResetRequest,
+    RestoreRequest,
+    SnapshotRequest,
     StepRequest,
     decode_env,
     encode_env,
@@ -40,6 +42,10 @@ REST_BYTES = 1 << 16
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+Numbered = ResetRequest | StepRequest | FilmRequest | SnapshotRequest | RestoreRequest
+"""Requests that are executed once and in order."""
+NUMBERED = get_args(Numbered)
 
 STEP_SECONDS = metrics.histogram("env_request_seconds", "Answering one reset or step request.")
 STEPS = metrics.counter("env_steps", "Actions executed, over all environments.")
@@ -96,19 +102,20 @@ class EnvSession:
         Raises:
             ProtocolError: the request cannot be read or does not fit the environments.
             Conflict: the request is out of order, or steps an episode that has ended.
+            Unsupported: the simulator has no snapshots.
         """
         started = time.perf_counter()
         async with self._lock:
             self._used = time.monotonic()
             if not is_frame(data):
                 data = await self._in_thread(self._fetch, data)
-            body = decode_env(data, ResetRequest, StepRequest, FilmRequest, CloseRequest, KeepRequest)
+            body = decode_env(data, *NUMBERED, CloseRequest, KeepRequest)
             if isinstance(body, CloseRequest):
                 self.closed.set()
                 return encode_env(body)
             if isinstance(body, KeepRequest):
                 return encode_env(body)
-            assert isinstance(body, ResetRequest | StepRequest | FilmRequest)
+            assert isinstance(body, NUMBERED)
             if body.seq != self._seq:
                 await self._take(body)
             reply = await self._message()
@@ -121,7 +128,7 @@ class EnvSession:
         with self._mail.open(data) as blob:
             return bytes(blob.data)
 
-    async def _take(self, body: ResetRequest | StepRequest | FilmRequest) -> None:
+    async def _take(self, body: Numbered) -> None:
         """Execute the next request, whose arrival means that the client has the previous reply."""
         if body.seq != self._seq + 1:
             raise Conflict(f"request {body.seq} after request {self._seq}: a session answers them in order")
@@ -142,7 +149,7 @@ class EnvSession:
             self._reply.release()
             self._reply = None
 
-    async def _execute(self, body: ResetRequest | StepRequest | FilmRequest) -> list[Buffer]:
+    async def _execute(self, body: Numbered) -> list[Buffer]:
         """Execute one request. An unexpected simulator error ends the session, because its state is then unknown."""
         assert self._pool is not None
         broken = True
@@ -151,6 +158,10 @@ class EnvSession:
                 reply: Body = await self._in_thread(self._pool.reset, body)
             elif isinstance(body, FilmRequest):
                 reply = await self._in_thread(self._pool.film, body)
+            elif isinstance(body, SnapshotRequest):
+                reply = await self._in_thread(self._pool.snapshot, body)
+            elif isinstance(body, RestoreRequest):
+                reply = await self._in_thread(self._pool.restore, body)
             else:
                 reply = result = await self._in_thread(self._pool.step, body)
                 STEPS.inc(int(result.valid.sum()))

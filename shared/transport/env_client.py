@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.shared.errors import Unavailable
 from penstock.shared.protocol import subjects
@@ -21,6 +24,9 @@ from penstock.shared.protocol.embodied.environment import (
     OpenEnv,
     ResetReply,
     ResetRequest,
+    RestoreRequest,
+    SnapshotReply,
+    SnapshotRequest,
     StepReply,
     StepRequest,
     decode_env,
@@ -86,6 +92,34 @@ class EnvClient:
         """
         return await self._ask(request, StepReply, deadline_s)
 
+    async def snapshot(self, env_ids: NDArray[np.int32], *, deadline_s: float = 60.0) -> list[bytes]:
+        """Store the running episodes of ``env_ids`` [n], which continue; return n snapshots for ``restore``.
+
+        Raises:
+            Unsupported: the simulator has none (``spec.has_snapshots``).
+            Unavailable: the simulator lost an episode meanwhile; otherwise as ``step``.
+        """
+        reply = await self._ask(SnapshotRequest(seq=self.seq, env_ids=env_ids), SnapshotReply, deadline_s)
+        if reply.lost.any():
+            reasons = [f"environment {e}: {why}" for e, why in zip(env_ids, reply.reasons, strict=True) if why]
+            raise Unavailable("; ".join(reasons))
+        return [part.tobytes() for part in np.split(reply.snapshots, np.cumsum(reply.sizes)[:-1])]
+
+    async def restore(
+        self, env_ids: NDArray[np.int32], snapshots: Sequence[bytes], *, deadline_s: float = 60.0
+    ) -> ResetReply:
+        """Continue n stored episodes, of this or another session with equal environments, in ``env_ids`` [n].
+
+        The reply has their current observations. Raises Unsupported, or as ``step``.
+        """
+        request = RestoreRequest(
+            seq=self.seq,
+            env_ids=env_ids,
+            snapshots=np.frombuffer(b"".join(snapshots), np.uint8),
+            sizes=np.asarray([len(snapshot) for snapshot in snapshots], np.int64),
+        )
+        return await self._ask(request, ResetReply, deadline_s)
+
     async def film(self, env_id: int, *, deadline_s: float = 60.0) -> tuple[bytes, str]:
         """Return the newest episode of an environment as an MP4 file, and the reason if there is none. Raises as
         ``step``."""
@@ -105,7 +139,10 @@ class EnvClient:
         finally:
             self._release()
 
-    async def _ask(self, body: ResetRequest | StepRequest | FilmRequest, kind: type[B], deadline_s: float) -> B:
+    async def _ask(
+        self, body: ResetRequest | StepRequest | FilmRequest | SnapshotRequest | RestoreRequest, kind: type[B],
+        deadline_s: float,
+    ) -> B:  # fmt: skip
         frame = env_frame(body)
         sent = (
             await asyncio.to_thread(self._mail.pack, frame, job=self._job)

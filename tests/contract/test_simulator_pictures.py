@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.services.env.simulators import describe_simulator, open_simulator
-from penstock.services.env.simulators.child import shrunk
+from penstock.services.env.simulators.camera import shrunk
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol.embodied.environment import ArraySpec, OpenEnv, Picture
 from tests.contract.simulated_envs import FOLDER

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.shared.protocol.embodied.environment import EnvSpec
 
-__all__ = ["Chunk", "Named", "Simulator", "Started"]
+__all__ = ["Chunk", "Named", "Simulator", "Started", "Stored"]
 
 Named = dict[str, NDArray[Any]]
 """Observations by name, each [n, ...]. Valid until the next call of the simulator."""
@@ -30,6 +31,19 @@ class Started:
     observations: Named
     state_hashes: NDArray[np.uint64]
     tasks: list[str]
+    lost: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Stored:
+    """Snapshots of n environments.
+
+    Attributes:
+        snapshots: n snapshots; b"" in rows of ``lost``.
+        lost: reasons why episodes were aborted (the process hung or died), by row of the request.
+    """
+
+    snapshots: list[bytes]
     lost: dict[int, str]
 
 
@@ -81,6 +95,22 @@ class Simulator(Protocol):
 
         The caller has checked that no episode of ``env_ids`` has ended, and that the actions match ``spec``. After an
         episode ends, the environment starts the episode of its ``next_state_ids`` [n]; None: it starts none.
+        """
+
+    def snapshot(self, env_ids: NDArray[np.int32]) -> Stored:
+        """Store the running episodes of ``env_ids`` [n], which continue as if this had not happened.
+
+        Only if ``spec.has_snapshots``. Raises ProtocolError if the environment holds what cannot be stored.
+        """
+
+    def restore(self, env_ids: NDArray[np.int32], snapshots: Sequence[bytes]) -> Started:
+        """Continue stored episodes in ``env_ids`` [n], also those of another session, or of a process that ended.
+
+        Equal actions then give equal observations, rewards, ends and states, bit for bit.
+
+        Raises:
+            ProtocolError: a snapshot is damaged, or of another simulator, task, version or other options. Earlier rows
+                may have been restored.
         """
 
     def film(self, env_id: int) -> tuple[bytes, str]:

@@ -10,17 +10,19 @@ writes them into memory that it shares with the service, by name: ``[B, ...]`` f
 
 An environment that raises an error loses only its own episode: the child creates it again at its next reset.
 
-With ``camera``, imageio-ffmpeg films every episode. With ``picture``, the environments also observe the camera image,
-as ``image``, and films show this observation. Adapters whose simulator has a camera offer ``make_with_camera`` in
-addition to ``make``. The environment that it returns also has ``render()`` and ``frames_per_s``, and may have
-``draw_at(height, width)``, which sets the size of later images.
+With ``camera``, imageio-ffmpeg films every episode (``camera.py``). With ``picture``, the environments also observe
+the camera image, as ``image``, and films show this observation. Adapters whose simulator has a camera offer
+``make_with_camera`` in addition to ``make``. The environment that it returns also has ``render()`` and
+``frames_per_s``, and may have ``draw_at(height, width)``, which sets the size of later images.
+
+A snapshot is a message of this format without the socket: the description of the environment, its current
+observations and the values of its ``snapshot()``. Reading one executes no code, unlike a pickle.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import ctypes.util
 import hashlib
 import importlib.util
 import json
@@ -31,19 +33,19 @@ import signal
 import socket
 import struct
 import sys
-import tempfile
 import traceback
 import warnings
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Channel", "Environment", "Filmable", "Outcome", "Pictured", "SharedObservations", "shrunk"]
+__all__ = ["Channel", "Environment", "Filmable", "Outcome", "Restorable", "SharedObservations", "Values"]
 
+CAMERA = Path(__file__).with_name("camera.py")
 LENGTHS = struct.Struct("<II")
 WORD = 8
 ALIGN = 64
@@ -51,25 +53,15 @@ PR_SET_PDEATHSIG = 1
 MAX_REASON = 2000
 """Maximum characters of an error message to the client; the log has all of it."""
 
-FRAMES_PER_S = 20
-"""Frame rate of films. They skip steps of long episodes, and of simulators with three times this rate or more."""
 CAMERA_NICENESS = 10
 """Niceness of processes that film, so that processes of training run first."""
-MOST_FRAMES = 600
-LAST_FRAMES = 20
-"""Number of frames that repeat the last image at the end of a film."""
-MOST_FILM_BYTES = 4 << 20
-DRAWN = 128
-"""Approximate pixels of the longer side of a render for a smaller ``image``: averaging pixels smooths edges."""
-SHOWN = 256
-"""Approximate pixels of the longer side of a film that shows the observation ``image``."""
-BRIGHTNESS = np.array([299, 587, 114], np.uint32)
-"""Weights of red, green and blue in grey, in thousandths (ITU-R BT.601)."""
-IMAGE = "image"
+
 
 Message = dict[str, Any]
 Outcome = tuple[Mapping[str, NDArray[Any]], float, bool, bool, bool]
 """Observations, reward, terminated, truncated, success of one step."""
+Values = dict[str, Any]
+"""None, bool, int, float, str, NumPy scalars and arrays, and tuples, lists and dicts (with string keys) of them."""
 
 
 class Environment(Protocol):
@@ -77,7 +69,7 @@ class Environment(Protocol):
 
     spec: Message
     """``observations``: name -> (shape, dtype); ``action``: (shape, dtype); ``num_actions`` or None; ``low``, ``high``;
-    ``max_episode_steps`` or None; ``has_success``; ``versions``."""
+    ``max_episode_steps`` or None; ``has_success``; ``versions``; ``snapshots``, true for a ``Restorable`` one."""
     task: str
     """Description of the task, or ''."""
 
@@ -94,8 +86,19 @@ class Environment(Protocol):
         """Free the resources of the environment."""
 
 
-class Filmable(Environment, Protocol):
-    """An environment with a camera."""
+class Restorable(Environment, Protocol):
+    """An environment that continues from a stored state. Its spec has ``snapshots: True``."""
+
+    def snapshot(self) -> Values:
+        """Return everything that determines the rest of the episode. Does not change how the episode goes on."""
+
+    def restore(self, values: Values) -> None:
+        """Continue from the snapshot of another environment with the same id and options: equal actions then give
+        equal observations, rewards and ends, bit for bit."""
+
+
+class Filmable(Restorable, Protocol):
+    """An environment with a camera. It has snapshots only if its spec says so."""
 
     frames_per_s: float
     """Steps per second of simulated time."""
@@ -112,10 +115,7 @@ class Channel:
 
     def send(self, header: Message, *arrays: NDArray[Any]) -> None:
         """Send one message."""
-        plain = [np.ascontiguousarray(array) for array in arrays]
-        head = _padded(json.dumps({**header, "arrays": [[a.dtype.str, a.shape] for a in plain]}).encode())
-        body = b"".join(_padded(array.tobytes()) for array in plain)
-        self.socket.sendall(LENGTHS.pack(len(head), len(body)) + head + body)
+        self.socket.sendall(_encoded(header, arrays))
 
     def receive(self) -> tuple[Message, list[NDArray[Any]]] | None:
         """Read the next message; return None once the other end is closed."""
@@ -124,17 +124,7 @@ class Channel:
             return None
         start, length = LENGTHS.unpack(sizes)
         data = self._exactly(start + length)
-        if data is None:
-            return None
-        header: Message = json.loads(data[:start])
-        arrays = []
-        for name, shape in header.pop("arrays"):
-            dtype = np.dtype(name)
-            count = math.prod(shape)
-            arrays.append(np.frombuffer(data, dtype, count, start).reshape(shape) if count else np.zeros(shape, dtype))
-            start += dtype.itemsize * count
-            start += -start % WORD
-        return header, arrays
+        return None if data is None else _decoded(data, start)
 
     def _exactly(self, size: int) -> bytearray | None:
         data = bytearray(size)
@@ -147,9 +137,80 @@ class Channel:
         return data
 
 
+def _encoded(header: Message, arrays: Sequence[NDArray[Any]]) -> bytes:
+    plain = [np.asarray(array, order="C") for array in arrays]
+    head = _padded(json.dumps({**header, "arrays": [[a.dtype.str, a.shape] for a in plain]}).encode())
+    body = b"".join(_padded(array.tobytes()) for array in plain)
+    return LENGTHS.pack(len(head), len(body)) + head + body
+
+
+def _decoded(data: bytearray, start: int) -> tuple[Message, list[NDArray[Any]]]:
+    """Decode a message whose header takes ``start`` bytes. The arrays alias ``data``."""
+    header: Message = json.loads(data[:start])
+    arrays = []
+    for name, shape in header.pop("arrays"):
+        dtype = np.dtype(name)
+        count = math.prod(shape)
+        arrays.append(np.frombuffer(data, dtype, count, start).reshape(shape) if count else np.zeros(shape, dtype))
+        start += dtype.itemsize * count
+        start += -start % WORD
+    return header, arrays
+
+
 def _padded(data: bytes) -> bytes:
     """Pad with spaces to a multiple of eight bytes, which JSON allows at its end and which aligns the arrays."""
     return data + b" " * (-len(data) % WORD)
+
+
+def pack_values(values: Values) -> bytes:
+    """Encode values. Raises TypeError if they hold something else than ``Values`` allows."""
+    arrays: list[NDArray[Any]] = []
+    return _encoded({"values": _plain(values, arrays)}, arrays)
+
+
+def unpack_values(data: bytes) -> Values:
+    """Decode ``pack_values``. Raises ValueError if the data is something else."""
+    try:
+        start, length = LENGTHS.unpack_from(data)
+        if LENGTHS.size + start + length != len(data):
+            raise ValueError("its length is wrong")
+        header, arrays = _decoded(bytearray(data[LENGTHS.size :]), start)
+        values: Values = _rebuilt(header["values"], arrays)
+    except (struct.error, KeyError, IndexError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        raise ValueError(f"not a snapshot: {error}") from None
+    return values
+
+
+def _plain(node: Any, arrays: list[NDArray[Any]]) -> Any:
+    """Return ``node`` as JSON, with its arrays replaced by their places in ``arrays``, where they are appended."""
+    if isinstance(node, np.ndarray | np.generic):
+        if node.dtype.hasobject:
+            raise TypeError("an array of objects has no place in a snapshot")
+        arrays.append(np.asarray(node))
+        return {"array" if isinstance(node, np.ndarray) else "scalar": len(arrays) - 1}
+    if isinstance(node, dict):
+        return {"dict": {name: _plain(node[name], arrays) for name in sorted(node)}}
+    if isinstance(node, tuple):
+        return {"tuple": [_plain(value, arrays) for value in node]}
+    if isinstance(node, list):
+        return [_plain(value, arrays) for value in node]
+    if node is None or isinstance(node, bool | int | float | str):
+        return node
+    raise TypeError(f"a {type(node).__name__} has no place in a snapshot")
+
+
+def _rebuilt(node: Any, arrays: list[NDArray[Any]]) -> Any:
+    """Inverse of ``_plain``; each array has its own memory."""
+    if isinstance(node, list):
+        return [_rebuilt(value, arrays) for value in node]
+    if not isinstance(node, dict):
+        return node
+    [(kind, inner)] = node.items()
+    if kind == "dict":
+        return {name: _rebuilt(value, arrays) for name, value in inner.items()}
+    if kind == "tuple":
+        return tuple(_rebuilt(value, arrays) for value in inner)
+    return arrays[inner].copy() if kind == "array" else arrays[inner][()]
 
 
 class SharedObservations:
@@ -183,8 +244,9 @@ class SharedObservations:
 class Host:
     """Holds the environments of this process and executes requests on them."""
 
-    def __init__(self, make: Callable[[], Environment], num_envs: int) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], Environment], num_envs: int, about: Message) -> None:
+        """``about``: request for the environments, which distinguishes their snapshots from those of others."""
+        self._make, self._about = make, about
         self._environments: list[Environment | None] = [make() for _ in range(num_envs)]
         first = self._environments[0]
         assert first is not None
@@ -194,8 +256,11 @@ class Host:
         self._shared = SharedObservations(self.descriptor, self.spec["observations"], num_envs)
 
     def handle(self, header: Message, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
-        """Execute one request (``reset``, ``step`` or ``film``) and return the reply."""
-        handlers = {"reset": self._reset, "step": self._step, "film": self._film}
+        """Execute one request and return the reply."""
+        handlers = {
+            "reset": self._reset, "step": self._step, "film": self._film, "snapshot": self._snapshot,
+            "restore": self._restore,
+        }  # fmt: skip
         return handlers[header["kind"]](arrays)
 
     def close(self) -> None:
@@ -257,11 +322,39 @@ class Host:
 
     def _film(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
         """Return the film of the newest episode of one environment."""
-        environment = self._environments[int(arrays[0][0])]
-        if not isinstance(environment, Filmed):
+        film = getattr(self._environments[int(arrays[0][0])], "film", None)
+        if film is None:
             return {"reason": "there is no camera, or the episode was lost"}, [np.zeros(0, np.uint8)]
-        data, reason = environment.film()
-        return {"reason": reason}, [np.frombuffer(data, np.uint8)]
+        data, reason = film()
+        return {"reason": reason[:MAX_REASON]}, [np.frombuffer(data, np.uint8)]
+
+    def _snapshot(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
+        """Return the snapshot of one environment."""
+        env = int(arrays[0][0])
+        environment: Any = self._environments[env]
+        seen = {name: array[env] for name, array in self._shared.current.items()}
+        data = pack_values({"about": self._described(), "seen": seen, "values": environment.snapshot()})
+        return {}, [np.frombuffer(data, np.uint8)]
+
+    def _restore(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
+        """Continue one environment from a snapshot. Raises ValueError if it is one of another environment."""
+        env = int(arrays[0][0])
+        stored = unpack_values(arrays[1].tobytes())
+        if stored.get("about") != self._described():
+            raise ValueError("the snapshot was made with another task, other options or other versions")
+        lost: dict[int, str] = {}
+        hashes, task = np.zeros(1, np.uint64), ""
+        with self._losing(0, env, lost):
+            environment: Any = self._environments[env]
+            if environment is None:
+                environment = self._environments[env] = self._make()
+            environment.restore(stored["values"])
+            self._write(self._shared.current, env, stored["seen"])
+            hashes[0], task = state_hash(environment), environment.task
+        return {"lost": lost, "tasks": [task]}, [hashes]
+
+    def _described(self) -> str:
+        return json.dumps({"request": self._about, "versions": self.spec["versions"]}, sort_keys=True)
 
     def _write(self, where: dict[str, NDArray[Any]], env: int, observations: Mapping[str, NDArray[Any]]) -> None:
         """Copy observations into the shared memory. Raises ValueError if one is not finite."""
@@ -301,206 +394,6 @@ class _Losing:
         return True
 
 
-class Pictured:
-    """Adds the observation ``image`` to an environment: uint8 [height, width, channels], the newest frame last.
-
-    Raises:
-        ValueError: the environment already has an observation of this name.
-    """
-
-    def __init__(self, inner: Filmable, *, height: int, width: int, grey: bool, frames: int) -> None:
-        observed = inner.spec["observations"]
-        if IMAGE in observed:
-            raise ValueError(f"the environment observes an '{IMAGE}' by itself: leave environment.image out")
-        self._inner, self.task, self.frames_per_s = inner, inner.task, inner.frames_per_s
-        self._size, self._grey = (height, width), grey
-        self._frames: deque[NDArray[np.uint8]] = deque(maxlen=frames)
-        self.spec = {**inner.spec, "observations": {
-            **observed, IMAGE: ([height, width, frames * (1 if grey else 3)], "uint8"),
-        }}  # fmt: skip
-        draw_at = getattr(inner, "draw_at", None)
-        if draw_at is not None:
-            times = max(1, DRAWN // max(height, width))
-            draw_at(*(times * side + times * side % 2 for side in (height, width)))
-
-    def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
-        """Begin an episode. Copies of its first frame replace the missing earlier ones."""
-        observations = self._inner.reset(state_id)
-        self.task = self._inner.task
-        self._frames.extend([self._picture()] * (self._frames.maxlen or 1))
-        return self._with_image(observations)
-
-    def step(self, action: Any) -> Outcome:
-        """Execute one action."""
-        observations, reward, terminated, truncated, success = self._inner.step(action)
-        self._frames.append(self._picture())
-        return self._with_image(observations), reward, terminated, truncated, success
-
-    def state(self) -> bytes:
-        """See ``Environment``."""
-        return self._inner.state()
-
-    def render(self) -> NDArray[np.uint8]:
-        """Return the newest frame, enlarged, as [H, W, 3] with even sides."""
-        frame = self._frames[-1]
-        times = max(1, SHOWN // max(self._size) // 2) * 2
-        colours: NDArray[np.uint8] = np.repeat(frame, 3, axis=2) if self._grey else frame
-        return colours.repeat(times, axis=0).repeat(times, axis=1)
-
-    def close(self) -> None:
-        """See ``Environment``."""
-        self._inner.close()
-
-    def _picture(self) -> NDArray[np.uint8]:
-        small = shrunk(self._inner.render(), *self._size)
-        if not self._grey:
-            return small
-        grey: NDArray[np.uint8] = ((small @ BRIGHTNESS + 500) // 1000).astype(np.uint8)[..., None]
-        return grey
-
-    def _with_image(self, observations: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
-        return {**observations, IMAGE: np.concatenate(self._frames, axis=2)}
-
-
-def shrunk(picture: NDArray[np.uint8], height: int, width: int) -> NDArray[np.uint8]:
-    """Downscale an image [H, W, 3] to [height, width, 3]; each pixel is the rounded mean of the pixels it covers.
-
-    Raises:
-        ValueError: the image is smaller than the result.
-    """
-    H, W = picture.shape[:2]
-    if (height, width) == (H, W):
-        return picture.copy()  # a renderer may draw into the same memory again
-    if height > H or width > W:
-        raise ValueError(f"the simulator draws {H} x {W} pixels: environment.image has no room for {height} x {width}")
-    rows, columns = np.arange(height) * H // height, np.arange(width) * W // width
-    sums = np.add.reduceat(np.add.reduceat(picture, rows, axis=0, dtype=np.uint32), columns, axis=1)
-    areas = np.diff(rows, append=H)[:, None, None] * np.diff(columns, append=W)[None, :, None]
-    means: NDArray[np.uint8] = ((sums + areas // 2) // areas).astype(np.uint8)
-    return means
-
-
-class Filmed:
-    """Films the episodes of an environment. A failing camera only affects the film."""
-
-    def __init__(self, inner: Filmable) -> None:
-        self._inner, self.spec, self.task = inner, inner.spec, inner.task
-        longest = (self.spec["max_episode_steps"] or 0) / MOST_FRAMES
-        self._stride = max(1, round(inner.frames_per_s / (2 * FRAMES_PER_S)), math.ceil(longest))
-        self._steps = self._frames = 0
-        self._file: Any = None
-        self._writer: Generator[None, Any, None] | None = None
-        self._last: NDArray[np.uint8] | None = None
-        self._problem = "no episode was begun"
-
-    def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
-        """Begin an episode and its film."""
-        observations = self._inner.reset(state_id)
-        self.task = self._inner.task
-        self._end()
-        self._steps, self._frames, self._problem = 0, 0, ""
-        self._shoot()
-        return observations
-
-    def step(self, action: Any) -> Outcome:
-        """Execute one action."""
-        outcome = self._inner.step(action)
-        self._steps += 1
-        if outcome[2] or outcome[3] or self._steps % self._stride == 0:
-            self._shoot()
-        return outcome
-
-    def state(self) -> bytes:
-        """See ``Environment``."""
-        return self._inner.state()
-
-    def film(self) -> tuple[bytes, str]:
-        """End the film; return it as an MP4 file, and the reason if there is none, or ''."""
-        data = b""
-        if not self._problem:
-            for _ in range(LAST_FRAMES):
-                self._add(self._last)
-        if not self._problem and self._writer is not None:
-            try:
-                self._writer.close()
-                self._writer = None
-                data = Path(self._file.name).read_bytes()
-                if len(data) > MOST_FILM_BYTES:
-                    self._problem = f"the film takes {len(data)} bytes, more than {MOST_FILM_BYTES}"
-            except (Exception, SystemExit) as error:  # the encoder may raise anything
-                self._problem = reason_of(error)
-        problem = self._problem
-        self._end()
-        self._problem = problem or "the film was fetched"
-        return (b"", problem) if problem else (data, "")
-
-    def close(self) -> None:
-        """See ``Environment``."""
-        self._end()
-        self._inner.close()
-
-    def _shoot(self) -> None:
-        """Render the current state and add it to the film; skipped after a failure or beyond MOST_FRAMES."""
-        if self._problem or self._frames >= MOST_FRAMES:
-            return
-        try:
-            self._last = np.ascontiguousarray(self._inner.render())
-        except (Exception, SystemExit) as error:  # a renderer may raise anything
-            traceback.print_exc()
-            self._problem = f"the camera fails: {reason_of(error)}"
-            return
-        self._frames += 1
-        self._add(self._last)
-
-    def _add(self, frame: NDArray[np.uint8] | None) -> None:
-        if self._problem or frame is None:
-            return
-        try:
-            if self._writer is None:
-                self._open(frame)
-            assert self._writer is not None
-            self._writer.send(frame)
-        except (Exception, SystemExit) as error:  # the encoder may raise anything
-            traceback.print_exc()
-            self._problem = reason_of(error)
-
-    def _open(self, frame: NDArray[np.uint8]) -> None:
-        """Start the encoder: H.264 with the index at the front, which browsers can play while it downloads."""
-        try:
-            import imageio_ffmpeg  # type: ignore[import-untyped]
-        except ImportError:
-            raise ValueError("films need imageio-ffmpeg in the simulator's interpreter") from None
-        self._file = tempfile.NamedTemporaryFile(suffix=".mp4")  # noqa: SIM115  the file stays open until it is read
-        self._writer = imageio_ffmpeg.write_frames(
-            self._file.name, (frame.shape[1], frame.shape[0]), fps=FRAMES_PER_S, codec="libx264", macro_block_size=2,
-            quality=None, ffmpeg_log_level="error",
-            output_params=["-crf", "24", "-threads", "1", "-movflags", "+faststart"],
-        )  # fmt: skip
-        self._writer.send(None)
-
-    def _end(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            with contextlib.suppress(Exception):
-                writer.close()
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-        self._file = self._last = None
-
-
-def choose_renderer() -> None:
-    """Set MUJOCO_GL to a renderer of the GPU, or else of the CPU, unless it is set already."""
-    if "MUJOCO_GL" in os.environ:
-        return
-    if Path("/dev/nvidia0").exists() and ctypes.util.find_library("EGL"):
-        os.environ["MUJOCO_GL"] = "egl"
-    elif ctypes.util.find_library("OSMesa"):
-        os.environ["MUJOCO_GL"] = "osmesa"
-    elif ctypes.util.find_library("EGL_mesa"):
-        os.environ["MUJOCO_GL"] = "egl"
-
-
 def state_hash(environment: Environment) -> int:
     """Return a 64-bit hash of the simulator's state."""
     return int.from_bytes(hashlib.blake2b(environment.state(), digest_size=8).digest(), "little")
@@ -509,6 +402,16 @@ def state_hash(environment: Environment) -> int:
 def reason_of(error: BaseException) -> str:
     """Return the type and message of an error, at most MAX_REASON characters."""
     return f"{type(error).__name__}: {error}"[:MAX_REASON]
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import a Python file of this folder or of ``backends``. Raises ValueError if it is not one."""
+    found = importlib.util.spec_from_file_location(f"penstock_backend_{path.stem}", path)
+    if found is None or found.loader is None:
+        raise ValueError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
 
 
 def load_backend(
@@ -523,19 +426,18 @@ def load_backend(
     Raises:
         ValueError: the file is not a Python file, or lacks the function.
     """
-    found = importlib.util.spec_from_file_location(f"penstock_backend_{Path(path).stem}", path)
-    if found is None or found.loader is None:
-        raise ValueError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    draws = camera or picture is not None
-    name = "make_with_camera" if draws else "make"
-    make: Callable[[str, Message], Any] | None = getattr(module, name, None)
+    if not camera and picture is None:
+        plain: Callable[[str, Message], Environment] | None = getattr(load_file(Path(path)), "make", None)
+        if plain is None:
+            raise ValueError(f"{path} has no function make(env_id, options)")
+        return plain
+    cameras = load_file(CAMERA)
+    cameras.choose_renderer()
+    make: Callable[[str, Message], Any] | None = getattr(load_file(Path(path)), "make_with_camera", None)
     if make is None:
-        missing = f"{path} has no function make(env_id, options)"
-        raise ValueError("this simulator's adapter has no camera" if draws else missing)
-    seen = make if picture is None else (lambda env_id, options: Pictured(make(env_id, options), **picture))
-    return (lambda env_id, options: Filmed(seen(env_id, options))) if camera else seen
+        raise ValueError("this simulator's adapter has no camera")
+    seen = make if picture is None else (lambda env_id, options: cameras.Pictured(make(env_id, options), **picture))
+    return (lambda env_id, options: cameras.Filmed(seen(env_id, options))) if camera else seen
 
 
 def die_with_parent(parent: int) -> None:
@@ -555,10 +457,9 @@ def main(arguments: Sequence[str]) -> None:
     try:
         if options["camera"]:
             os.nice(CAMERA_NICENESS)
-        if options["camera"] or options["picture"]:
-            choose_renderer()
         make = load_backend(backend, camera=options["camera"], picture=options["picture"])
-        host = Host(lambda: make(options["env_id"], options["options"]), options["num_envs"])
+        about = {name: options[name] for name in ("env_id", "options", "picture")}
+        host = Host(lambda: make(options["env_id"], options["options"]), options["num_envs"], about)
     except (Exception, SystemExit) as error:  # a simulator may raise anything while it is imported
         traceback.print_exc()
         channel.send({"error": reason_of(error)})

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.services.env.simulators.base import Chunk, Named, Started
+from penstock.services.env.simulators.base import Chunk, Named, Started, Stored
 from penstock.services.env.simulators.child import Channel, Message, SharedObservations
 from penstock.shared.errors import ConfigError, ProtocolError, Unavailable
 from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec, OpenEnv
@@ -108,6 +108,28 @@ class ProcessSimulator:
             state_hashes=hashes, tasks=tasks, lost=lost, not_started=not_started,
         )  # fmt: skip
 
+    def snapshot(self, env_ids: NDArray[np.int32]) -> Stored:
+        """See ``Simulator.snapshot``."""
+        snapshots, lost = [b""] * len(env_ids), dict[int, str]()
+        for i in range(len(env_ids)):
+            found = self._ask_one({"kind": "snapshot"}, env_ids, i, [], lost)
+            if found is not None:
+                snapshots[i] = found[1][0].tobytes()
+        return Stored(snapshots=snapshots, lost=lost)
+
+    def restore(self, env_ids: NDArray[np.int32], snapshots: Sequence[bytes]) -> Started:
+        """See ``Simulator.restore``. Processes that ended are started again."""
+        lost: dict[int, str] = {}
+        hashes, tasks = np.zeros(len(env_ids), np.uint64), [""] * len(env_ids)
+        for number in self._numbers(env_ids):
+            self._revive(number)
+        for i, snapshot in enumerate(snapshots):
+            found = self._ask_one({"kind": "restore"}, env_ids, i, [np.frombuffer(snapshot, np.uint8)[None]], lost)
+            if found is not None:
+                hashes[i], tasks[i] = found[1][0][0], found[0]["tasks"][0]
+        observations = self._gather(env_ids, final=False)
+        return Started(observations=observations, state_hashes=hashes, tasks=tasks, lost=lost)
+
     def film(self, env_id: int) -> tuple[bytes, str]:
         """See ``Simulator.film``."""
         lost: dict[int, str] = {}
@@ -164,6 +186,18 @@ class ProcessSimulator:
             if answer is not None:
                 answers.append((places, *answer))
         return answers
+
+    def _ask_one(
+        self, header: Message, env_ids: NDArray[np.int32], i: int, arrays: Sequence[NDArray[Any]], lost: dict[int, str]
+    ) -> tuple[Message, list[NDArray[Any]]] | None:
+        """Send row ``i`` of a request and return its reply; None if it is lost, with the reason in ``lost``."""
+        failed: dict[int, str] = {}
+        answers = self._ask(header, env_ids[i : i + 1], arrays, failed)
+        failed.update((int(row), reason) for _, found, _ in answers for row, reason in found.get("lost", {}).items())
+        if failed:
+            lost[i] = failed[0]
+            return None
+        return answers[0][1], answers[0][2]
 
     def _answer(
         self, number: int, places: NDArray[np.int64], until: float, lost: dict[int, str]
@@ -333,6 +367,7 @@ def _spec_of(request: OpenEnv, spec: Message) -> EnvSpec:
         action_high=spec["high"],
         max_episode_steps=spec["max_episode_steps"],
         has_success=spec["has_success"],
+        has_snapshots=bool(spec.get("snapshots")),
         versions=spec["versions"] | {"python": f"{sys.version_info.major}.{sys.version_info.minor}"},
     )
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -40,6 +40,9 @@ __all__ = [
     "Picture",
     "ResetReply",
     "ResetRequest",
+    "RestoreRequest",
+    "SnapshotReply",
+    "SnapshotRequest",
     "StepReply",
     "StepRequest",
     "decode_env",
@@ -121,6 +124,8 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str]
     no_video: str = ""
     """Reason why its episodes cannot be filmed, if a client requested a camera; '' otherwise."""
+    has_snapshots: bool = False
+    """Episodes can be stored and continued, bit for bit."""
 
 
 class EnvOpened(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,6 +246,41 @@ class FilmReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SnapshotRequest:
+    """Request to store the running episodes of n environments, which continue; numbered like a step."""
+
+    seq: int
+    env_ids: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SnapshotReply:
+    """Snapshots, one after another in ``snapshots``: uint8 [bytes]; ``sizes`` int64 [n] are their lengths.
+
+    ``lost``, ``reasons``: as in ``StepReply``.
+    """
+
+    seq: int
+    snapshots: NDArray[np.uint8]
+    sizes: NDArray[np.int64]
+    lost: NDArray[np.bool_]
+    reasons: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RestoreRequest:
+    """Request to continue stored episodes in n environments, as new episodes that keep their length and return.
+
+    ``snapshots`` and ``sizes`` are as in ``SnapshotReply``; the reply is a ``ResetReply``.
+    """
+
+    seq: int
+    env_ids: NDArray[np.int32]
+    snapshots: NDArray[np.uint8]
+    sizes: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeepRequest:
     """Keep-alive of a client without other requests; the reply is the same message. Not numbered."""
 
@@ -252,16 +292,17 @@ _DTYPES = {name: np.dtype(dtype) if dtype else None for name, dtype in {
     "next_episode_ids": "int64", "state_hashes": "uint64", "rewards": "float32", "terminated": "bool",
     "truncated": "bool", "success": "bool", "succeeded": "bool", "lost": "bool", "valid": "int32", "ended": "bool",
     "returns": "float32", "lengths": "int32", "actions": "", "film": "uint8",
+    "snapshots": "uint8", "sizes": "int64",
 }.items()}  # fmt: skip
 """Dtype of every array field of all messages; None: the simulator decides."""
 _NAMED = ("observations", "final_observations")
 _TEXTS = ("tasks", "reasons")
 
-Body = ResetRequest | ResetReply | StepRequest | StepReply | FilmRequest | FilmReply | CloseRequest | KeepRequest
-_KINDS: dict[str, type[Any]] = {
-    c.__name__: c
-    for c in (ResetRequest, ResetReply, StepRequest, StepReply, FilmRequest, FilmReply, CloseRequest, KeepRequest)
-}
+Body = (
+    ResetRequest | ResetReply | StepRequest | StepReply | FilmRequest | FilmReply | SnapshotRequest | SnapshotReply
+    | RestoreRequest | CloseRequest | KeepRequest
+)  # fmt: skip
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Body)}
 _FIELDS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _KINDS.values()}
 B = TypeVar("B", bound=Body)
 

@@ -3,6 +3,9 @@ Dict of Box.
 
 ``env_id`` is the id in Gymnasium, prefixed with ``module:`` if a module must be imported to register it. The state id
 is the seed of the episode.
+
+Gymnasium's own environments of classic control and MuJoCo have snapshots. So has an environment of the user with the
+methods ``snapshot()``, which returns numbers, texts and arrays in dicts, lists and tuples, and ``restore(values)``.
 """
 
 from __future__ import annotations
@@ -20,8 +23,15 @@ from numpy.typing import NDArray
 
 __all__ = ["GymnasiumEnvironment", "make", "make_with_camera"]
 
+WITH_SNAPSHOTS = ("gymnasium.envs.classic_control.", "gymnasium.envs.mujoco.")
 PICTURE = 256
 """Width and height of images rendered by MuJoCo, in pixels; other environments choose their size."""
+PLAIN = (bool, int, float, str, type(None), np.ndarray, np.generic)
+LAGGING = (
+    "xpos", "xquat", "xmat", "xipos", "ximat", "geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "subtree_com",
+    "cinert", "cvel", "cfrc_ext", "qfrc_actuator", "sensordata",
+)  # fmt: skip
+"""Arrays of MuJoCo that a step computes before it moves the bodies, and that environments read before the next one."""
 NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the env workers"
 
 
@@ -40,6 +50,9 @@ class GymnasiumEnvironment:
             "has_success": False,
             "versions": {"gymnasium": gymnasium.__version__},
         }
+        inner = self._env.unwrapped
+        self._own = hasattr(inner, "snapshot") and hasattr(inner, "restore")
+        self.spec["snapshots"] = self._own or type(inner).__module__.startswith(WITH_SNAPSHOTS)
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
         """Begin the episode with seed ``state_id``."""
@@ -59,6 +72,37 @@ class GymnasiumEnvironment:
         else:
             parts = [np.asarray(getattr(inner, "state", [])).astype(np.float64).tobytes()]
         return pickle.dumps([*parts, inner.np_random.bit_generator.state], protocol=4)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the attributes of the environment and its wrappers, the physics, and the random generator.
+
+        An environment with a method ``snapshot`` returns its own values instead of the attributes and the physics.
+        """
+        inner: Any = self._env.unwrapped
+        layers = [_plain_attributes(layer) for layer in _layers(self._env) if layer is not inner or not self._own]
+        values = {"layers": layers, "random": inner.np_random.bit_generator.state}
+        if self._own:
+            return values | {"own": inner.snapshot()}
+        if not hasattr(inner, "data"):
+            return values
+        physics = importlib.import_module("mujoco")
+        state = np.empty(physics.mj_stateSize(inner.model, physics.mjtState.mjSTATE_INTEGRATION))
+        physics.mj_getState(inner.model, inner.data, state, physics.mjtState.mjSTATE_INTEGRATION)
+        return values | {"physics": state, "lagging": {name: getattr(inner.data, name) for name in LAGGING}}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Continue from a snapshot."""
+        inner: Any = self._env.unwrapped
+        inner.np_random.bit_generator.state = values["random"]  # creates the generator, and its seed, in a new one
+        for layer, attributes in zip(_layers(self._env), values["layers"], strict=False):
+            vars(layer).update(attributes)
+        if self._own:
+            inner.restore(values["own"])
+        elif "physics" in values:
+            physics = importlib.import_module("mujoco")
+            physics.mj_setState(inner.model, inner.data, values["physics"], physics.mjtState.mjSTATE_INTEGRATION)
+            for name, array in values["lagging"].items():
+                getattr(inner.data, name)[...] = array
 
     @property
     def model(self) -> Any:
@@ -125,6 +169,25 @@ def make_with_camera(env_id: str, options: dict[str, Any]) -> GymnasiumEnvironme
         quality = environment.model.vis.quality
         quality.shadowsize = quality.offsamples = 0
     return environment
+
+
+def _layers(env: Any) -> list[Any]:
+    """Return the wrappers of an environment, the outermost first, and the environment itself."""
+    layers = [env]
+    while layers[-1] is not env.unwrapped:
+        layers.append(layers[-1].env)
+    return layers
+
+
+def _plain_attributes(layer: Any) -> dict[str, Any]:
+    """Return the attributes that are numbers, texts or arrays, or tuples or lists of them."""
+    return {name: value for name, value in vars(layer).items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN)
 
 
 def _boxes(env_id: str, space: Any) -> dict[str, Box]:

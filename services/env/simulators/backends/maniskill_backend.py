@@ -55,33 +55,50 @@ class ManiSkillEnvironment:
         defaults: dict[str, Any] = {"obs_mode": "state", "sim_backend": "physx_cpu", "render_backend": backend, **drawn}
         self._env: Any = task.make(num_envs=1, **{**defaults, **arguments})
         self._horizon, self._on_success = horizon or task.max_episode_steps, on_success
-        self._steps = 0
+        self._state_id = 0
+        self._actions: list[NDArray[np.float32]] = []
+        """Actions of the episode so far."""
         self.task = words_of(env_id)
         self.spec = {
             **spaces_of(env_id, self._env),
             "max_episode_steps": self._horizon,
             "has_success": "success" in self._env.get_info(),
             "versions": {name: importlib.metadata.version(name) for name in ("mani_skill", "sapien", "torch")},
+            "snapshots": True,
         }
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
         """Begin the episode with seed ``state_id``."""
-        self._steps = 0
+        self._state_id, self._actions = state_id, []
         return _state(self._env.reset(seed=state_id % MAX_SEED)[0])
 
     def step(self, action: Any) -> Outcome:
         """Execute one action, which the library clips to its bounds."""
+        self._actions.append(np.array(action, np.float32))
         observation, reward, _, _, info = self._env.step(action)
-        self._steps += 1
         success, failed = (bool(info[name][0]) if name in info else False for name in ("success", "fail"))
         over = failed or (success and self._on_success == "terminate")
-        late = self._horizon is not None and self._steps >= self._horizon
+        late = self._horizon is not None and len(self._actions) >= self._horizon
         cut = not over and (late or (success and self._on_success == "truncate"))
         return _state(observation), float(reward[0]), over, cut, success
 
     def state(self) -> bytes:
         """Return the number of steps, poses and velocities of all bodies and joints, and controller targets."""
-        return struct.pack("<q", self._steps) + b"".join(_leaves(self._env.get_state_dict()))
+        return struct.pack("<q", len(self._actions)) + b"".join(_leaves(self._env.get_state_dict()))
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the seed and the actions so far.
+
+        The library's ``get_state_dict`` does not hold what PhysX keeps over a step: after ``set_state_dict`` the next
+        observations differ in the last bits.
+        """
+        return {"state_id": self._state_id, "actions": self._actions}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Repeat the episode up to the snapshot, which takes as long as its steps did."""
+        self.reset(values["state_id"])
+        for action in values["actions"]:
+            self.step(action)
 
     @property
     def frames_per_s(self) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 
 import metaworld
 import metaworld.policies
+import mujoco  # type: ignore[import-untyped]
 import numpy as np
 from numpy.typing import NDArray
 
@@ -29,6 +30,8 @@ GOALS = 50
 PICTURE = 256
 """Default width and height of rendered images, in pixels."""
 CAMERA = {"distance": 1.7, "azimuth": 215.0, "elevation": -28.0, "lookat": np.array([0.0, 0.6, 0.15])}
+PHYSICS = mujoco.mjtState.mjSTATE_INTEGRATION
+"""Parts of MuJoCo's state from which it continues bit for bit, with controls, mocap bodies and the warm start."""
 NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the env workers"
 
 
@@ -48,7 +51,7 @@ class MetaWorldEnvironment:
         benchmark = benchmark_of(env_id)
         self._tasks: list[Any] = benchmark.train_tasks
         self._env: Any = benchmark.train_classes[env_id]()
-        self._steps = 0
+        self._steps = self._state_id = 0
         warnings.filterwarnings("ignore", "Constant.s. may be too high")  # the expert's actions are clipped below
         self._expert: Any = metaworld.policies.ENV_POLICY_MAP[env_id]() if expert else None
         self.task = env_id.removesuffix("-v3").replace("-", " ")
@@ -62,12 +65,13 @@ class MetaWorldEnvironment:
             "max_episode_steps": horizon,
             "has_success": True,
             "versions": {name: importlib.metadata.version(name) for name in ("metaworld", "mujoco")},
+            "snapshots": True,
         }
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
         """Begin the episode with goal ``state_id``."""
         self._env.set_task(self._tasks[state_id % GOALS])
-        self._steps = 0
+        self._steps, self._state_id = 0, state_id
         if state_id < GOALS:
             return self._named(self._env.reset()[0])
         before = np.random.get_state()
@@ -98,6 +102,31 @@ class MetaWorldEnvironment:
         data = self._env.data
         parts = (data.qpos, data.qvel, data.mocap_pos, data.mocap_quat, self._env._target_pos, self._env._prev_obs)
         return struct.pack("<dq", data.time, self._steps) + b"".join(np.asarray(p, np.float64).tobytes() for p in parts)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the goal, number of steps, physics, and the numbers that the library keeps over a step.
+
+        Its arrays that are views show MuJoCo's data, and follow it after ``restore``.
+        """
+        physics = np.empty(mujoco.mj_stateSize(self._env.model, PHYSICS))
+        mujoco.mj_getState(self._env.model, self._env.data, physics, PHYSICS)
+        kept = {
+            name: value
+            for name, value in vars(self._env).items()
+            if value is None or isinstance(value, bool | int | float | np.generic | np.ndarray)
+            if getattr(value, "base", None) is None
+        }
+        return {"state_id": self._state_id, "steps": self._steps, "physics": physics, "kept": kept}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Begin the episode again, for what its goal changes in the model, and then set what the steps changed."""
+        self.reset(values["state_id"])
+        model, data = self._env.model, self._env.data
+        mujoco.mj_setState(model, data, values["physics"], PHYSICS)
+        mujoco.mj_forward(model, data)  # the positions that views show
+        mujoco.mj_setState(model, data, values["physics"], PHYSICS)  # the warm start, which that has changed
+        vars(self._env).update(values["kept"])
+        self._steps = values["steps"]
 
     def close(self) -> None:
         """Close the environment."""

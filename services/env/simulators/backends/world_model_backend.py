@@ -70,6 +70,7 @@ class WorldModel:
             "action": (action["shape"], action["dtype"]), "num_actions": action["num_actions"],
             "low": action["low"], "high": action["high"], "max_episode_steps": self._horizon,
             "has_success": self._success, "versions": {**facts["versions"], "world_model": facts["digest"]},
+            "snapshots": True,
         }  # fmt: skip
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
@@ -99,6 +100,16 @@ class WorldModel:
     def state(self) -> bytes:
         """Return observation, number of steps and random generator, which determine the rest of the episode."""
         return pickle.dumps([self._state.tobytes(), self._steps, self._random.bit_generator.state], protocol=4)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return observation, number of steps and random generator."""
+        return {"state": self._state, "steps": self._steps, "random": self._random.bit_generator.state}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        """Continue from a snapshot."""
+        self._random = np.random.default_rng(0)
+        self._random.bit_generator.state = values["random"]
+        self._state, self._steps = values["state"], values["steps"]
 
     def close(self) -> None:
         """Do nothing, because the environment holds no resources."""

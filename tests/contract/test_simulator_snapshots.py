@@ -1,0 +1,294 @@
+"""Snapshots: a stored episode goes on bit for bit, wherever it is restored. Simulators without them say so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+from numpy.typing import NDArray
+
+from penstock.services.env.pool import EnvPool
+from penstock.services.env.simulators import BACKENDS, Named, Simulator, Started, open_simulator
+from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import ProtocolError, Unsupported
+from penstock.shared.protocol.embodied.environment import (
+    OpenEnv,
+    ResetRequest,
+    RestoreRequest,
+    SnapshotRequest,
+    StepReply,
+    StepRequest,
+)
+from penstock.shared.transport.bulk_message import FrameMail
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.env_client import EnvClient
+from tests.contract.simulated_envs import FOLDER
+from tests.contract.test_simulators import (
+    CASES,
+    ELSEWHERE,
+    NO_OPENGL,
+    NOWHERE,
+    SLOW_TO_START,
+    copied,
+    equal,
+    ids,
+    random_actions,
+    row,
+    sims_dir,
+    states,
+    step,
+    world_model,
+)
+from tests.integration.test_env_service import run_env
+
+WITHOUT = ("libero",)
+"""Backends without snapshots."""
+MORE = {
+    # Their rewards compare positions that MuJoCo computed before the last step with those after the next one.
+    "ant": OpenEnv(env_id="Ant-v5", num_envs=3),
+    "humanoid": OpenEnv(env_id="Humanoid-v5", num_envs=3),
+    # The states of these are tuples or views, and their goals are attributes.
+    "acrobot": OpenEnv(env_id="Acrobot-v1", num_envs=3),
+    "mountain car": OpenEnv(env_id="MountainCarContinuous-v0", num_envs=3),
+    "pusher": OpenEnv(env_id="Pusher-v5", num_envs=3),
+    # Their goals change MuJoCo's model, or are compared with pads of the gripper that move.
+    "door": OpenEnv(env_id="door-open-v3", num_envs=3, backend="metaworld"),
+    "peg": OpenEnv(env_id="peg-insert-side-v3", num_envs=3, backend="metaworld", num_processes=2),
+    "pick": OpenEnv(env_id="pick-place-v3", num_envs=3, backend="metaworld", options={"expert": True}),
+}
+EVERY = CASES | MORE
+BEFORE, AFTER = 7, 12
+"""Actions before and after the snapshot; no episode of these cases is over by then."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=SLOW_TO_START if one.backend in ELSEWHERE else ())
+        for name, one in EVERY.items()
+        if one.backend not in WITHOUT
+    ],
+)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenEnv:
+    if request.param.startswith("mujoco pictures") and NO_OPENGL:
+        pytest.skip("no OpenGL library: apt-get install -y libosmesa6")
+    found = EVERY[request.param]
+    if found.backend != "world_model":
+        return found
+    folder = world_model(tmp_path_factory.mktemp("model"))
+    return msgspec.structs.replace(found, options={**found.options, "model": str(folder)})
+
+
+@pytest.fixture(scope="module")
+def simulator(case: OpenEnv) -> Iterator[Simulator]:
+    opened = open_simulator(case, sims_dir(case))
+    yield opened
+    opened.close()
+
+
+Story = tuple[Named, list[list[Any]], bytes]
+"""Last observations, results of each action, and the snapshot at the end."""
+
+
+def play(simulator: Simulator, env: int, actions: NDArray[Any]) -> Story:
+    """Execute ``actions`` [1, C, ...] one by one in a running episode, up to its end."""
+    told = []
+    for c in range(actions.shape[1]):
+        chunk = step(simulator, ids(env), actions[:, c : c + 1])
+        results = (chunk.rewards, chunk.terminated, chunk.truncated, chunk.success)
+        told.append([float(chunk.rewards[0, 0]), *(column.tolist() for column in results)])
+        seen = copied(row(chunk.observations, 0))
+        told[-1].append({name: array.tobytes() for name, array in seen.items()})
+        if (chunk.terminated | chunk.truncated).any():
+            break
+    return seen, told, snapshot(simulator, env)
+
+
+def snapshot(simulator: Simulator, env: int) -> bytes:
+    stored = simulator.snapshot(ids(env))
+    assert stored.lost == {}
+    return stored.snapshots[0]
+
+
+def restore(simulator: Simulator, env: int, data: bytes) -> Started:
+    started = simulator.restore(ids(env), [data])
+    assert started.lost == {}
+    return started
+
+
+def begin(simulator: Simulator, env: int, *, state: int = 61) -> NDArray[Any]:
+    """Begin an episode and play its first actions; returns those that follow."""
+    simulator.reset(ids(env), states(state))
+    actions = random_actions(simulator, 8, 1, C=BEFORE + AFTER)
+    play(simulator, env, actions[:, :BEFORE])
+    return actions[:, BEFORE:]
+
+
+def same(one: Story, other: Story) -> None:
+    """Equal observations, rewards and flags at every step, and equal states at the end, bit for bit."""
+    assert one[1] == other[1]
+    assert equal(one[0], other[0])
+    assert one[2] == other[2]
+
+
+def test_a_stored_episode_goes_on_alike_in_its_place_and_in_another(simulator: Simulator) -> None:
+    """Also in an environment that is in the middle of another episode, and in another process if there are two."""
+    assert simulator.spec.has_snapshots
+    actions = begin(simulator, 0)
+    stored = snapshot(simulator, 0)
+    first = play(simulator, 0, actions)
+    assert snapshot(simulator, 0) != stored
+    begin(simulator, 2, state=4)
+    hashes = set()
+    for env in (0, 2):
+        started = restore(simulator, env, stored)
+        hashes.add(int(started.state_hashes[0]))
+        assert snapshot(simulator, env) == stored, "what was restored is what was stored"
+        same(first, play(simulator, env, actions))
+        hashes.add(-int(restore(simulator, 1, snapshot(simulator, env)).state_hashes[0]))
+    assert len(hashes) == 2, "one state at the snapshot, and one at the end"
+
+
+def test_storing_an_episode_does_not_change_it(simulator: Simulator) -> None:
+    actions = begin(simulator, 0)
+    for _ in range(3):
+        snapshot(simulator, 0)
+    undisturbed = begin(simulator, 1)
+    assert np.array_equal(actions, undisturbed)
+    same(play(simulator, 0, actions), play(simulator, 1, undisturbed))
+
+
+def test_the_first_state_of_an_episode_can_be_stored(simulator: Simulator) -> None:
+    started = simulator.reset(ids(0), states(33))
+    seen, state_hash = copied(row(started.observations, 0)), int(started.state_hashes[0])
+    actions = random_actions(simulator, 9, 1, C=5)
+    stored = snapshot(simulator, 0)
+    first = play(simulator, 0, actions)
+    again = restore(simulator, 0, stored)
+    assert equal(row(again.observations, 0), seen)
+    assert int(again.state_hashes[0]) == state_hash
+    same(first, play(simulator, 0, actions))
+
+
+def test_an_episode_goes_on_in_the_process_that_replaces_a_killed_one(simulator: Simulator, case: OpenEnv) -> None:
+    """And in a session of its own, as after the loss of an env worker."""
+    actions = begin(simulator, 0)
+    stored = snapshot(simulator, 0)
+    first = play(simulator, 0, actions)
+    for child in psutil.Process().children():
+        if child.cmdline()[-2:-1] == [str(BACKENDS[simulator.spec.backend])]:
+            child.kill()
+    assert "SIGKILL" in simulator.snapshot(ids(0)).lost[0]
+    restore(simulator, 0, stored)
+    same(first, play(simulator, 0, actions))
+    other = open_simulator(msgspec.structs.replace(case, num_envs=1, num_processes=1), sims_dir(case))
+    try:
+        restore(other, 0, stored)
+        same(first, play(other, 0, actions))
+    finally:
+        other.close()
+
+
+# -- through the books and the bus -----------------------------------------------------------------------------------
+
+
+def request_of(seq: int, actions: NDArray[Any], *env_ids: int) -> StepRequest:
+    return StepRequest(
+        seq=seq, auto_reset=False, env_ids=ids(*env_ids), actions=actions, next_state_ids=np.zeros(0, np.int64)
+    )
+
+
+def books(reply: StepReply) -> list[Any]:
+    return [reply.returns.tolist(), reply.lengths.tolist(), reply.succeeded.tolist(), reply.state_ids.tolist()]
+
+
+def test_a_restored_episode_keeps_its_return_and_length() -> None:
+    """As a new episode, in as many environments as wanted: a group that begins in the middle of an episode."""
+    simulator = open_simulator(OpenEnv(env_id="Pendulum-v1", num_envs=3), NOWHERE)
+    pool = EnvPool(simulator)
+    try:
+        pool.reset(ResetRequest(seq=0, env_ids=ids(0), state_ids=states(5)))
+        pool.step(request_of(1, np.ones((1, 4, 1), np.float32), 0))
+        stored = pool.snapshot(SnapshotRequest(seq=2, env_ids=ids(0)))
+        gone_on = pool.step(request_of(3, np.ones((1, 1, 1), np.float32), 0))
+        data, sizes = np.tile(stored.snapshots, 3), np.repeat(stored.sizes, 3)
+        started = pool.restore(RestoreRequest(seq=4, env_ids=ids(0, 1, 2), snapshots=data, sizes=sizes))
+        assert len(set(started.state_hashes.tolist())) == 1
+        assert started.episode_ids.tolist() == [1, 2, 3]
+        reply = pool.step(request_of(5, np.ones((3, 1, 1), np.float32), 0, 1, 2))
+        assert books(reply) == [column * 3 for column in books(gone_on)]
+        assert reply.lengths.tolist() == [5, 5, 5]
+    finally:
+        simulator.close()
+
+
+@pytest.mark.parametrize("cut", [b"", b"PSN1", b"rubbish " * 20])
+def test_what_is_no_snapshot_is_refused_and_starts_nothing(cut: bytes) -> None:
+    """Rubbish, a snapshot whose end is missing, and one of another task."""
+    first, other = (open_simulator(OpenEnv(env_id=name, num_envs=1), NOWHERE) for name in ("CartPole-v1", "Acrobot-v1"))
+    pool, stranger = EnvPool(first), EnvPool(other)
+    try:
+        for one in (pool, stranger):
+            one.reset(ResetRequest(seq=0, env_ids=ids(0), state_ids=states(5)))
+        own, foreign = (
+            one.snapshot(SnapshotRequest(seq=1, env_ids=ids(0))).snapshots.tobytes() for one in (pool, stranger)
+        )
+        for wrong in (cut, own[:-8], own + bytes(8), foreign):
+            data = np.frombuffer(wrong, np.uint8)
+            with pytest.raises(ProtocolError, match="snapshot"):
+                pool.restore(RestoreRequest(seq=2, env_ids=ids(0), snapshots=data, sizes=states(data.size)))
+        data = np.frombuffer(own, np.uint8)
+        reply = pool.restore(RestoreRequest(seq=2, env_ids=ids(0), snapshots=data, sizes=states(data.size)))
+        assert not reply.lost.any()
+    finally:
+        first.close()
+        other.close()
+
+
+def test_a_simulator_without_snapshots_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
+    simulator = open_simulator(OpenEnv(env_id="simulated_envs:Fragile-v0", num_envs=1), NOWHERE)
+    pool = EnvPool(simulator)
+    try:
+        assert not simulator.spec.has_snapshots
+        pool.reset(ResetRequest(seq=0, env_ids=ids(0), state_ids=states(5)))
+        with pytest.raises(Unsupported, match="'simulated_envs:Fragile-v0' of gymnasium has no snapshots"):
+            pool.snapshot(SnapshotRequest(seq=1, env_ids=ids(0)))
+        nothing = np.zeros(0, np.uint8)
+        with pytest.raises(Unsupported):
+            pool.restore(RestoreRequest(seq=1, env_ids=ids(0), snapshots=nothing, sizes=states(0)))
+        assert pool.step(request_of(1, np.zeros((1, 1), np.int64), 0)).lengths.tolist() == [1], "nothing has happened"
+    finally:
+        simulator.close()
+
+
+async def test_an_episode_is_stored_and_goes_on_in_another_session_over_the_bus(bus: Bus, tmp_path: Path) -> None:
+    """A client that loses its session continues its episodes in the next one."""
+    settings = ServiceSettings(shm_dir=tmp_path)
+    request, actions = OpenEnv(env_id="CartPole-v1", num_envs=2), np.asarray([[0, 1, 1], [1, 0, 0]])
+    async with run_env(bus) as service:
+        async with asyncio.timeout(60):
+            while not service.ready:
+                await asyncio.sleep(0.02)
+        with FrameMail(settings) as mail:
+            client = await EnvClient.open(bus, mail, request, job="job_snapshots")
+            assert client.spec.has_snapshots
+            await client.reset(ResetRequest(seq=client.seq, env_ids=ids(0, 1), state_ids=states(3, 4)))
+            await client.step(request_of(client.seq, actions[:, :2], 0, 1))
+            stored = await client.snapshot(ids(0, 1))
+            expected = await client.step(request_of(client.seq, actions, 0, 1))
+            kept = copied(expected.observations), books(expected)
+            await client.close()
+            client = await EnvClient.open(bus, mail, request, job="job_snapshots")
+            started = await client.restore(ids(0, 1), stored)
+            assert not started.lost.any()
+            reply = await client.step(request_of(client.seq, actions, 0, 1))
+            assert equal(reply.observations, kept[0])
+            assert books(reply) == kept[1]
+            await client.close()
