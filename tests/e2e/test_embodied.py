@@ -8,16 +8,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
 
 from penstock.local.recording import record
+from penstock.services.coordinator.leader.leader_rpc import COORDINATOR
 from penstock.shared.config.base import with_overrides
 from penstock.shared.data.demonstrations import write_demonstrations
 from penstock.shared.errors import ConfigError
+from penstock.shared.protocol import subjects
 from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
 from penstock.shared.protocol.events import BatchTrained, JobStarted, LineageForked
+from penstock.shared.runtime.lease import LeaseRecord
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -32,9 +36,11 @@ JOB: dict[str, Any] = {
     "checkpoint": {"every": 3},
     "limits": {"byte_budget": 4 << 20},
 }
-VICTIMS = ("coordinator-0", "rollout-0", "env-0", "trainer-0", "nats")
+SERVICES = ("coordinator-0", "rollout-0", "env-0", "trainer-0")
+VICTIMS = ("simulators", *SERVICES, "nats")
+CUT = "connection to NATS at"
 STALL_S = 5.0
-"""Longer than the trainer's lease."""
+"""Longer than the leases of trainer and coordinator."""
 
 
 def submit(stack: Any, *changes: str) -> str:
@@ -108,7 +114,10 @@ def test_any_process_may_die_in_mid_episode(stack: Any, victim: str) -> None:
     job = submit(stack, "train.max_updates=30", "train.max_lag=0", "checkpoint.every=5", "environment.horizon=200")
     for step in (4, 9):
         stack.reach(job, step)
-        stack.kill(victim)
+        if victim == "simulators":
+            kill_simulators(stack, job)
+        else:
+            stack.kill(victim)
     record = stack.finish(job, 150)
     assert (record.status.phase, record.status.step) == ("succeeded", 30), record.status
     stack.check_books(job)
@@ -120,7 +129,7 @@ def test_any_process_may_die_in_mid_episode(stack: Any, victim: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(360)
-@pytest.mark.parametrize("victim", ["simulators", "env-0", "rollout-0", "trainer-0"])
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_any_process_may_hang_in_mid_episode(stack: Any, victim: str) -> None:
     """The victim stops for so long that somebody gives up on it, and then goes on, if it still lives."""
     job = submit(
@@ -138,6 +147,19 @@ def test_any_process_may_hang_in_mid_episode(stack: Any, victim: str) -> None:
     stack.check_replay(job, at_least=5)
 
 
+def kill_simulators(stack: Any, job: str) -> None:
+    """Kill all of them until episodes are lost; those that play none at the moment are only started again."""
+    failed = stack.status(job).draws["dropped"].get("failed", 0)
+
+    def lost() -> bool:
+        for child in simulators(stack):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        return bool(stack.status(job).draws["dropped"].get("failed", 0) > failed)
+
+    stack.until(lost, "episodes that are lost with their simulators")
+
+
 def hang(stack: Any, job: str, victim: str) -> None:
     """Stop a process until what waits for it has noticed."""
     if victim == "simulators":  # the env service kills them after environment.step_limit_s
@@ -146,6 +168,9 @@ def hang(stack: Any, job: str, victim: str) -> None:
         for child in children:
             child.suspend()
         stack.until(lambda: not any(child.is_running() for child in children), "the end of hung simulators")
+        return
+    if victim in ("coordinator-0", "nats"):
+        hang_the_middle(stack, victim)
         return
     gone = f"of job {job} is gone"
     dropped, told = sum(stack.status(job).draws["dropped"].values()), stack.log("rollout-0").count(gone)
@@ -158,6 +183,26 @@ def hang(stack: Any, job: str, victim: str) -> None:
             )
         else:
             time.sleep(STALL_S)
+
+
+def hang_the_middle(stack: Any, victim: str) -> None:
+    """Stop the coordinator or the broker until the lease has expired, and all services have given up the broker."""
+    epoch = lease(stack).epoch
+    told = {name: stack.log(name).count(CUT) for name in SERVICES}
+    with stack.frozen(victim):
+        time.sleep(STALL_S)
+        if victim == "nats":
+            stack.until(
+                lambda: all(stack.log(name).count(CUT) > count for name, count in told.items()),
+                "every service to give up the broker",
+            )
+    stack.until(lambda: lease(stack).epoch > epoch, "the coordinator with a new lease")
+
+
+def lease(stack: Any) -> LeaseRecord:
+    """The coordinators' lease, by its record."""
+    entry = stack.on_bus(lambda bus: bus.kv(subjects.LEASES).get(COORDINATOR))
+    return msgspec.json.decode(entry.value, type=LeaseRecord)
 
 
 def simulators(stack: Any) -> list[psutil.Process]:
