@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.services.env.simulators import Chunk, Simulator, Started
+from penstock.services.env.simulators import Chunk, Simulator, Started, Stepping
 from penstock.shared.errors import Conflict, ProtocolError, Unsupported
 from penstock.shared.protocol.embodied.environment import (
     FilmReply,
@@ -22,11 +23,20 @@ from penstock.shared.protocol.embodied.environment import (
     StepRequest,
 )
 
-__all__ = ["EnvPool"]
+__all__ = ["BegunStep", "EnvPool"]
 
 BOOK = struct.Struct("<4sqdi?")
 """Header of a snapshot: format, state id, return, length and success of the episode so far; the simulator's follows."""
 FORMAT = b"PSN1"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BegunStep:
+    """A step that the simulator executes; ``following`` are the state ids of the next episodes [n]."""
+
+    request: StepRequest
+    following: NDArray[np.int64]
+    stepping: Stepping
 
 
 class EnvPool:
@@ -67,15 +77,25 @@ class EnvPool:
             ProtocolError: the ids or actions do not fit; nothing was stepped.
             Conflict: an episode has ended and was not reset; nothing was stepped.
         """
+        return self.finish_step(self.begin_step(request))
+
+    def begin_step(self, request: StepRequest) -> BegunStep:
+        """Begin a ``step``, without waiting for the simulator; raises as ``step``. ``finish_step`` is the next call."""
         env_ids = self._checked_ids(request.env_ids)
         actions = self._checked_actions(request.actions, len(env_ids))
         self._check_running(env_ids)
         following = self._next_states(request, env_ids)
-        chunk = self._simulator.step(env_ids, actions, following if request.auto_reset else None)
+        stepping = self._simulator.begin_step(env_ids, actions, following if request.auto_reset else None)
+        return BegunStep(request, following, stepping)
+
+    def finish_step(self, begun: BegunStep) -> StepReply:
+        """Wait for the simulator, and return the reply."""
+        request, env_ids, following = begun.request, begun.request.env_ids, begun.following
+        chunk = self._simulator.finish_step(begun.stepping)
         reply = self._book(request.seq, env_ids, chunk)
         if request.auto_reset:
-            begun = reply.ended & ~_mask(chunk.not_started, len(env_ids))
-            self._begin(env_ids[begun], following[begun])
+            fresh = reply.ended & ~_mask(chunk.not_started, len(env_ids))
+            self._begin(env_ids[fresh], following[fresh])
             reply.next_episode_ids[:] = self._episode_ids_B[env_ids]
         return reply
 
@@ -103,7 +123,7 @@ class EnvPool:
             snapshots=np.frombuffer(b"".join(found), np.uint8),
             sizes=np.asarray([len(data) for data in found], np.int64),
             lost=lost,
-            reasons=[stored.lost.get(i, "") for i in range(len(env_ids))],
+            reasons=_reasons(len(env_ids), stored.lost),
         )
 
     def restore(self, request: RestoreRequest) -> ResetReply:
@@ -151,7 +171,7 @@ class EnvPool:
             state_hashes=started.state_hashes,
             tasks=started.tasks,
             lost=lost,
-            reasons=[started.lost.get(i, "") for i in range(len(env_ids))],
+            reasons=_reasons(len(env_ids), started.lost),
         )
 
     def _book(self, seq: int, env_ids: NDArray[np.int32], chunk: Chunk) -> StepReply:
@@ -176,7 +196,7 @@ class EnvPool:
             valid=chunk.valid,
             ended=ended,
             lost=broken | unstarted,
-            reasons=[chunk.lost.get(i) or chunk.not_started.get(i, "") for i in range(n)],
+            reasons=_reasons(n, chunk.not_started | chunk.lost),
             final_observations={name: array[ended] for name, array in chunk.final_observations.items()},
             state_ids=self._state_ids_B[env_ids],
             episode_ids=self._episode_ids_B[env_ids],
@@ -242,6 +262,10 @@ class EnvPool:
         over = env_ids[~self._running_B[env_ids]]
         if len(over):
             raise Conflict(f"environments {over.tolist()} have no running episode: reset them first")
+
+
+def _reasons(n: int, places: dict[int, str]) -> list[str]:
+    return [places.get(i, "") for i in range(n)] if places else [""] * n
 
 
 def _mask(places: dict[int, str], n: int) -> NDArray[np.bool_]:

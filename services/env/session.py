@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
@@ -26,6 +27,7 @@ from penstock.shared.protocol.embodied.environment import (
     ResetRequest,
     RestoreRequest,
     SnapshotRequest,
+    StepReply,
     StepRequest,
     decode_env,
     encode_env,
@@ -42,6 +44,11 @@ REST_BYTES = 1 << 16
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+INLINE_BYTES = 1 << 18
+"""Limit of the bytes of a reply that the event loop copies; larger ones are made in the thread."""
+INLINE_ACTIONS = 1 << 13
+"""Limit of the numbers in a request that the event loop sends; with its reply it fits into the buffers of a socket."""
 
 Numbered = ResetRequest | StepRequest | FilmRequest | SnapshotRequest | RestoreRequest
 """Requests that are executed once and in order."""
@@ -69,6 +76,8 @@ class EnvSession:
         self._reply: Sent | None = None
         """Reply to request ``_seq``, kept until the next request: first as a frame, then as a message."""
         self._used = time.monotonic()
+        self._small = False
+        """Replies are so small that they are copied in the event loop."""
         self._simulator: Simulator | None = None
         self._pool: EnvPool | None = None
 
@@ -83,6 +92,7 @@ class EnvSession:
             simulator = await self._in_thread(self._open_simulator)
             spec = simulator.spec
             self._mail.check(_reply_bytes(spec), self._request.host, f"a reply of '{spec.env_id}'")
+            self._small = _reply_bytes(spec) <= INLINE_BYTES
             self._pool = EnvPool(simulator)
             self._used = time.monotonic()
             opened = True
@@ -163,7 +173,7 @@ class EnvSession:
             elif isinstance(body, RestoreRequest):
                 reply = await self._in_thread(self._pool.restore, body)
             else:
-                reply = result = await self._in_thread(self._pool.step, body)
+                reply = result = await self._step(self._pool, body)
                 STEPS.inc(int(result.valid.sum()))
             broken = False
             return env_frame(reply)
@@ -173,6 +183,17 @@ class EnvSession:
         finally:
             if broken:
                 self.closed.set()
+
+    async def _step(self, pool: EnvPool, body: StepRequest) -> StepReply:
+        """Step the environments. Small messages are written and read here: a hand-over to the thread and back takes
+        as long as the step of a simple simulator.
+        """
+        if not self._small or body.actions.size > INLINE_ACTIONS:
+            return await self._in_thread(pool.step, body)
+        begun = pool.begin_step(body)
+        if await _readable(begun.stepping.sockets, begun.stepping.until):
+            return pool.finish_step(begun)
+        return await self._in_thread(pool.finish_step, begun)  # processes that died or hung are killed, which may take
 
     async def close(self) -> None:
         """Close the simulator in its own thread, and release replies that the client has not fetched."""
@@ -204,6 +225,34 @@ class EnvSession:
             "episodes": pool.num_ended if pool else 0,
             "lost": pool.num_lost if pool else 0,
         }
+
+
+async def _readable(sockets: Sequence[socket.socket], until: float) -> bool:
+    """Wait until every socket has data. Return False if one is closed, or at the time ``until`` (monotonic seconds)."""
+    loop = asyncio.get_running_loop()
+    for connection in sockets:
+        ready = loop.create_future()
+        loop.add_reader(connection, _resolve, ready)
+        try:
+            await asyncio.wait([ready], timeout=max(0.0, until - time.monotonic()))
+        finally:
+            loop.remove_reader(connection)
+        if not ready.done() or not _has_data(connection):
+            return False
+    return True
+
+
+def _has_data(connection: socket.socket) -> bool:
+    """Return False if the other end is closed."""
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except OSError:  # a process that was killed before it read the request resets the connection
+        return False
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _reply_bytes(spec: EnvSpec) -> int:

@@ -73,17 +73,14 @@ class Server:
 
     async def _answer(self, raw: Raw) -> None:
         headers = None
-        handling = asyncio.ensure_future(self._handler(raw.data))
         try:
-            await asyncio.wait([handling])
-        finally:
-            handling.cancel()
-        error = asyncio.CancelledError("cancelled") if handling.cancelled() else handling.exception()
-        if error is None:
-            data = handling.result()
+            data = await self._handler(raw.data)
             if len(data) > self._connection.max_payload:
-                error = ProtocolError(f"the answer on '{self.subject}' has {len(data)} bytes: too large")
-        if error is not None:
+                raise ProtocolError(f"the answer on '{self.subject}' has {len(data)} bytes: too large")
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # this server ends; otherwise the handler cancelled itself
+                raise
             headers, data = self._error_reply(error)
         if not raw.reply:
             return

@@ -9,12 +9,11 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 from numpy.typing import NDArray
 
 from penstock.services.env.pool import EnvPool
-from penstock.services.env.simulators import BACKENDS, Named, Simulator, Started, open_simulator
+from penstock.services.env.simulators import Named, Simulator, Started, open_simulator
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ProtocolError, Unsupported
 from penstock.shared.protocol.embodied.environment import (
@@ -38,6 +37,7 @@ from tests.contract.test_simulators import (
     copied,
     equal,
     ids,
+    kill_processes,
     random_actions,
     row,
     sims_dir,
@@ -181,9 +181,7 @@ def test_an_episode_goes_on_in_the_process_that_replaces_a_killed_one(simulator:
     actions = begin(simulator, 0)
     stored = snapshot(simulator, 0)
     first = play(simulator, 0, actions)
-    for child in psutil.Process().children():
-        if child.cmdline()[-2:-1] == [str(BACKENDS[simulator.spec.backend])]:
-            child.kill()
+    kill_processes(simulator)
     assert "SIGKILL" in simulator.snapshot(ids(0)).lost[0]
     restore(simulator, 0, stored)
     same(first, play(simulator, 0, actions))

@@ -302,13 +302,7 @@ def test_a_simulator_whose_process_is_killed_begins_again_alike(simulator: Simul
     """Its episodes are lost with the reason; the process that takes its place plays the same ones."""
     before = simulator.reset(ids(0), states(21))
     first, state_hash = copied(before.observations), int(before.state_hashes[0])
-    children = [
-        child
-        for child in psutil.Process().children()
-        if child.cmdline()[-2:-1] == [str(BACKENDS[simulator.spec.backend])]
-    ]
-    for child in children:
-        child.kill()
+    kill_processes(simulator)
     chunk = simulator.step(ids(0), random_actions(simulator, 6, 1), None)
     assert "SIGKILL" in chunk.lost[0]
     assert not chunk.valid.any()
@@ -316,6 +310,26 @@ def test_a_simulator_whose_process_is_killed_begins_again_alike(simulator: Simul
     assert again.lost == {}
     assert equal(again.observations, first)
     assert int(again.state_hashes[0]) == state_hash
+
+
+def kill_processes(simulator: Simulator) -> None:
+    """Kill the processes of a simulator's backend; returns once they are dead."""
+    adapter = str(BACKENDS[simulator.spec.backend])
+    children = [child for child in psutil.Process().children() if adapter in cmdline_of(child)]
+    assert children
+    for child in children:
+        child.kill()
+    until = time.monotonic() + 60
+    while any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children):
+        assert time.monotonic() < until, children
+        time.sleep(0.01)
+
+
+def cmdline_of(child: psutil.Process) -> list[str]:
+    try:
+        return child.cmdline()
+    except psutil.NoSuchProcess:  # among them those that nobody has waited for yet
+        return []
 
 
 def test_gymnasium_is_passed_through_exactly() -> None:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.services.env.simulators.base import Chunk, Named, Simulator, Started, Stored
+from penstock.services.env.simulators.base import Chunk, Named, Simulator, Started, Stepping, Stored
 from penstock.services.env.simulators.process import ProcessSimulator
 from penstock.shared.errors import ConfigError, PenstockError
 from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
@@ -32,6 +32,7 @@ __all__ = [
     "Named",
     "Simulator",
     "Started",
+    "Stepping",
     "Stored",
     "adapter_of",
     "describe_simulator",

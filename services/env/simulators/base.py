@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 
 from penstock.shared.protocol.embodied.environment import EnvSpec
 
-__all__ = ["Chunk", "Named", "Simulator", "Started", "Stored"]
+__all__ = ["Chunk", "Named", "Simulator", "Started", "Stepping", "Stored"]
 
 Named = dict[str, NDArray[Any]]
 """Observations by name, each [n, ...]. Valid until the next call of the simulator."""
@@ -74,8 +75,23 @@ class Chunk:
     not_started: dict[int, str]
 
 
+class Stepping(Protocol):
+    """A chunk that the simulator executes."""
+
+    @property
+    def sockets(self) -> Sequence[socket.socket]:
+        """Sockets with data to read once it is executed."""
+
+    @property
+    def until(self) -> float:
+        """Time limit (monotonic seconds)."""
+
+
 class Simulator(Protocol):
-    """Environments of one session. Blocking and not thread-safe: one thread creates, uses and closes them."""
+    """Environments of one session. Blocking and not thread-safe: one thread creates and closes them.
+
+    Other threads may call it as long as the first one lives and no two calls overlap.
+    """
 
     @property
     def spec(self) -> EnvSpec:
@@ -96,6 +112,14 @@ class Simulator(Protocol):
         The caller has checked that no episode of ``env_ids`` has ended, and that the actions match ``spec``. After an
         episode ends, the environment starts the episode of its ``next_state_ids`` [n]; None: it starts none.
         """
+
+    def begin_step(
+        self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
+    ) -> Stepping:
+        """Begin a ``step``, without waiting for it. Its ``finish_step`` is the next call."""
+
+    def finish_step(self, stepping: Stepping) -> Chunk:
+        """Wait until a chunk is executed or its time is up, and return the result of the ``step``."""
 
     def snapshot(self, env_ids: NDArray[np.int32]) -> Stored:
         """Store the running episodes of ``env_ids`` [n], which continue as if this had not happened.

@@ -281,44 +281,65 @@ class Host:
 
     def _start(self, i: int, env: int, state: int, lost: dict[int, str]) -> tuple[int, str]:
         """Begin an episode; return the hash of its first state and its task. A failure goes to ``lost``."""
-        with self._losing(i, env, lost):
+        try:
             environment = self._environments[env]
             if environment is None:
                 environment = self._environments[env] = self._make()
             self._write(self._shared.current, env, environment.reset(state))
             return state_hash(environment), environment.task
+        except (Exception, SystemExit) as error:  # a simulator may raise anything
+            self._lose(i, env, error, lost)
         return 0, ""
 
     def _step(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
         """Execute a chunk in each environment until its episode ends; then begin the next one if requested."""
         env_ids, actions, next_state_ids = arrays
         n, C = actions.shape[:2]
-        rewards, valid = np.zeros((n, C), np.float32), np.zeros(n, np.int32)
-        terminated, truncated, success = (np.zeros((n, C), np.bool_) for _ in range(3))
+        rewards, valid = np.zeros((n, C), np.float32), np.full(n, C, np.int32)
+        terminated, truncated, success = flags = tuple(np.zeros((n, C), np.bool_) for _ in range(3))
         hashes, tasks = np.zeros(n, np.uint64), [""] * n
         lost, not_started = dict[int, str](), dict[int, str]()
-        for i, env in enumerate(env_ids.tolist()):
-            environment, ended = self._environments[env], False
-            with self._losing(i, env, lost):
-                assert environment is not None, "it was lost and not reset"
-                for c in range(C):
-                    observations, reward, over, cut, solved = environment.step(actions[i, c])
-                    rewards[i, c], terminated[i, c], truncated[i, c], success[i, c] = reward, over, cut, solved
-                    ended = over or cut
-                    if ended:
-                        break
-                valid[i] = c + 1
-                self._write(self._shared.current, env, observations)
+        ended: list[tuple[int, int]] = []
+        for i, (env, row) in enumerate(zip(env_ids.tolist(), actions, strict=True)):
+            try:
+                if executed := self._play(i, env, row, rewards, flags):
+                    valid[i] = executed
+                    ended.append((i, env))
+            except (Exception, SystemExit) as error:  # a simulator may raise anything
+                self._lose(i, env, error, lost)
+        self._lose_not_finite(env_ids, lost)
+        for column in (rewards, valid, terminated, truncated, success):
+            column[list(lost)] = 0
+        for i, env in ended:
             if i in lost:
-                for column in (rewards, valid, terminated, truncated, success):
-                    column[i] = 0
-            elif ended:
-                for name, final in self._shared.final.items():
-                    final[env] = self._shared.current[name][env]
-                if len(next_state_ids):
-                    hashes[i], tasks[i] = self._start(i, env, int(next_state_ids[i]), not_started)
-        found = {"lost": lost, "not_started": not_started, "tasks": tasks}
+                continue
+            for name, final in self._shared.final.items():
+                final[env] = self._shared.current[name][env]
+            if len(next_state_ids):
+                hashes[i], tasks[i] = self._start(i, env, int(next_state_ids[i]), not_started)
+        found = {"lost": lost, "not_started": not_started, "tasks": tasks if any(tasks) else []}
         return found, [rewards, terminated, truncated, success, valid, hashes]
+
+    def _play(
+        self, i: int, env: int, actions: NDArray[Any], rewards: NDArray[np.float32], flags: Sequence[NDArray[np.bool_]]
+    ) -> int:
+        """Execute a chunk [C, ...] in one environment, with the results in row ``i``.
+
+        Returns the number of executed actions if the episode has ended, else 0.
+        """
+        environment, executed = self._environments[env], 0
+        assert environment is not None, "it was lost and not reset"
+        for c, action in enumerate(actions):
+            observations, rewards[i, c], over, cut, solved = environment.step(action)
+            if over or cut or solved:
+                for flag, value in zip(flags, (over, cut, solved), strict=True):
+                    flag[i, c] = value
+            if over or cut:
+                executed = c + 1
+                break
+        for name, array in self._shared.current.items():
+            array[env] = observations[name]
+        return executed
 
     def _film(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
         """Return the film of the newest episode of one environment."""
@@ -344,13 +365,15 @@ class Host:
             raise ValueError("the snapshot was made with another task, other options or other versions")
         lost: dict[int, str] = {}
         hashes, task = np.zeros(1, np.uint64), ""
-        with self._losing(0, env, lost):
+        try:
             environment: Any = self._environments[env]
             if environment is None:
                 environment = self._environments[env] = self._make()
             environment.restore(stored["values"])
             self._write(self._shared.current, env, stored["seen"])
             hashes[0], task = state_hash(environment), environment.task
+        except (Exception, SystemExit) as error:  # a simulator may raise anything
+            self._lose(0, env, error, lost)
         return {"lost": lost, "tasks": [task]}, [hashes]
 
     def _described(self) -> str:
@@ -359,39 +382,35 @@ class Host:
     def _write(self, where: dict[str, NDArray[Any]], env: int, observations: Mapping[str, NDArray[Any]]) -> None:
         """Copy observations into the shared memory. Raises ValueError if one is not finite."""
         for name, array in where.items():
-            row = array[env : env + 1]
-            row[...] = observations[name]
-            # The sum of squares is a fast first test; it is not finite if a number is not finite or is very large.
-            if array.dtype.kind == "f" and not math.isfinite(np.vdot(row, row)) and not np.isfinite(row).all():
-                row[...] = 0
+            array[env] = observations[name]
+            if array.dtype.kind == "f" and not np.isfinite(array[env]).all():
+                array[env] = 0
                 raise ValueError(f"observation '{name}' is not finite")
 
-    def _losing(self, i: int, env: int, lost: dict[int, str]) -> _Losing:
-        """Return a context that closes environment ``env`` if it raises, and records the reason at ``lost[i]``."""
-        return _Losing(self._environments, i, env, lost)
+    def _lose_not_finite(self, env_ids: NDArray[Any], lost: dict[int, str]) -> None:
+        """Lose the episodes whose newest observations are not finite."""
+        for name, array in self._shared.current.items():
+            if array.dtype.kind != "f":
+                continue
+            # The sum of squares is a fast first test; it is not finite if a number is not finite or is very large.
+            rows = array if len(env_ids) == len(array) else array[env_ids]
+            if math.isfinite(np.vdot(rows, rows)):
+                continue
+            finite = np.isfinite(array[env_ids].reshape(len(env_ids), -1)).all(axis=1)
+            for i in np.flatnonzero(~finite).tolist():
+                env = int(env_ids[i])
+                array[env] = 0
+                if i not in lost:
+                    self._lose(i, env, ValueError(f"observation '{name}' is not finite"), lost)
 
-
-class _Losing:
-    """Context of ``Host._losing``; one made by ``contextmanager`` takes as long as a step of a simple simulator."""
-
-    __slots__ = ("_env", "_environments", "_lost", "_place")
-
-    def __init__(self, environments: list[Environment | None], place: int, env: int, lost: dict[int, str]) -> None:
-        self._environments, self._place, self._env, self._lost = environments, place, env, lost
-
-    def __enter__(self) -> None:
-        return
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, Exception | SystemExit):  # a simulator may raise anything
-            return False
+    def _lose(self, i: int, env: int, error: BaseException, lost: dict[int, str]) -> None:
+        """Close environment ``env``, which raised ``error``, and record the reason at ``lost[i]``."""
         traceback.print_exception(error)
-        self._lost[self._place] = reason_of(error)
-        environment, self._environments[self._env] = self._environments[self._env], None
+        lost[i] = reason_of(error)
+        environment, self._environments[env] = self._environments[env], None
         if environment is not None:
             with contextlib.suppress(Exception):
                 environment.close()
-        return True
 
 
 def state_hash(environment: Environment) -> int:

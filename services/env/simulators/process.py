@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.services.env.simulators.base import Chunk, Named, Started, Stored
+from penstock.services.env.simulators.base import Chunk, Named, Started, Stepping, Stored
 from penstock.services.env.simulators.child import Channel, Message, SharedObservations
 from penstock.shared.errors import ConfigError, ProtocolError, Unavailable
 from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec, OpenEnv
@@ -87,17 +88,29 @@ class ProcessSimulator:
         self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
     ) -> Chunk:
         """See ``Simulator.step``."""
-        n, C = actions.shape[:2]
+        return self.finish_step(self.begin_step(env_ids, actions, next_state_ids))
+
+    def begin_step(
+        self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
+    ) -> Stepping:
+        """See ``Simulator.begin_step``."""
+        following = np.zeros(0, np.int64) if next_state_ids is None else next_state_ids
+        return self._send({"kind": "step"}, env_ids, [actions, following])
+
+    def finish_step(self, stepping: Stepping) -> Chunk:
+        """See ``Simulator.finish_step``."""
+        assert isinstance(stepping, _Asked)
+        env_ids, lost = stepping.env_ids, stepping.lost
+        n, C = stepping.arrays[0].shape[:2]
         rewards, valid = np.zeros((n, C), np.float32), np.zeros(n, np.int32)
         terminated, truncated, success = (np.zeros((n, C), np.bool_) for _ in range(3))
         hashes, tasks = np.zeros(n, np.uint64), [""] * n
-        lost, not_started = dict[int, str](), dict[int, str]()
-        following = np.zeros(0, np.int64) if next_state_ids is None else next_state_ids
+        not_started: dict[int, str] = {}
         columns: tuple[NDArray[Any], ...] = (rewards, terminated, truncated, success, valid, hashes)
-        for places, header, arrays in self._ask({"kind": "step"}, env_ids, [actions, following], lost):
+        for places, header, arrays in self._collect(stepping):
             for column, part in zip(columns, arrays, strict=True):
                 column[places] = part
-            for place, task in zip(places.tolist(), header["tasks"], strict=True):
+            for place, task in zip(places.tolist(), header["tasks"], strict=False):  # none if no episode began
                 tasks[place] = task
             lost.update(_at(places, header["lost"]))
             not_started.update(_at(places, header["not_started"]))
@@ -169,20 +182,31 @@ class ProcessSimulator:
         self, header: Message, env_ids: NDArray[np.int32], arrays: Sequence[NDArray[Any]], lost: dict[int, str]
     ) -> list[tuple[NDArray[np.int64], Message, list[NDArray[Any]]]]:
         """Send each process its rows of a request and collect the replies; rows of dead processes go to ``lost``."""
-        asked = []
+        asked = self._send(header, env_ids, arrays)
+        answers = self._collect(asked)
+        lost.update(asked.lost)
+        return answers
+
+    def _send(self, header: Message, env_ids: NDArray[np.int32], arrays: Sequence[NDArray[Any]]) -> _Asked:
+        """Send each process its rows of a request."""
+        asked = _Asked(env_ids=env_ids, arrays=arrays, until=time.monotonic() + self._limit_s)
         for number in self._numbers(env_ids):
             places = self._places(env_ids, number)
             child = self._children[number]
             if child is None:
-                lost.update(dict.fromkeys(places.tolist(), self._why[number]))
+                asked.lost.update(dict.fromkeys(places.tolist(), self._why[number]))
                 continue
             rows = [array[places] if len(array) else array for array in arrays]
             child.send(header, env_ids[places] - np.int32(self._first[number]), *rows)
-            asked.append((number, places))
-        until = time.monotonic() + self._limit_s
+            asked.rows.append((number, places))
+            asked.sockets.append(child.socket)
+        return asked
+
+    def _collect(self, asked: _Asked) -> list[tuple[NDArray[np.int64], Message, list[NDArray[Any]]]]:
+        """Wait for the replies; rows of processes that died or hung go to ``asked.lost``."""
         answers = []
-        for number, places in asked:
-            answer = self._answer(number, places, until, lost)
+        for number, places in asked.rows:
+            answer = self._answer(number, places, asked.until, asked.lost)
             if answer is not None:
                 answers.append((places, *answer))
         return answers
@@ -249,6 +273,23 @@ class ProcessSimulator:
         return found
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Asked:
+    """A request to the processes.
+
+    Attributes:
+        rows: number of each process that was asked, and its rows of the request.
+        lost: reasons why rows get no reply.
+    """
+
+    env_ids: NDArray[np.int32]
+    arrays: Sequence[NDArray[Any]]
+    until: float
+    rows: list[tuple[int, NDArray[np.int64]]] = field(default_factory=list)
+    sockets: list[socket.socket] = field(default_factory=list)
+    lost: dict[int, str] = field(default_factory=dict)
+
+
 class _Child:
     """One process that runs ``child.py``."""
 
@@ -282,6 +323,11 @@ class _Child:
         self._channel = Channel(ours)
         self._num_envs = num_envs
         self.shared: SharedObservations
+
+    @property
+    def socket(self) -> socket.socket:
+        """This end of the connection."""
+        return self._channel.socket
 
     def opened(self, limit_s: float) -> Message:
         """Wait until the environments are created; return their spec.
