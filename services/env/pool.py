@@ -232,10 +232,10 @@ class EnvPool:
         return request.next_state_ids
 
     def _checked_ids(self, env_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-        B = self._simulator.spec.num_envs
-        if env_ids.ndim != 1 or not len(env_ids) or len(set(env_ids.tolist())) != len(env_ids):
+        B, numbers = self._simulator.spec.num_envs, set(env_ids.ravel().tolist())
+        if env_ids.ndim != 1 or not numbers or len(numbers) != len(env_ids):
             raise ProtocolError("env_ids: a list of different environments is needed")
-        if env_ids.min() < 0 or env_ids.max() >= B:
+        if min(numbers) < 0 or max(numbers) >= B:
             raise ProtocolError(f"env_ids: this session has the environments 0..{B - 1}")
         return env_ids
 
@@ -270,5 +270,6 @@ def _reasons(n: int, places: dict[int, str]) -> list[str]:
 
 def _mask(places: dict[int, str], n: int) -> NDArray[np.bool_]:
     mask = np.zeros(n, np.bool_)
-    mask[list(places)] = True
+    if places:
+        mask[list(places)] = True
     return mask

@@ -232,13 +232,14 @@ async def _readable(sockets: Sequence[socket.socket], until: float) -> bool:
     loop = asyncio.get_running_loop()
     for connection in sockets:
         ready = loop.create_future()
-        loop.add_reader(connection, _resolve, ready)
+        loop.add_reader(connection, _resolve, ready, True)
+        timer = loop.call_later(until - time.monotonic(), _resolve, ready, False)
         try:
-            await asyncio.wait([ready], timeout=max(0.0, until - time.monotonic()))
+            if not await ready or not _has_data(connection):
+                return False
         finally:
+            timer.cancel()
             loop.remove_reader(connection)
-        if not ready.done() or not _has_data(connection):
-            return False
     return True
 
 
@@ -250,9 +251,9 @@ def _has_data(connection: socket.socket) -> bool:
         return False
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
+def _resolve(future: asyncio.Future[bool], value: bool) -> None:
     if not future.done():
-        future.set_result(None)
+        future.set_result(value)
 
 
 def _reply_bytes(spec: EnvSpec) -> int:

@@ -200,7 +200,8 @@ def _check_tree(tree: Any) -> None:
                     raise FrameError("header has a key that is not a string")
                 below.extend(node.values())
             elif isinstance(node, list):
-                below.extend(node)
+                if not _LEAVES.issuperset(map(type, node)):  # long lists of texts are common
+                    below.extend(node)
             elif not isinstance(node, BFloat16):
                 raise FrameError(f"header holds a {type(node).__name__}")
         level, depth = below, depth + 1

@@ -57,6 +57,7 @@ class ProcessSimulator:
         bounds = [round(i * request.num_envs / num_processes) for i in range(num_processes + 1)]
         self._first = bounds[:-1]
         self._sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+        self._everyone = np.arange(request.num_envs, dtype=np.int32).tobytes()
         self._children: list[_Child | None] = [None] * num_processes
         self._why: list[str] = [""] * num_processes
         """Reason why each process ended; '' while it runs."""
@@ -102,18 +103,22 @@ class ProcessSimulator:
         assert isinstance(stepping, _Asked)
         env_ids, lost = stepping.env_ids, stepping.lost
         n, C = stepping.arrays[0].shape[:2]
-        rewards, valid = np.zeros((n, C), np.float32), np.zeros(n, np.int32)
-        terminated, truncated, success = (np.zeros((n, C), np.bool_) for _ in range(3))
-        hashes, tasks = np.zeros(n, np.uint64), [""] * n
-        not_started: dict[int, str] = {}
-        columns: tuple[NDArray[Any], ...] = (rewards, terminated, truncated, success, valid, hashes)
-        for places, header, arrays in self._collect(stepping):
-            for column, part in zip(columns, arrays, strict=True):
-                column[places] = part
+        answers = self._collect(stepping)
+        if len(answers) == 1 and len(answers[0][0]) == n:  # one process has executed all of it
+            columns = answers[0][2]
+        else:
+            columns = [np.zeros((n, C), dtype) for dtype in (np.float32, np.bool_, np.bool_, np.bool_)]
+            columns += [np.zeros(n, np.int32), np.zeros(n, np.uint64)]
+            for places, _, arrays in answers:
+                for column, part in zip(columns, arrays, strict=True):
+                    column[places] = part
+        tasks, not_started = [""] * n, dict[int, str]()
+        for places, header, _ in answers:
             for place, task in zip(places.tolist(), header["tasks"], strict=False):  # none if no episode began
                 tasks[place] = task
             lost.update(_at(places, header["lost"]))
             not_started.update(_at(places, header["not_started"]))
+        rewards, terminated, truncated, success, valid, hashes = columns
         return Chunk(
             observations=self._gather(env_ids, final=False),
             final_observations=self._gather(env_ids, final=True),
@@ -261,7 +266,7 @@ class ProcessSimulator:
     def _gather(self, env_ids: NDArray[np.int32], *, final: bool) -> Named:
         """Return observations of these environments from the shared memory; zeros for processes that ended."""
         only = self._children[0]
-        if len(self._children) == 1 and only is not None and np.array_equal(env_ids, np.arange(self._sizes[0])):
+        if len(self._children) == 1 and only is not None and env_ids.tobytes() == self._everyone:
             return dict(only.shared.final if final else only.shared.current)
         found = {name: np.zeros((len(env_ids), *shape), dtype) for name, (shape, dtype) in self._blank.items()}
         for number in self._numbers(env_ids):
