@@ -58,9 +58,15 @@ class Pins:
 
 ENCODER = "imageio-ffmpeg==0.8.1"
 """Package that encodes films (BSD-2-Clause). It contains the program ffmpeg (GPL), which runs as its own process."""
+PACKAGING = "packaging==26.3"
+"""Package that the MuJoCo environments of Gymnasium import and do not ask for."""
 PICTURES = "pictures and videos need OSMesa: apt-get install -y libosmesa6"
 PINS = {
-    "gymnasium": Pins(("gymnasium[classic-control,mujoco]==1.4.0", "mujoco==3.3.0", ENCODER), "gymnasium", PICTURES),
+    "gymnasium": Pins(
+        ("gymnasium[classic-control,mujoco]==1.4.0", "mujoco==3.3.0", PACKAGING, ENCODER),
+        "gymnasium.envs.mujoco",
+        PICTURES,
+    ),
     "libero": Pins(
         ("rlinf-libero==0.1.3", "robosuite==1.4.1", "bddl==3.6.0", "mujoco==3.3.0", "numpy==1.26.4", ENCODER),
         "bddl, mujoco, libero",
@@ -72,7 +78,7 @@ PINS = {
         "videos need Vulkan: a GPU's driver, or apt-get install -y libvulkan1 mesa-vulkan-drivers (Mesa 25 or newer)",
     ),
     "metaworld": Pins(
-        ("metaworld==3.1.1", "gymnasium==1.4.0", "mujoco==3.3.0", ENCODER),
+        ("metaworld==3.1.1", "gymnasium==1.4.0", "mujoco==3.3.0", PACKAGING, ENCODER),
         "metaworld",
         PICTURES,
     ),
