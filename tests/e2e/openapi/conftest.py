@@ -48,6 +48,7 @@ class Front:
         self.stack, self.url, self.headers = stack, url, headers
         self.http = httpx.Client(base_url=url, headers=headers, timeout=60)
         self.ids, self.jobs = ids, jobs
+        self._taken: set[str] = set()
         self._made: dict[str, Callable[[], Call]] = {
             "DELETE /v1/keys/{key_id}": lambda: {"key_id": self.new("/v1/keys", self._key())},
             "DELETE /v1/files/{file_id}": lambda: {"file_id": self.upload()},
@@ -209,8 +210,11 @@ class Front:
         return str(self.post("/v1/feedback", body)["feedback_id"])
 
     def held(self) -> str:
-        """An item that is held back, with which nobody did anything yet."""
-        return str(self.get(f"/v1/jobs/{self.jobs['live']}/quarantine")["data"][-1]["feedback_id"])
+        """An item that is held back and was not returned before: the list may still have one that was just dropped."""
+        listed = [str(row["feedback_id"]) for row in self.get(f"/v1/jobs/{self.jobs['live']}/quarantine")["data"]]
+        item = next(one for one in reversed(listed) if one not in self._taken)
+        self._taken.add(item)
+        return item
 
     def older_checkpoint(self) -> int:
         """A checkpoint that may go: the newest stays."""
