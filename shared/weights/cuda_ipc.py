@@ -229,6 +229,8 @@ class CudaIpcReceiver:
         self._host, self._directory, self._layout, self._memory = settings.host_id, settings.shm_dir, layout, memory
         self._mapped: dict[str, _Mapped] = {}
         """By job: memory of its newest publisher."""
+        self._lock = threading.Lock()
+        """Held while memory is read or unmapped: a worker that is stopped closes this while its thread stages."""
 
     def accepts(self, ref: SlotRef) -> bool:
         """Return True for device slots of the same host id."""
@@ -250,24 +252,26 @@ class CudaIpcReceiver:
             raise WeightsError(f"{what} was made before host '{self._host}' booted")
         if handle.device not in self._memory.reachable:
             raise WeightsError(f"{what}: GPU {self._memory.device} cannot read memory of GPU {handle.device}")
-        try:
-            mapped = self._publisher(manifest.job, handle.owner)
-            slot = LockedFile.open(self._directory / handle.slot)
-        except (NotFound, Unavailable) as error:
-            raise WeightsError(f"{what}: {error}") from None
-        try:
-            if not slot.try_shared():
-                raise WeightsError(f"{what} is being written")
-            if reason := read_slot(slot).mismatch(manifest):
-                raise WeightsError(f"{what}: {reason}")
-            return DeviceStaged(manifest, self._copied(mapped, handle, layout.nbytes, what), layout)
-        finally:
-            slot.close()
+        with self._lock:
+            try:
+                mapped = self._publisher(manifest.job, handle.owner)
+                slot = LockedFile.open(self._directory / handle.slot)
+            except (NotFound, Unavailable) as error:
+                raise WeightsError(f"{what}: {error}") from None
+            try:
+                if not slot.try_shared():
+                    raise WeightsError(f"{what} is being written")
+                if reason := read_slot(slot).mismatch(manifest):
+                    raise WeightsError(f"{what}: {reason}")
+                return DeviceStaged(manifest, self._copied(mapped, handle, layout.nbytes, what), layout)
+            finally:
+                slot.close()
 
     def close(self) -> None:
-        """Unmap the memory of publishers; staged versions stay valid."""
-        while self._mapped:
-            self._mapped.popitem()[1].close()
+        """Unmap the memory of publishers, once no thread reads it; staged versions stay valid."""
+        with self._lock:
+            while self._mapped:
+                self._mapped.popitem()[1].close()
 
     def _publisher(self, job: str, owner: str) -> _Mapped:
         """Return the mapped memory of a living publisher; that of an earlier one of the job is unmapped.

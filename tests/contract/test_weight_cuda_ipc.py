@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -289,6 +290,25 @@ def test_memory_stays_while_a_receiver_maps_it(plane: Plane) -> None:
         time.sleep(0.01)
     assert not list(plane.memory.directory.iterdir())
     assert not list(plane.settings.shm_dir.glob("penstock-device-*"))
+
+
+def test_memory_stays_mapped_while_a_thread_copies_it(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is stopped closes its receiver while the thread that stages goes on."""
+    receiver, manifest, copy = plane.receiver(), plane.publish(1), plane.memory.copy
+    closing = threading.Thread(target=receiver.close)
+
+    def copy_while_closing(source: Tensor, target: Tensor) -> str:
+        closing.start()
+        closing.join(0.5)
+        (mapped,) = plane.settings.shm_dir.glob("penstock-device-*-mapped")
+        assert not LockedFile.open(mapped).try_exclusive(), "the publisher could free what is copied"
+        return copy(source, target)
+
+    monkeypatch.setattr(plane.memory, "copy", copy_while_closing)
+    assert value(receiver, manifest) == 1
+    closing.join(30)
+    (mapped,) = plane.settings.shm_dir.glob("penstock-device-*-mapped")
+    assert LockedFile.open(mapped).try_exclusive(), "it is unmapped once the copy is made"
 
 
 def test_without_a_device_the_setting_says_why() -> None:
