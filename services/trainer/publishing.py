@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator
 from functools import partial
 from itertools import chain
@@ -21,7 +22,7 @@ from torch import Tensor
 from penstock.services.trainer.learners.job_learner import JobLearner
 from penstock.services.trainer.rank_group import RankGroup
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import Conflict, Fenced, Unavailable
+from penstock.shared.errors import Conflict, Fenced, Unavailable, WeightsError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes
@@ -44,6 +45,9 @@ class Publishing:
         self._publisher: Publisher | None = None
         self._base_publisher: WeightPublisher | None = None
         self._base_manifest: WeightManifest | None = None
+        self._writing = threading.Lock()
+        """Held while a version is written: a session that is stopped closes this while its thread writes."""
+        self._closed = False
 
     async def publish(self, rank_group: RankGroup, *, version: int, epoch: int) -> WeightManifest:
         """Copy the weights into a slot. Engines do not see them before ``announce``."""
@@ -105,10 +109,12 @@ class Publishing:
                 await asyncio.sleep(RETRY_S)
 
     def close(self) -> None:
-        """Stop serving weights. Published manifests stay."""
-        for publisher in (self._publisher, self._base_publisher):
-            if publisher is not None:
-                publisher.close()
+        """Stop serving weights, once no thread writes them; later versions are refused. Published manifests stay."""
+        self._closed = True
+        with self._writing:
+            for publisher in (self._publisher, self._base_publisher):
+                if publisher is not None:
+                    publisher.close()
 
     @property
     def transports(self) -> list[str]:
@@ -135,18 +141,26 @@ class Publishing:
     ) -> WeightManifest:
         base, weights = learner.take_base(), learner.weights()
         try:
-            if self._publisher is None:
-                memory = device_memory(self._settings)
-                self._publisher = open_publisher(self._job, learner.layout(), self._settings, memory=memory)
-            self._publisher.open(learner.layout(), routes.members, routes.epoch)
-            self._write_base(base, epoch, learner)
-            manifest = self._publisher.publish(weights, version=version, epoch=epoch, keep=keep)
+            with self._writing:
+                publisher = self._open(learner)
+                publisher.open(learner.layout(), routes.members, routes.epoch)
+                self._write_base(base, epoch, learner)
+                manifest = publisher.publish(weights, version=version, epoch=epoch, keep=keep)
         except Exception:
             with contextlib.suppress(RuntimeError, ValueError):  # if other ranks are lost, keep the first error
                 _gather_to_the_end(base, weights)
             raise
         _gather_to_the_end(base, weights)
         return msgspec.structs.replace(manifest, base=learner.base_digest)
+
+    def _open(self, learner: JobLearner) -> Publisher:
+        """Return the publisher of the policy. Raises WeightsError once this is closed."""
+        if self._closed:
+            raise WeightsError(f"this trainer no longer publishes weights of job '{self._job}'")
+        if self._publisher is None:
+            memory = device_memory(self._settings)
+            self._publisher = open_publisher(self._job, learner.layout(), self._settings, memory=memory)
+        return self._publisher
 
     def _write_base(self, base: Iterator[tuple[str, Tensor]], epoch: int, learner: JobLearner) -> None:
         """Publish the weights under the adapter if only this job has them."""

@@ -142,9 +142,9 @@ class TrainerSession:
                     await self._let_others_try()
                 await asyncio.sleep(0 if self._draining else RESTART_S)
         finally:
-            self._publishing.close()
             if self._own_threads is not None:
                 self._own_threads.close()
+            await asyncio.to_thread(self._publishing.close)  # behind a thread that still publishes
 
     @contextlib.asynccontextmanager
     async def _turn(self, ranks: Ranks) -> AsyncIterator[None]:

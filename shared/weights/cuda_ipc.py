@@ -110,6 +110,8 @@ class CudaIpcPublisher:
         self._buffers: dict[Path, DeviceBuffer] = {}
         mapped = _mapped_path(settings.shm_dir, self._owner.stem)
         self._mapped: LockedFile | None = LockedFile(mapped, os.open(mapped, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        self._lock = threading.Lock()
+        """Held while memory of the device is written, read or freed."""
 
     def open(self, layout: Layout, members: Sequence[str], epoch: int) -> None:
         """See ``WeightPublisher``."""
@@ -120,8 +122,17 @@ class CudaIpcPublisher:
     ) -> WeightManifest:
         """Fill a free slot of the device, and publish its content by the other transport; see ``WeightPublisher``.
 
-        Without room on the device, or if receivers hold all of its slots, the manifest has no reference to it.
+        Without room on the device, or if receivers hold all of its slots, the manifest has no reference to it. Raises
+        WeightsError once this is closed.
         """
+        with self._lock:
+            if self._mapped is None:
+                raise WeightsError(f"version {version} is not published: its publisher is closed")
+            return self._publish(tensors, version=version, epoch=epoch, keep=keep)
+
+    def _publish(
+        self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None
+    ) -> WeightManifest:
         slot = self._free_slot(epoch)
         if slot is None:
             return self._host.publish(tensors, version=version, epoch=epoch, keep=keep)
@@ -142,16 +153,20 @@ class CudaIpcPublisher:
         return msgspec.structs.replace(manifest, refs=(ref, *manifest.refs))
 
     def close(self) -> None:
-        """Remove the slots. Their device memory is freed once no receiver maps it. Safe to repeat."""
-        mapped, self._mapped = self._mapped, None
-        if mapped is not None:
-            self._owner.close()
-            buffers = list(self._buffers.values())
-            self._buffers.clear()
-            self._pool.close()
-            if not _freed(mapped, buffers):
-                threading.Thread(target=_free, args=(mapped, buffers), name="weights-free", daemon=True).start()
-        self._host.close()
+        """Remove the slots, once no thread publishes. Their device memory is freed once no receiver maps it.
+
+        Safe to repeat.
+        """
+        with self._lock:
+            mapped, self._mapped = self._mapped, None
+            if mapped is not None:
+                self._owner.close()
+                buffers = list(self._buffers.values())
+                self._buffers.clear()
+                self._pool.close()
+                if not _freed(mapped, buffers):
+                    threading.Thread(target=_free, args=(mapped, buffers), name="weights-free", daemon=True).start()
+            self._host.close()
 
     def _free_slot(self, epoch: int) -> Segment | None:
         """Return a locked slot with memory, or None."""

@@ -311,6 +311,24 @@ def test_memory_stays_mapped_while_a_thread_copies_it(plane: Plane, monkeypatch:
     assert LockedFile.open(mapped).try_exclusive(), "it is unmapped once the copy is made"
 
 
+def test_memory_is_not_freed_while_a_thread_publishes(plane: Plane) -> None:
+    """A trainer that is stopped closes its publisher while the thread that writes goes on."""
+    closing = threading.Thread(target=plane.publisher.close)
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        yield from weights(1)
+        closing.start()
+        closing.join(0.5)
+        assert len(list(plane.memory.directory.iterdir())) == 1, "the slot that is written"
+
+    plane.publisher.publish(tensors(), version=1, epoch=1)
+    closing.join(30)
+    assert not list(plane.memory.directory.iterdir())
+    with pytest.raises(WeightsError, match="version 2 is not published: its publisher is closed"):
+        plane.publish(2)
+    assert not list(plane.memory.directory.iterdir())
+
+
 def test_without_a_device_the_setting_says_why() -> None:
     assert device_memory(ServiceSettings()) is None
     if not torch.cuda.is_available():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from penstock.services.trainer.learners.learner import Learner
 from penstock.services.trainer.publishing import Publishing
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import Fenced
+from penstock.shared.errors import Fenced, WeightsError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import unpack
 from penstock.shared.protocol.weights import WeightManifest, WeightRoutes, make_layout
@@ -43,6 +44,32 @@ def test_a_rank_that_is_lost_meanwhile_is_the_reason(make_config: Callable[..., 
             publishing._write(0, 1, None, WeightRoutes(epoch=0, transports={}), Left(make_config()))
     finally:
         publishing.close()
+
+
+class Stopped(Learner):
+    """Its session is stopped while its weights are written."""
+
+    closing: threading.Thread
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        whole = super().weights()
+        yield next(whole)
+        self.closing.start()
+        self.closing.join(0.5)
+        assert self.closing.is_alive(), "it waits for this thread"
+        yield from whole
+
+
+def test_a_publisher_is_closed_behind_the_thread_that_writes(
+    make_config: Callable[..., JobConfig], tmp_path: Path
+) -> None:
+    settings, routes = ServiceSettings(data_dir=tmp_path, shm_dir=tmp_path), WeightRoutes(epoch=0, transports={})
+    publishing, learner = Publishing(None, settings, "job_1"), Stopped(make_config())  # type: ignore[arg-type]
+    learner.closing = threading.Thread(target=publishing.close)
+    assert publishing._write(0, 1, None, routes, learner).version == 0
+    learner.closing.join(30)
+    with pytest.raises(WeightsError, match="no longer publishes weights of job 'job_1'"):
+        publishing._write(1, 1, None, routes, Learner(make_config()))
 
 
 def test_the_trainer_names_the_gpu_that_it_publishes_in(
