@@ -242,6 +242,8 @@ class CudaIpcReceiver:
 
     def __init__(self, settings: ServiceSettings, memory: DeviceMemory, layout: Layout | None = None) -> None:
         self._host, self._directory, self._layout, self._memory = settings.host_id, settings.shm_dir, layout, memory
+        self.devices = memory.reachable
+        """Unique ids of the GPUs whose memory it can read."""
         self._mapped: dict[str, _Mapped] = {}
         """By job: memory of its newest publisher."""
         self._lock = threading.Lock()
@@ -282,6 +284,20 @@ class CudaIpcReceiver:
             finally:
                 slot.close()
 
+    def prune(self, manifest: WeightManifest) -> None:
+        """Unmap memory that no later version can be in, before ``manifest`` is staged by whatever transport.
+
+        It is that of publishers that ended, and of one that ``manifest``, of the same job, does not name. A publisher
+        that lives frees its memory only then.
+        """
+        named = {ref.handle.partition("/")[0].rpartition("-")[0] for ref in manifest.refs if self.accepts(ref)}
+        with self._lock:
+            for job, mapped in list(self._mapped.items()):
+                replaced = job == manifest.job and mapped.owner not in named
+                with contextlib.suppress(Unavailable):
+                    if replaced or not self._lives(mapped.owner):
+                        self._mapped.pop(job).close()
+
     def close(self) -> None:
         """Unmap the memory of publishers, once no thread reads it; staged versions stay valid."""
         with self._lock:
@@ -302,7 +318,7 @@ class CudaIpcReceiver:
         try:
             if mapped is None:
                 mapped = _Mapped(owner, LockedFile.open(_mapped_path(self._directory, owner)))
-            if not mapped.lock.try_shared() or not _lives(self._directory / f"{owner}.owner"):
+            if not mapped.lock.try_shared() or not self._lives(owner):
                 raise NotFound("its publisher ended")
         except NotFound:
             if mapped is not None:
@@ -310,6 +326,17 @@ class CudaIpcReceiver:
             raise NotFound("the process that published it ended, and its device memory with it") from None
         self._mapped[job] = mapped
         return mapped
+
+    def _lives(self, owner: str) -> bool:
+        """Return True if a publishing process still locks its owner file. Raises Unavailable: it is another user's."""
+        try:
+            mark = LockedFile.open(self._directory / f"{owner}.owner")
+        except NotFound:
+            return False
+        try:
+            return not mark.try_shared()
+        finally:
+            mark.close()
 
     def _copied(self, mapped: _Mapped, handle: _Handle, nbytes: int, what: str) -> Tensor:
         """Return a verified copy of a slot. Raises WeightsError."""
@@ -323,12 +350,3 @@ class CudaIpcReceiver:
         if digest != handle.digest:
             raise WeightsError(f"{what}: the bytes do not match digest {handle.digest}")
         return flat
-
-
-def _lives(path: Path) -> bool:
-    """Return True if the process that created this owner file still locks it. Raises NotFound, Unavailable."""
-    mark = LockedFile.open(path)
-    try:
-        return not mark.try_shared()
-    finally:
-        mark.close()

@@ -67,16 +67,16 @@ class Receiver:
     Args:
         receivers: by the name of their transport, in the order in which they are tried.
         member: the receiver of broadcasts among them.
-        devices: unique ids of the GPUs whose memory it can read.
+        device: the one among them that maps memory of GPUs.
     """
 
     def __init__(
         self,
         receivers: Mapping[str, WeightReceiver],
         member: CollectiveReceiver | None = None,
-        devices: tuple[str, ...] = (),
+        device: CudaIpcReceiver | None = None,
     ) -> None:
-        self._receivers, self._member, self.devices = dict(receivers), member, devices
+        self._receivers, self._member, self._device = dict(receivers), member, device
         self._epochs: dict[str, int] = {}
         self._chosen = ""
 
@@ -84,6 +84,11 @@ class Receiver:
     def transports(self) -> list[str]:
         """Names of the transports that the coordinator can choose from."""
         return list(self._receivers)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Unique ids of the GPUs whose memory it can read."""
+        return () if self._device is None else self._device.devices
 
     def follow(self, worker: str, routes: WeightRoutes) -> None:
         """Apply the coordinator's choice for this ``worker``."""
@@ -104,6 +109,8 @@ class Receiver:
         known = self._epochs.get(manifest.job, 0)
         if manifest.epoch < known:
             raise WeightsError(f"version {manifest.version} is of epoch {manifest.epoch}, epoch {known} took over")
+        if self._device is not None:
+            self._device.prune(manifest)
         reasons = []
         first = [self._receivers[self._chosen]] if self._chosen in self._receivers else []
         for receiver in (*first, *(one for one in self._receivers.values() if one not in first)):
@@ -161,15 +168,14 @@ def open_receiver(
     """
     tcp = TcpReceiver(settings, layout, tls=settings.bulk_tls_client)
     member = None
-    receivers: dict[str, WeightReceiver] = {}
-    if memory is not None:
-        receivers["cuda_ipc"] = CudaIpcReceiver(settings, memory, layout)
+    device = None if memory is None else CudaIpcReceiver(settings, memory, layout)
+    receivers: dict[str, WeightReceiver] = {} if device is None else {"cuda_ipc": device}
     receivers["shm"] = ShmReceiver(settings, layout)
     if settings.weight_collective:
         member = CollectiveReceiver(settings.worker_id, layout, kinds=(settings.weight_collective,))
         receivers[settings.weight_collective] = member
     receivers |= {"tcp": tcp, "disk": DiskReceiver(settings, layout)}
-    return Receiver(receivers, member, () if memory is None else memory.reachable)
+    return Receiver(receivers, member, device)
 
 
 def cleanup(job: str, settings: ServiceSettings) -> None:

@@ -329,6 +329,37 @@ def test_memory_is_not_freed_while_a_thread_publishes(plane: Plane) -> None:
     assert not list(plane.memory.directory.iterdir())
 
 
+@pytest.mark.parametrize("job", [JOB, "job_e"])
+def test_any_version_unmaps_the_memory_of_a_publisher_that_ended(plane: Plane, job: str) -> None:
+    """As after a change of the job's backend, or in a worker of several jobs."""
+    chain = open_receiver(plane.settings, LAYOUT, memory=plane.memory)
+    assert chain.stage(plane.publish(1)).way.transport == "cuda_ipc"
+    plane.publisher.close()
+    assert len(list(plane.memory.directory.iterdir())) == 1
+    without = open_publisher(job, LAYOUT, plane.settings)
+    assert chain.stage(without.publish(weights(2), version=2, epoch=2)).way.transport == "shm"
+    without.close()
+    deadline = time.monotonic() + 30
+    while list(plane.memory.directory.iterdir()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not list(plane.memory.directory.iterdir())
+
+
+def test_memory_of_a_replaced_publisher_is_unmapped_although_it_lives(plane: Plane) -> None:
+    """As after the lease has gone to a trainer on another host; versions of other jobs change nothing."""
+    chain = open_receiver(plane.settings, LAYOUT, memory=plane.memory)
+    chain.stage(plane.publish(1))
+    (path,) = plane.settings.shm_dir.glob("penstock-device-*-mapped")
+    mapped, free = LockedFile.open(path), []
+    for job in ("job_e", JOB):
+        other = open_publisher(job, LAYOUT, plane.settings)
+        chain.stage(other.publish(weights(2), version=2, epoch=2))
+        other.close()
+        free.append(mapped.try_exclusive())
+    assert free == [False, True]
+    mapped.close()
+
+
 def test_without_a_device_the_setting_says_why() -> None:
     assert device_memory(ServiceSettings()) is None
     if not torch.cuda.is_available():
