@@ -15,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -56,6 +56,15 @@ def _prefix(job: str) -> str:
 def _mapped_path(directory: Path, owner: str) -> Path:
     """Return the file that receivers lock while they map memory of a publisher."""
     return directory / f"{owner}-mapped"
+
+
+@contextlib.contextmanager
+def _errors_of_devices(what: str) -> Iterator[None]:
+    """Raise WeightsError for an error of a driver, its compiler, or an allocator, which share no class."""
+    try:
+        yield
+    except Exception as error:
+        raise WeightsError(f"{what}: {error}") from None
 
 
 def _boot_id() -> str:
@@ -122,8 +131,8 @@ class CudaIpcPublisher:
     ) -> WeightManifest:
         """Fill a free slot of the device, and publish its content by the other transport; see ``WeightPublisher``.
 
-        Without room on the device, or if receivers hold all of its slots, the manifest has no reference to it. Raises
-        WeightsError once this is closed.
+        Without room on the device, if receivers hold all of its slots, or if it computes no digest, the manifest has no
+        reference to it. Raises WeightsError once this is closed.
         """
         with self._lock:
             if self._mapped is None:
@@ -142,15 +151,16 @@ class CudaIpcPublisher:
             header = SlotHeader(sequence, version, epoch, layout.nbytes, layout.id)
             write_slot(slot, header)
             place(buffer.flat, layout, tensors)
-            digest = self._memory.digest(buffer.flat)  # waits for the copies
+            digest = self._digest(buffer.flat)
             named = view(buffer.flat, layout).items()
             manifest = self._host.publish(named, version=version, epoch=epoch, keep=keep)
-            write_slot(slot, msgspec.structs.replace(header, sequence=sequence + 1, digest=manifest.digest))
+            if digest:
+                write_slot(slot, msgspec.structs.replace(header, sequence=sequence + 1, digest=manifest.digest))
         finally:
             slot.unlock()
         handle = _Handle(slot.path.name, self._memory.device, self._boot, buffer.handle, digest)
         ref = SlotRef("cuda_ipc", self._host_id, str(handle), layout.nbytes)
-        return msgspec.structs.replace(manifest, refs=(ref, *manifest.refs))
+        return msgspec.structs.replace(manifest, refs=(ref, *manifest.refs)) if digest else manifest
 
     def close(self) -> None:
         """Remove the slots, once no thread publishes. Their device memory is freed once no receiver maps it.
@@ -167,6 +177,15 @@ class CudaIpcPublisher:
                 if not _freed(mapped, buffers):
                     threading.Thread(target=_free, args=(mapped, buffers), name="weights-free", daemon=True).start()
             self._host.close()
+
+    def _digest(self, flat: Tensor) -> str:
+        """Return the digest of a slot, once it is filled; '' if the device fails to compute it."""
+        try:
+            with _errors_of_devices("the digest cannot be computed"):
+                return self._memory.digest(flat)
+        except WeightsError as error:
+            logger.warning("weights do not go by cuda_ipc: %s", error)
+            return ""
 
     def _free_slot(self, epoch: int) -> Segment | None:
         """Return a locked slot with memory, or None."""
@@ -340,13 +359,11 @@ class CudaIpcReceiver:
 
     def _copied(self, mapped: _Mapped, handle: _Handle, nbytes: int, what: str) -> Tensor:
         """Return a verified copy of a slot. Raises WeightsError."""
-        try:
+        with _errors_of_devices(f"{what} cannot be read"):
             if handle.memory not in mapped.buffers:
                 mapped.buffers[handle.memory] = self._memory.open(handle.memory, nbytes)
             flat = self._memory.empty(nbytes)
             digest = self._memory.copy(mapped.buffers[handle.memory].flat, flat)
-        except RuntimeError as error:
-            raise WeightsError(f"{what} cannot be read: {error}") from None
         if digest != handle.digest:
             raise WeightsError(f"{what}: the bytes do not match digest {handle.digest}")
         return flat

@@ -71,7 +71,7 @@ class DeviceBuffer:
 
 
 class DeviceMemory(Protocol):
-    """Memory of one device. Methods may raise RuntimeError as the driver does, unless they name another error."""
+    """Memory of one device. Methods may raise any error of the driver and its libraries, unless they name another."""
 
     @property
     def device(self) -> str:
@@ -120,7 +120,7 @@ class CudaMemory:
     """Memory of the current CUDA device, from cudaMalloc: torch's allocator may use memory that cannot be exported.
 
     Raises:
-        ConfigError: torch finds no CUDA device, or cupy is missing.
+        ConfigError: torch finds no CUDA device, cupy is missing, or the kernel does not run.
     """
 
     def __init__(self) -> None:
@@ -137,6 +137,7 @@ class CudaMemory:
         others = [other for other in range(torch.cuda.device_count()) if other != self._index]
         peers = [other for other in others if torch.cuda.can_device_access_peer(self._index, other)]
         self.reachable = (self.device, *map(_uuid, peers))
+        self._try()
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         """See ``DeviceMemory``."""
@@ -147,10 +148,11 @@ class CudaMemory:
             try:
                 address = runtime.malloc(nbytes + -nbytes % _GRANULARITY_BYTES)
                 handle = bytes(runtime.ipcGetMemHandle(address))
-            except RuntimeError as error:
+                flat = self._view(address, nbytes)
+            except Exception as error:  # a RuntimeError of the driver, a MemoryError of cupy, and others
                 runtime.free(address)  # nothing happens at 0
                 raise Unavailable(f"GPU {self.device} cannot export {nbytes} bytes: {error}") from None
-            return DeviceBuffer(self._view(address, nbytes), handle, partial(runtime.free, address))
+            return DeviceBuffer(flat, handle, partial(runtime.free, address))
 
     def open(self, handle: bytes, nbytes: int) -> DeviceBuffer:
         """See ``DeviceMemory``."""
@@ -172,16 +174,24 @@ class CudaMemory:
         self._stream.wait_stream(torch.cuda.current_stream(self._index))  # target may be memory that was just freed
         return self._run(source, target, self._stream, copies=True)
 
+    def _try(self) -> None:
+        """Compile the kernel and run it once. Raises ConfigError if that fails."""
+        try:
+            digest = self.copy(self.empty(16).zero_(), self.empty(16))
+        except Exception as error:  # of the driver, its compiler, or an allocator: they share no class
+            raise ConfigError(f"PENSTOCK_WEIGHT_CUDA_IPC: GPU {self.device} cannot run its kernel: {error}") from None
+        if digest != mixed_digest(np.zeros(16, np.uint8)):
+            raise ConfigError(f"PENSTOCK_WEIGHT_CUDA_IPC: the kernel computes {digest} on GPU {self.device}")
+
     def _run(self, source: Tensor, target: Tensor, stream: torch.cuda.Stream, *, copies: bool) -> str:
         cupy = self._cupy
         with torch.cuda.device(self._index), torch.cuda.stream(stream), cupy.cuda.Stream.from_external(stream):
-            total = cupy.zeros(2, cupy.uint64)
+            total = torch.zeros(2, dtype=torch.int64, device=target.device)
             pointers = np.uint64(source.data_ptr()), np.uint64(target.data_ptr())
             numbers = np.uint64(source.nbytes // 16), np.int32(copies)
-            self._kernel((_BLOCKS,), (_THREADS,), (*pointers, *numbers, total))
-            sums: NDArray[np.uint64] = total.get()
-            stream.synchronize()
-        return _tagged(sums)
+            self._kernel((_BLOCKS,), (_THREADS,), (*pointers, *numbers, np.uint64(total.data_ptr())))
+            sums = total.cpu()  # waits for the kernel
+        return _tagged(sums.numpy().view(np.uint64))
 
     def _view(self, address: int, nbytes: int) -> Tensor:
         cupy = self._cupy

@@ -239,6 +239,24 @@ def test_a_publication_needs_no_room_on_the_device(plane: Plane, monkeypatch: py
     assert value(plane.receiver(), plane.publish(2)) == 2
 
 
+@pytest.mark.parametrize("error", [RuntimeError("an illegal access"), MemoryError("no room"), Exception("NVRTC")])
+def test_an_error_of_the_device_sends_a_version_another_way(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: Tensor) -> str:
+        raise error
+
+    chain = open_receiver(plane.settings, LAYOUT, memory=plane.memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(plane.memory, "copy", fail)
+        assert chain.stage(plane.publish(1)).way.transport == "shm"
+        patch.setattr(plane.memory, "digest", fail)
+        manifest = plane.publish(2)
+        assert [ref.transport for ref in manifest.refs] == ["shm"]
+        assert float(chain.stage(manifest).tensors()["w"][0, 0]) == 2
+    assert chain.stage(plane.publish(3)).way.transport == "cuda_ipc"
+
+
 def test_a_slot_that_is_copied_is_not_written_and_a_death_frees_it(
     plane: Plane, spawn: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
