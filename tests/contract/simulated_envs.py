@@ -10,6 +10,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.wrappers import FrameStackObservation
 from numpy.typing import NDArray
 
 FOLDER = str(Path(__file__).parent)
@@ -134,3 +135,8 @@ for entry_point in (Fragile, Camera, Slow, Stuck, Restless):
     gymnasium.register(f"{entry_point.__name__}-v0", entry_point=entry_point)
 
 gymnasium.register("PointReach-v0", entry_point=PointReach, max_episode_steps=20)
+gymnasium.register(
+    "Stacked-v0",
+    entry_point="gymnasium.envs.classic_control.cartpole:CartPoleEnv",
+    additional_wrappers=(FrameStackObservation.wrapper_spec(stack_size=2),),
+)

@@ -249,14 +249,16 @@ def test_what_is_no_snapshot_is_refused_and_starts_nothing(cut: bytes) -> None:
         other.close()
 
 
-def test_a_simulator_without_snapshots_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["Fragile-v0", "Stacked-v0"])
+def test_a_simulator_without_snapshots_says_so(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Also one of Gymnasium's own within a wrapper that keeps the last observations."""
     monkeypatch.setenv("PYTHONPATH", FOLDER)
-    simulator = open_simulator(OpenEnv(env_id="simulated_envs:Fragile-v0", num_envs=1), NOWHERE)
+    simulator = open_simulator(OpenEnv(env_id=f"simulated_envs:{name}", num_envs=1), NOWHERE)
     pool = EnvPool(simulator)
     try:
         assert not simulator.spec.has_snapshots
         pool.reset(ResetRequest(seq=0, env_ids=ids(0), state_ids=states(5)))
-        with pytest.raises(Unsupported, match="'simulated_envs:Fragile-v0' of gymnasium has no snapshots"):
+        with pytest.raises(Unsupported, match=f"'simulated_envs:{name}' of gymnasium has no snapshots"):
             pool.snapshot(SnapshotRequest(seq=1, env_ids=ids(0)))
         nothing = np.zeros(0, np.uint8)
         with pytest.raises(Unsupported):

@@ -5,7 +5,9 @@ Dict of Box.
 is the seed of the episode.
 
 Gymnasium's own environments of classic control and MuJoCo have snapshots. So has an environment of the user with the
-methods ``snapshot()``, which returns numbers, texts and arrays in dicts, lists and tuples, and ``restore(values)``.
+methods ``snapshot()``, which returns numbers, texts and arrays in dicts, lists and tuples, and ``restore(values)``. A
+wrapper around either, unless it is one that ``gymnasium.make`` adds by itself, may hold anything: it must have both
+methods, too.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Dict, Discrete
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 from numpy.typing import NDArray
 
 __all__ = ["GymnasiumEnvironment", "make", "make_with_camera"]
 
 WITH_SNAPSHOTS = ("gymnasium.envs.classic_control.", "gymnasium.envs.mujoco.")
+WRAPPERS = (TimeLimit, OrderEnforcing, PassiveEnvChecker)
+"""Wrappers whose state is plain attributes."""
 PICTURE = 256
 """Width and height of images rendered by MuJoCo, in pixels; other environments choose their size."""
 PLAIN = (bool, int, float, str, type(None), np.ndarray, np.generic)
@@ -50,9 +55,11 @@ class GymnasiumEnvironment:
             "has_success": False,
             "versions": {"gymnasium": gymnasium.__version__},
         }
-        inner = self._env.unwrapped
-        self._own = hasattr(inner, "snapshot") and hasattr(inner, "restore")
-        self.spec["snapshots"] = self._own or type(inner).__module__.startswith(WITH_SNAPSHOTS)
+        wrappers, self._inside = _unwrapped(self._env)
+        self._own = hasattr(self._inside, "snapshot") and hasattr(self._inside, "restore")
+        self._layers = wrappers if self._own else [*wrappers, self._inside]
+        """Objects whose attributes a snapshot contains."""
+        self.spec["snapshots"] = self._own or type(self._inside).__module__.startswith(WITH_SNAPSHOTS)
 
     def reset(self, state_id: int) -> Mapping[str, NDArray[Any]]:
         """Begin the episode with seed ``state_id``."""
@@ -79,10 +86,9 @@ class GymnasiumEnvironment:
         An environment with a method ``snapshot`` returns its own values instead of the attributes and the physics.
         """
         inner: Any = self._env.unwrapped
-        layers = [_plain_attributes(layer) for layer in _layers(self._env) if layer is not inner or not self._own]
-        values = {"layers": layers, "random": inner.np_random.bit_generator.state}
+        values = {"layers": [*map(_plain_attributes, self._layers)], "random": inner.np_random.bit_generator.state}
         if self._own:
-            return values | {"own": inner.snapshot()}
+            return values | {"own": self._inside.snapshot()}
         if not hasattr(inner, "data"):
             return values
         physics = importlib.import_module("mujoco")
@@ -94,10 +100,10 @@ class GymnasiumEnvironment:
         """Continue from a snapshot."""
         inner: Any = self._env.unwrapped
         inner.np_random.bit_generator.state = values["random"]  # creates the generator, and its seed, in a new one
-        for layer, attributes in zip(_layers(self._env), values["layers"], strict=False):
+        for layer, attributes in zip(self._layers, values["layers"], strict=True):
             vars(layer).update(attributes)
         if self._own:
-            inner.restore(values["own"])
+            self._inside.restore(values["own"])
         elif "physics" in values:
             physics = importlib.import_module("mujoco")
             physics.mj_setState(inner.model, inner.data, values["physics"], physics.mjtState.mjSTATE_INTEGRATION)
@@ -171,12 +177,13 @@ def make_with_camera(env_id: str, options: dict[str, Any]) -> GymnasiumEnvironme
     return environment
 
 
-def _layers(env: Any) -> list[Any]:
-    """Return the wrappers of an environment, the outermost first, and the environment itself."""
-    layers = [env]
-    while layers[-1] is not env.unwrapped:
-        layers.append(layers[-1].env)
-    return layers
+def _unwrapped(env: Any) -> tuple[list[Any], Any]:
+    """Return the known wrappers around an environment, the outermost first, and what they enclose."""
+    wrappers = []
+    while type(env) in WRAPPERS:
+        wrappers.append(env)
+        env = env.env
+    return wrappers, env
 
 
 def _plain_attributes(layer: Any) -> dict[str, Any]:
