@@ -18,6 +18,7 @@ FOLDER = str(Path(__file__).parent)
 STEP, RAISE, DIE, HANG, NOT_A_NUMBER = range(5)
 UNSTARTABLE = 666
 """The state id at which a reset raises."""
+DEADLY = 3
 IMAGE = (480, 640, 3)
 
 
@@ -131,7 +132,19 @@ class Restless(PointReach):
         return self._state.astype(np.float32), {}
 
 
-for entry_point in (Fragile, Camera, Slow, Stuck, Restless):
+class Brittle(Fragile):
+    """Has snapshots; its process dies when it continues an episode of ``DEADLY`` steps."""
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"image": self.image, "steps": self.steps}
+
+    def restore(self, values: dict[str, Any]) -> None:
+        if values["steps"] == DEADLY:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.image, self.steps = values["image"], values["steps"]
+
+
+for entry_point in (Fragile, Camera, Slow, Stuck, Restless, Brittle):
     gymnasium.register(f"{entry_point.__name__}-v0", entry_point=entry_point)
 
 gymnasium.register("PointReach-v0", entry_point=PointReach, max_episode_steps=20)

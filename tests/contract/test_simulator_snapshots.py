@@ -27,7 +27,7 @@ from penstock.shared.protocol.embodied.environment import (
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.env_client import EnvClient
-from tests.contract.simulated_envs import FOLDER
+from tests.contract.simulated_envs import DEADLY, FOLDER
 from tests.contract.test_simulators import (
     CASES,
     ELSEWHERE,
@@ -191,6 +191,24 @@ def test_an_episode_goes_on_in_the_process_that_replaces_a_killed_one(simulator:
         same(first, play(other, 0, actions))
     finally:
         other.close()
+
+
+def test_episodes_whose_process_dies_in_a_later_restore_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although their own restore had succeeded; those of another process go on."""
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
+    request = OpenEnv(env_id="simulated_envs:Brittle-v0", num_envs=4, num_processes=2)
+    simulator = open_simulator(request, NOWHERE)
+    pool = EnvPool(simulator)
+    try:
+        pool.reset(ResetRequest(seq=0, env_ids=ids(0, 1), state_ids=states(5, 6)))
+        pool.step(request_of(1, np.zeros((1, DEADLY), np.int64), 1))
+        alive, deadly = simulator.snapshot(ids(0, 1)).snapshots
+        started = simulator.restore(ids(0, 1, 2), [alive, deadly, alive])
+        assert {row: "SIGKILL" in reason for row, reason in started.lost.items()} == {0: True, 1: True}
+        assert started.state_hashes[:2].tolist() == [0, 0]
+        assert started.observations["image"][2].tolist() == np.full((4, 4, 3), 5).tolist()
+    finally:
+        simulator.close()
 
 
 # -- through the books and the bus -----------------------------------------------------------------------------------

@@ -145,6 +145,11 @@ class ProcessSimulator:
             found = self._ask_one({"kind": "restore"}, env_ids, i, [np.frombuffer(snapshot, np.uint8)[None]], lost)
             if found is not None:
                 hashes[i], tasks[i] = found[1][0][0], found[0]["tasks"][0]
+        for number in self._numbers(env_ids):  # rows that were restored before their process died
+            if self._children[number] is None:
+                places = self._places(env_ids, number)
+                lost.update(dict.fromkeys(places.tolist(), self._why[number]))
+                hashes[places] = 0
         observations = self._gather(env_ids, final=False)
         return Started(observations=observations, state_hashes=hashes, tasks=tasks, lost=lost)
 
