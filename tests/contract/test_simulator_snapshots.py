@@ -211,6 +211,27 @@ def test_episodes_whose_process_dies_in_a_later_restore_are_lost(monkeypatch: py
         simulator.close()
 
 
+@pytest.mark.parametrize(
+    "name", ["discrete", "mujoco, two processes", pytest.param("metaworld", marks=pytest.mark.long)]
+)
+def test_an_episode_of_a_session_without_a_camera_is_filmed_where_it_goes_on(name: str) -> None:
+    if name != "discrete" and NO_OPENGL:
+        pytest.skip("no OpenGL library: apt-get install -y libosmesa6")
+    request = msgspec.structs.replace(CASES[name], num_envs=1, num_processes=1)
+    plain, filmed = (open_simulator(msgspec.structs.replace(request, camera=on), NOWHERE) for on in (False, True))
+    try:
+        actions = begin(plain, 0)
+        stored = snapshot(plain, 0)
+        told = play(plain, 0, actions)[1]
+        restore(filmed, 0, stored)
+        assert play(filmed, 0, actions)[1] == told
+        data, reason = filmed.film(0)
+        assert (reason, data[4:8]) == ("", b"ftyp")
+    finally:
+        plain.close()
+        filmed.close()
+
+
 # -- through the books and the bus -----------------------------------------------------------------------------------
 
 

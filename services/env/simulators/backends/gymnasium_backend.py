@@ -37,6 +37,11 @@ LAGGING = (
     "cinert", "cvel", "cfrc_ext", "qfrc_actuator", "sensordata",
 )  # fmt: skip
 """Arrays of MuJoCo that a step computes before it moves the bodies, and that environments read before the next one."""
+DRAWING = frozenset({
+    "render_mode", "width", "height", "camera_id", "camera_name", "screen", "screen_dim", "screen_width",
+    "screen_height", "surf", "clock", "isopen", "fullpath",
+})  # fmt: skip
+"""Attributes that do not depend on the episode but on how and where an environment was made; not in a snapshot."""
 NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the env workers"
 
 
@@ -187,8 +192,8 @@ def _unwrapped(env: Any) -> tuple[list[Any], Any]:
 
 
 def _plain_attributes(layer: Any) -> dict[str, Any]:
-    """Return the attributes that are numbers, texts or arrays, or tuples or lists of them."""
-    return {name: value for name, value in vars(layer).items() if _is_plain(value)}
+    """Return the attributes of the episode that are numbers, texts or arrays, or tuples or lists of them."""
+    return {name: value for name, value in vars(layer).items() if name not in DRAWING and _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:

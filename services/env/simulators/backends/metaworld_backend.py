@@ -32,6 +32,8 @@ PICTURE = 256
 CAMERA = {"distance": 1.7, "azimuth": 215.0, "elevation": -28.0, "lookat": np.array([0.0, 0.6, 0.15])}
 PHYSICS = mujoco.mjtState.mjSTATE_INTEGRATION
 """Parts of MuJoCo's state from which it continues bit for bit, with controls, mocap bodies and the warm start."""
+DRAWING = frozenset({"render_mode", "width", "height", "camera_id", "camera_name"})
+"""Attributes that do not depend on the episode but on how an environment was made; not in a snapshot."""
 NO_LIBRARY = "no OpenGL library draws here: apt-get install -y libosmesa6 on the env workers"
 
 
@@ -114,7 +116,7 @@ class MetaWorldEnvironment:
             name: value
             for name, value in vars(self._env).items()
             if value is None or isinstance(value, bool | int | float | np.generic | np.ndarray)
-            if getattr(value, "base", None) is None
+            if name not in DRAWING and getattr(value, "base", None) is None
         }
         return {"state_id": self._state_id, "steps": self._steps, "physics": physics, "kept": kept}
 
