@@ -232,6 +232,26 @@ def test_an_episode_of_a_session_without_a_camera_is_filmed_where_it_goes_on(nam
         filmed.close()
 
 
+@pytest.mark.parametrize(
+    ("env_id", "names"), [("CartPole-v1", {"gymnasium", "numpy"}), ("Hopper-v5", {"gymnasium", "numpy", "mujoco"})]
+)
+def test_a_snapshot_names_the_versions_of_what_computes_the_episode(env_id: str, names: set[str]) -> None:
+    """A restore with other ones is refused: the episode may go on otherwise."""
+    simulator = open_simulator(OpenEnv(env_id=env_id, num_envs=1), NOWHERE)
+    try:
+        assert simulator.spec.versions.keys() == names | {"python"}
+        simulator.reset(ids(0), states(5))
+        stored = snapshot(simulator, 0)
+        for name in sorted(names):
+            version = simulator.spec.versions[name].encode()
+            assert version in stored
+            other = stored.replace(version, b"9" * len(version))
+            with pytest.raises(ProtocolError, match="made with another task, other options or other versions"):
+                simulator.restore(ids(0), [other])
+    finally:
+        simulator.close()
+
+
 # -- through the books and the bus -----------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ methods, too.
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import pickle
 from collections.abc import Mapping
@@ -53,12 +54,15 @@ class GymnasiumEnvironment:
         self._env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, disable_env_checker=True, **options)
         self.task = str(getattr(self._env.unwrapped, "task", ""))
         self._boxes = _boxes(env_id, self._env.observation_space)
+        versions = {"gymnasium": gymnasium.__version__, "numpy": np.__version__}
+        if hasattr(self._env.unwrapped, "mujoco_renderer"):
+            versions["mujoco"] = importlib.metadata.version("mujoco")
         self.spec = {
             "observations": {name: (list(box.shape), str(box.dtype)) for name, box in self._boxes.items()},
             **_action(env_id, self._env.action_space),
             "max_episode_steps": self._env.spec.max_episode_steps if self._env.spec else None,
             "has_success": False,
-            "versions": {"gymnasium": gymnasium.__version__},
+            "versions": versions,
         }
         wrappers, self._inside = _unwrapped(self._env)
         self._own = hasattr(self._inside, "snapshot") and hasattr(self._inside, "restore")
