@@ -136,10 +136,7 @@ class EnvPool:
         """
         self._check_snapshots()
         env_ids = self._checked_ids(request.env_ids)
-        sizes, ends = request.sizes, np.cumsum(request.sizes)
-        if sizes.shape != env_ids.shape or (sizes < BOOK.size).any() or ends[-1] != request.snapshots.size:
-            raise ProtocolError("sizes: the length of one snapshot per environment is needed")
-        parts = [part.tobytes() for part in np.split(request.snapshots, ends[:-1])]
+        parts = _parts(request, len(env_ids))
         books = [BOOK.unpack_from(part) for part in parts]
         if any(book[0] != FORMAT for book in books):
             raise ProtocolError("snapshots: this is none, or one of another version")
@@ -262,6 +259,15 @@ class EnvPool:
         over = env_ids[~self._running_B[env_ids]]
         if len(over):
             raise Conflict(f"environments {over.tolist()} have no running episode: reset them first")
+
+
+def _parts(request: RestoreRequest, n: int) -> list[bytes]:
+    """Return the ``n`` snapshots of a request. Raises ProtocolError if its sizes are not theirs."""
+    data, sizes = request.snapshots, request.sizes
+    total = sum(sizes.ravel().tolist())  # of Python, whose numbers do not wrap around
+    if data.ndim != 1 or sizes.shape != (n,) or sizes.min() < BOOK.size or total != data.size:
+        raise ProtocolError("sizes: the length of one snapshot per environment is needed")
+    return [part.tobytes() for part in np.split(data, np.cumsum(sizes)[:-1])]
 
 
 def _reasons(n: int, places: dict[int, str]) -> list[str]:

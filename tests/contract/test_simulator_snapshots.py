@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.services.env.pool import EnvPool
 from penstock.services.env.simulators import Named, Simulator, Started, open_simulator
+from penstock.services.env.simulators.child import pack_values, unpack_values
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ProtocolError, Unsupported
 from penstock.shared.protocol.embodied.environment import (
@@ -306,6 +309,50 @@ def test_what_is_no_snapshot_is_refused_and_starts_nothing(cut: bytes) -> None:
     finally:
         first.close()
         other.close()
+
+
+def test_sizes_that_are_not_those_of_the_snapshots_are_refused() -> None:
+    simulator = open_simulator(OpenEnv(env_id="CartPole-v1", num_envs=3), NOWHERE)
+    pool = EnvPool(simulator)
+    try:
+        pool.reset(ResetRequest(seq=0, env_ids=ids(0), state_ids=states(5)))
+        data = pool.snapshot(SnapshotRequest(seq=1, env_ids=ids(0))).snapshots
+        most, n = 2**63 - 1, data.size
+        for snapshots, sizes in (
+            (data, states(most, most, n + 2)),  # their sum in 64 bits is n
+            (np.tile(data, 3), states(4 * n, n, -2 * n)),
+            (np.tile(data, 3), states(n, 2 * n)),
+            (np.tile(data, 3), states(n, n, n)[None]),
+            (np.tile(data, (3, 1)), states(n, n, n)),
+        ):
+            with pytest.raises(ProtocolError, match="sizes: the length of one snapshot per environment is needed"):
+                pool.restore(RestoreRequest(seq=2, env_ids=ids(0, 1, 2), snapshots=snapshots, sizes=sizes))
+        request = RestoreRequest(seq=2, env_ids=ids(0, 1, 2), snapshots=np.tile(data, 3), sizes=states(n, n, n))
+        assert not pool.restore(request).lost.any()
+    finally:
+        simulator.close()
+
+
+def test_values_come_back_as_they_were() -> None:
+    values = {"a": (1, [2.5, None, "text"]), "b": {"c": np.arange(3.0), "d": np.float32(0.1)}, "e": np.zeros((0, 2))}
+    found = unpack_values(pack_values(values))
+    assert (found["a"], found["b"]["d"], found["b"]["d"].dtype) == ((1, [2.5, None, "text"]), np.float32(0.1), "f4")
+    assert (found["b"]["c"].tolist(), found["e"].shape) == ([0, 1, 2], (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [
+        ({"values": [{"array": 0}, {"array": 0}], "arrays": [["<f8", [1]]]}, "an array stands there twice"),
+        ({"values": [{"scalar": 0}, {"array": -1}], "arrays": [["<f8", [1]]]}, "an array stands there twice"),
+        ({"values": [{"array": 0}, {"array": 1}], "arrays": [["<f8", [-1]], ["<f8", [-1]]]}, "a negative size"),
+    ],
+)
+def test_a_small_message_does_not_become_large_values(header: dict[str, Any], reason: str) -> None:
+    head = json.dumps(header).encode()
+    head += b" " * (-len(head) % 8)
+    with pytest.raises(ValueError, match=reason):
+        unpack_values(struct.pack("<II", len(head), 8) + head + bytes(8))
 
 
 @pytest.mark.parametrize("name", ["Fragile-v0", "Stacked-v0"])

@@ -151,6 +151,8 @@ def _decoded(data: bytearray, start: int) -> tuple[Message, list[NDArray[Any]]]:
     for name, shape in header.pop("arrays"):
         dtype = np.dtype(name)
         count = math.prod(shape)
+        if count < 0:
+            raise ValueError("an array has a negative size")
         arrays.append(np.frombuffer(data, dtype, count, start).reshape(shape) if count else np.zeros(shape, dtype))
         start += dtype.itemsize * count
         start += -start % WORD
@@ -175,7 +177,7 @@ def unpack_values(data: bytes) -> Values:
         if LENGTHS.size + start + length != len(data):
             raise ValueError("its length is wrong")
         header, arrays = _decoded(bytearray(data[LENGTHS.size :]), start)
-        values: Values = _rebuilt(header["values"], arrays)
+        values: Values = _rebuilt(header["values"], [*arrays])
     except (struct.error, KeyError, IndexError, TypeError, AttributeError, RecursionError, ValueError) as error:
         raise ValueError(f"not a snapshot: {error}") from None
     return values
@@ -199,8 +201,8 @@ def _plain(node: Any, arrays: list[NDArray[Any]]) -> Any:
     raise TypeError(f"a {type(node).__name__} has no place in a snapshot")
 
 
-def _rebuilt(node: Any, arrays: list[NDArray[Any]]) -> Any:
-    """Inverse of ``_plain``; each array has its own memory."""
+def _rebuilt(node: Any, arrays: list[NDArray[Any] | None]) -> Any:
+    """Inverse of ``_plain``; each array has its own memory. Raises ValueError if one is named twice."""
     if isinstance(node, list):
         return [_rebuilt(value, arrays) for value in node]
     if not isinstance(node, dict):
@@ -210,7 +212,10 @@ def _rebuilt(node: Any, arrays: list[NDArray[Any]]) -> Any:
         return {name: _rebuilt(value, arrays) for name, value in inner.items()}
     if kind == "tuple":
         return tuple(_rebuilt(value, arrays) for value in inner)
-    return arrays[inner].copy() if kind == "array" else arrays[inner][()]
+    found, arrays[inner] = arrays[inner], None
+    if found is None:  # a small message would otherwise take any amount of memory
+        raise ValueError("an array stands there twice")
+    return found.copy() if kind == "array" else found[()]
 
 
 class SharedObservations:
