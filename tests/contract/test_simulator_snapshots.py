@@ -355,6 +355,22 @@ def test_a_small_message_does_not_become_large_values(header: dict[str, Any], re
         unpack_values(struct.pack("<II", len(head), 8) + head + bytes(8))
 
 
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({1: 2.0}, "the key 1 is no text"),
+        ({("a", 0): 1}, "the key .* is no text"),
+        (np.zeros(2, [("x", "<f4"), ("y", "<i8")]), "an array of .*'x'"),
+        (np.zeros(1, [("x", "<f4")])[0], "an array of .*'x'"),
+        (np.asarray([None]), "an array of object"),
+        ({"a": {1, 2}}, "a set"),
+    ],
+)
+def test_values_that_would_come_back_otherwise_are_not_stored(value: Any, reason: str) -> None:
+    with pytest.raises(TypeError, match=f"{reason}.* has no place in a snapshot"):
+        pack_values({"value": value})
+
+
 @pytest.mark.parametrize("name", ["Fragile-v0", "Stacked-v0"])
 def test_a_simulator_without_snapshots_says_so(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Also one of Gymnasium's own within a wrapper that keeps the last observations."""

@@ -186,11 +186,13 @@ def unpack_values(data: bytes) -> Values:
 def _plain(node: Any, arrays: list[NDArray[Any]]) -> Any:
     """Return ``node`` as JSON, with its arrays replaced by their places in ``arrays``, where they are appended."""
     if isinstance(node, np.ndarray | np.generic):
-        if node.dtype.hasobject:
-            raise TypeError("an array of objects has no place in a snapshot")
+        if node.dtype.hasobject or node.dtype.names is not None:
+            raise TypeError(f"an array of {node.dtype} has no place in a snapshot")
         arrays.append(np.asarray(node))
         return {"array" if isinstance(node, np.ndarray) else "scalar": len(arrays) - 1}
     if isinstance(node, dict):
+        if wrong := [name for name in node if not isinstance(name, str)]:
+            raise TypeError(f"the key {wrong[0]!r} is no text and has no place in a snapshot")
         return {"dict": {name: _plain(node[name], arrays) for name in sorted(node)}}
     if isinstance(node, tuple):
         return {"tuple": [_plain(value, arrays) for value in node]}
