@@ -51,6 +51,8 @@ class EnvPool:
         self._returns_B = np.zeros(B, np.float64)
         self._lengths_B = np.zeros(B, np.int32)
         self._succeeded_B = np.zeros(B, np.bool_)
+        self._restored_B = np.zeros(B, np.bool_)
+        """The episode was restored: others may continue from the same snapshot, with the same state id."""
         self.num_steps = 0
         self.num_episodes = 0
         """Number of episodes started."""
@@ -144,6 +146,7 @@ class EnvPool:
         started = self._simulator.restore(env_ids, [part[BOOK.size :] for part in parts])
         reply = self._started(request.seq, env_ids, np.asarray([book[1] for book in books], np.int64), started)
         kept = np.flatnonzero(~reply.lost)
+        self._restored_B[env_ids[kept]] = True
         for columns, place in ((self._returns_B, 2), (self._lengths_B, 3), (self._succeeded_B, 4)):
             columns[env_ids[kept]] = [books[i][place] for i in kept.tolist()]
         return reply
@@ -214,6 +217,7 @@ class EnvPool:
         self._returns_B[env_ids] = 0
         self._lengths_B[env_ids] = 0
         self._succeeded_B[env_ids] = False
+        self._restored_B[env_ids] = False
         self.num_episodes += len(env_ids)
 
     def _lose(self, env_ids: NDArray[np.int32]) -> None:
@@ -221,8 +225,10 @@ class EnvPool:
         self.num_lost += len(env_ids)
 
     def _next_states(self, request: StepRequest, env_ids: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return the state ids after an automatic reset; by default each advances by B, so that no two are equal."""
+        """Return the state ids after an automatic reset; by default each advances by B."""
         if not len(request.next_state_ids):
+            if request.auto_reset and self._restored_B[env_ids].any():
+                raise ProtocolError("next_state_ids: needed after a restore, because episodes may share a snapshot")
             return self._state_ids_B[env_ids] + self._simulator.spec.num_envs
         if request.next_state_ids.shape != env_ids.shape or (request.next_state_ids < 0).any():
             raise ProtocolError("next_state_ids: one number from 0 per environment is needed, or none at all")

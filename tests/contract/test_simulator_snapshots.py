@@ -288,6 +288,31 @@ def test_a_restored_episode_keeps_its_return_and_length() -> None:
         simulator.close()
 
 
+def test_episodes_of_one_snapshot_are_not_followed_by_equal_ones() -> None:
+    """Unless the caller wants that: it must name the next episodes, once."""
+    simulator = open_simulator(OpenEnv(env_id="CartPole-v1", num_envs=3), NOWHERE)
+    pool = EnvPool(simulator)
+
+    def push(C: int, *following: int) -> StepReply:
+        actions, n = np.ones((2, C), np.int64), states(*following)
+        request = StepRequest(seq=1, auto_reset=True, env_ids=ids(0, 1), actions=actions, next_state_ids=n)
+        return pool.step(request)
+
+    try:
+        pool.reset(ResetRequest(seq=0, env_ids=ids(0), state_ids=states(5)))
+        stored = pool.snapshot(SnapshotRequest(seq=1, env_ids=ids(0)))
+        data, sizes = np.tile(stored.snapshots, 2), np.repeat(stored.sizes, 2)
+        pool.restore(RestoreRequest(seq=2, env_ids=ids(0, 1), snapshots=data, sizes=sizes))
+        with pytest.raises(ProtocolError, match="next_state_ids: needed after a restore"):
+            push(30)
+        assert pool.num_steps == 0
+        assert push(30, 70, 80).ended.all()
+        assert push(30).state_ids.tolist() == [70, 80]
+        assert push(1).state_ids.tolist() == [73, 83]
+    finally:
+        simulator.close()
+
+
 @pytest.mark.parametrize("cut", [b"", b"PSN1", b"rubbish " * 20])
 def test_what_is_no_snapshot_is_refused_and_starts_nothing(cut: bytes) -> None:
     """Rubbish, a snapshot whose end is missing, and one of another task."""

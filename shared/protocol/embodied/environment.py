@@ -172,8 +172,11 @@ class ResetReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRequest:
-    """Request to execute a chunk: ``actions`` [n, C, ...]. ``next_state_ids`` [n] (or none: [0]) serve
-    ``auto_reset``."""
+    """Request to execute a chunk: ``actions`` [n, C, ...].
+
+    ``next_state_ids`` [n] serve ``auto_reset``; none: [0], each state id then advances by the number of environments.
+    Restored episodes need them.
+    """
 
     seq: int
     auto_reset: bool
