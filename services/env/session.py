@@ -16,6 +16,7 @@ import numpy as np
 
 from penstock.services.env.pool import EnvPool
 from penstock.services.env.simulators import Simulator, open_simulator
+from penstock.services.env.simulators.child import holds_message
 from penstock.shared.errors import Conflict, PenstockError
 from penstock.shared.protocol.embodied.environment import (
     Body,
@@ -193,7 +194,7 @@ class EnvSession:
         begun = pool.begin_step(body)
         if await _readable(begun.stepping.sockets, begun.stepping.until):
             return pool.finish_step(begun)
-        return await self._in_thread(pool.finish_step, begun)  # processes that died or hung are killed, which may take
+        return await self._in_thread(pool.finish_step, begun)  # it waits, and kills processes that died or hung
 
     async def close(self) -> None:
         """Close the simulator in its own thread, and release replies that the client has not fetched."""
@@ -228,27 +229,21 @@ class EnvSession:
 
 
 async def _readable(sockets: Sequence[socket.socket], until: float) -> bool:
-    """Wait until every socket has data. Return False if one is closed, or at the time ``until`` (monotonic seconds)."""
+    """Wait until every socket has a message. Return False if one is closed or has only a part of it, or at the time
+    ``until`` (monotonic seconds).
+    """
     loop = asyncio.get_running_loop()
     for connection in sockets:
         ready = loop.create_future()
         loop.add_reader(connection, _resolve, ready, True)
         timer = loop.call_later(until - time.monotonic(), _resolve, ready, False)
         try:
-            if not await ready or not _has_data(connection):
+            if not await ready or not holds_message(connection):
                 return False
         finally:
             timer.cancel()
             loop.remove_reader(connection)
     return True
-
-
-def _has_data(connection: socket.socket) -> bool:
-    """Return False if the other end is closed."""
-    try:
-        return bool(connection.recv(1, socket.MSG_PEEK))
-    except OSError:  # a process that was killed before it read the request resets the connection
-        return False
 
 
 def _resolve(future: asyncio.Future[bool], value: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,6 +19,8 @@ import pytest
 
 from penstock.services.coordinator.queries.logfiles import read_logs
 from penstock.services.env.service import EnvService
+from penstock.services.env.session import _readable
+from penstock.services.env.simulators.child import Channel
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Conflict, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
@@ -296,3 +299,21 @@ async def test_a_session_that_nobody_serves_is_gone_soon(
         with pytest.raises(Unavailable):
             async with asyncio.timeout(30):
                 await client.reset(reset, deadline_s=600)
+
+
+async def test_a_reply_of_which_a_part_has_arrived_is_not_read_in_the_event_loop() -> None:
+    """Nor one whose sender has died: the loop would wait for the rest, and with it all other sessions."""
+    for cut in (1, 8, 50):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.settimeout(10)
+            Channel(theirs).send({"lost": {}}, np.zeros(3))
+            whole = ours.recv(1 << 16)
+            theirs.sendall(whole[:cut])
+            assert not await _readable([ours], time.monotonic() + 60)
+            theirs.sendall(whole[cut:])
+            assert await _readable([ours], time.monotonic() + 60)
+            assert Channel(ours).receive() is not None
+            theirs.sendall(whole[:cut])
+            theirs.close()
+            assert not await _readable([ours], time.monotonic() + 60)

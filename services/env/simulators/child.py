@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import json
@@ -33,6 +34,7 @@ import signal
 import socket
 import struct
 import sys
+import termios
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -43,7 +45,16 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Channel", "Environment", "Filmable", "Outcome", "Restorable", "SharedObservations", "Values"]
+__all__ = [
+    "Channel",
+    "Environment",
+    "Filmable",
+    "Outcome",
+    "Restorable",
+    "SharedObservations",
+    "Values",
+    "holds_message",
+]
 
 CAMERA = Path(__file__).with_name("camera.py")
 LENGTHS = struct.Struct("<II")
@@ -135,6 +146,16 @@ class Channel:
                 return None
             filled += count
         return data
+
+
+def holds_message(connection: socket.socket) -> bool:
+    """Return True if a whole message can be read without waiting; False also if the other end is closed."""
+    try:
+        sizes = connection.recv(LENGTHS.size, socket.MSG_PEEK)
+        (waiting,) = struct.unpack("i", fcntl.ioctl(connection, termios.FIONREAD, bytes(4)))
+    except OSError:  # a process that was killed before it read the request resets the connection
+        return False
+    return len(sizes) == LENGTHS.size and waiting >= LENGTHS.size + sum(LENGTHS.unpack(sizes))
 
 
 def _encoded(header: Message, arrays: Sequence[NDArray[Any]]) -> bytes:
