@@ -157,6 +157,20 @@ async def test_a_smaller_size_drops_nothing(bus: Bus) -> None:
     assert (await bus.stream_state(subjects.LEDGER)).messages == 3
 
 
+async def test_snapshots_that_need_more_than_their_new_share_keep_the_room_that_they_have(bus: Bus) -> None:
+    """The share was larger in an earlier version; a coordinator that is upgraded starts all the same."""
+    before = (await bus.stream_state(subjects.SNAPSHOTS)).max_bytes
+    for _ in range(3):
+        await bus.publish(subjects.snapshots("job_a"), bytes(900_000))
+    await bus.ensure_streams(experience_bytes=64 * MIB, stream_bytes=8 * MIB)
+    state = await bus.stream_state(subjects.SNAPSHOTS)
+    assert (state.max_bytes, state.messages) == (before, 3)
+    assert (await bus.stream_state(subjects.LEDGER)).max_bytes == 8 * MIB
+    await bus.purge(subjects.SNAPSHOTS, subjects.snapshots("job_a"))
+    await bus.ensure_streams(experience_bytes=64 * MIB, stream_bytes=8 * MIB)
+    assert (await bus.stream_state(subjects.SNAPSHOTS)).max_bytes == 2 * MIB
+
+
 async def test_a_stack_tells_nats_and_the_services(free: dict[str, int], store_dir: Path) -> None:
     free["bytes"] = 5 * GIB
     told: list[str] = []
