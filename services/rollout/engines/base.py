@@ -190,9 +190,10 @@ class Engine(Updatable, Protocol):
         ...
 
     async def written(self, request_ids: Collection[str]) -> dict[str, Sample]:
-        """Return what ``abort`` would return of each of these requests (n = 1) that is being decoded, by request id.
+        """Return the tokens so far of each of these requests (n = 1) that is being decoded, as an aborted sample by id.
 
-        The requests go on; all samples are of one token boundary.
+        The requests go on. Completions that have ended are left out. If the engine knows only at the end which weights
+        generated a token, the sample ends before the first token of which it is not certain.
         """
         ...
 

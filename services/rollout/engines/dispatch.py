@@ -139,9 +139,8 @@ class Dispatch(Generic[S]):
         chosen = self._requests.chosen(request_ids)
         samples = {}
         for completion, stream in self._streams.items():
-            if completion.request in chosen:
-                ended = finished(completion, list(stream.token_ids), list(stream.logprobs), "abort")
-                samples[self._requests.name_of(completion.request)] = ended.sample
+            if completion.request in chosen and (sample := stream.so_far()) is not None:
+                samples[self._requests.name_of(completion.request)] = sample
         return samples
 
     async def end_started(self) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from penstock.services.rollout.engines.completion import Completion, Finish
+from penstock.services.rollout.engines.completion import Completion, Finish, finished
 from penstock.shared.errors import WeightsError
-from penstock.shared.protocol.generation import Likely, Token
+from penstock.shared.protocol.generation import Likely, Sample, Token
 from penstock.shared.protocol.weights import Layout
 
 __all__ = ["CALL_S", "Written", "check_layout", "checkpoint_tensors", "label_of"]
@@ -35,6 +35,8 @@ class Written:
     logprobs: list[float] = field(default_factory=list)
     unwanted: bool = False
     """True once the completion should end; the engine may not have received it yet."""
+    ended: bool = False
+    """True once its last token is recorded; the engine may still report how it ended."""
 
     def add(self, token_id: int, logprob: float, label: str, top: Likely) -> Token:
         """Record a token sampled with the weights of this label; ``top`` is kept if the completion requests it."""
@@ -66,9 +68,16 @@ class Written:
             if self.ends_with_stop_string():
                 finish = "stop"
                 break
+        self.ended = finish is not None
         if told and finish in ("stop", "length"):
             told.pop()
         return told, finish
+
+    def so_far(self) -> Sample | None:
+        """Return the tokens so far as an aborted sample; None if the completion has ended: its result is that."""
+        if self.ended:
+            return None
+        return finished(self.completion, list(self.token_ids), list(self.logprobs), "abort").sample
 
     def ends_with_stop_string(self) -> bool:
         """Return True if the last tokens contain a stop string.

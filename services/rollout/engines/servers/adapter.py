@@ -82,7 +82,8 @@ class ServerAdapter(EngineAdapter[S, C]):
 
     def _begin(self, completion: Completion) -> S:
         self._heard = time.monotonic()
-        return self.stream_type(completion, self._detokenize, rid=name_of(self._name, completion))
+        rid = name_of(self._name, completion)
+        return self.stream_type(completion, self._detokenize, rid=rid, label=self._label)
 
     async def _decode(self, stream: S) -> Finish:
         """Read a completion up to the server's final event, which reports the weight label of each token."""

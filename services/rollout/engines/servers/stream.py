@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.services.rollout.engines.completion import Completion, Finish
-from penstock.services.rollout.engines.remote import Written
+from penstock.services.rollout.engines.completion import Completion, Finish, finished
+from penstock.services.rollout.engines.remote import Written, label_of
 from penstock.shared.errors import ConfigError, Unavailable, WeightsError
-from penstock.shared.protocol.generation import Token
+from penstock.shared.protocol.generation import Sample, Token
 
 __all__ = ["ServerStream", "name_of", "raise_error"]
 
@@ -33,6 +33,8 @@ class ServerStream(Written, ABC):
 
     rid: str = ""
     """Request id; see ``name_of``."""
+    label: str = ""
+    """Label of the weights that were served when the request was sent."""
 
     @abstractmethod
     def take(self, part: Mapping[str, Any], label: str) -> tuple[list[Token], Finish | None]:
@@ -53,6 +55,19 @@ class ServerStream(Written, ABC):
     def final(self, part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
         """Return the weight spans (``version``, ``start``, ``end``) of the final event, () if the server reports none;
         None: the event is not the final one."""
+
+    def so_far(self) -> Sample | None:
+        """Return the tokens so far whose label is certain before the final event; None if there are none.
+
+        They arrived before the weights changed for the first time since the request. A later token may have been on
+        its way at a change, and then has the label of newer weights than those that generated it.
+        """
+        starts = self.completion.starts
+        if self.ended or not starts or label_of(*starts[0][:2]) != self.label:
+            return None
+        num = starts[1][2] if len(starts) > 1 else len(self.token_ids)
+        certain = replace(self.completion, starts=starts[:1], top=self.completion.top[:num])
+        return finished(certain, self.token_ids[:num], self.logprobs[:num], "abort").sample
 
     def settle(self, spans: Sequence[Mapping[str, Any]]) -> None:
         """Replace the weight labels by those of the final event: only the server knows when its weights changed.
