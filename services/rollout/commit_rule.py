@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from penstock.services.rollout.engines import Engine
+from penstock.services.rollout.tickets import HandedOver
 from penstock.shared.config.rollout import AnyRollout
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.generation import Sample
@@ -67,6 +68,10 @@ class CommitRule:
         self._changed = asyncio.Event()
         self.is_open = True
         """False while no group may begin, because an update comes first."""
+        self.is_leaving = False
+        """True once this worker leaves: it begins no group any more."""
+        self._arriving, self._applied = (-1, ""), (-1, "")
+        """Version and digest of the newest update, and of the newest one to which the rule was applied."""
         self.discarded_tokens = 0
         """Number of tokens generated in vain since the start."""
 
@@ -76,12 +81,17 @@ class CommitRule:
         Args:
             key: key of the ticket.
             generate: generates the whole group. The same ticket gives the same seeds and another attempt id.
+
+        Raises:
+            HandedOver: this worker leaves, and the group has not begun.
         """
         while True:
-            if not self.is_open:
+            if not self.is_open and not self.is_leaving:
                 self._wait(key, "an update to newer weights", subjects.MANIFESTS)
-                await self._until(lambda: self.is_open)
+                await self._until(lambda: self.is_open or self.is_leaving)
                 self._done(key)
+            if self.is_leaving:
+                raise HandedOver("this worker leaves")
             attempt = Attempt()
             self.attempts.add(attempt)
             try:
@@ -95,15 +105,22 @@ class CommitRule:
             self.discarded_tokens += num_tokens
             DISCARDED.inc(num_tokens)
 
+    def leave(self) -> None:
+        """Begin no group any more, and end every wait. Groups in progress go on. Safe to repeat."""
+        self.is_leaving = True
+        self._changed.set()
+
     @asynccontextmanager
-    async def update(self) -> AsyncIterator[bool]:
-        """Enclose an update to an announced version; yields True if it had to wait for groups.
+    async def update(self, version: int, digest: str) -> AsyncIterator[bool]:
+        """Enclose an attempt to update to an announced version; yields True if it had to wait for groups.
 
         'drain' begins no group in the block and first waits for those in progress. ``drain_s`` after its begin groups
         begin again, and those in progress go on under the new version: to discard them would cost the longest
-        completions each time, and bias the job against them.
+        completions each time, and bias the job against them. They also go on if this worker leaves, or if an attempt
+        to update to the same version waited before and failed.
         """
-        if self._config.on_update != "drain":
+        self._arriving = version, digest
+        if self._config.on_update != "drain" or self._arriving == self._applied:
             try:
                 yield False
             finally:
@@ -113,21 +130,26 @@ class CommitRule:
         timer = asyncio.get_running_loop().call_later(self._config.drain_s, self._open)
         try:
             num_groups = len(self.attempts)
-            await self._until(lambda: self.is_open or not self.attempts)
+            await self._until(lambda: self.is_open or self.is_leaving or not self.attempts)
+            self._applied = self._arriving
             if self.attempts:
-                logger.info("%d groups go on under newer weights: rollout.drain_s is over", len(self.attempts))
+                why = "this worker leaves" if self.is_leaving else "rollout.drain_s is over"
+                logger.info("%d groups go on under newer weights: %s", len(self.attempts), why)
             yield num_groups > 0
         finally:
             timer.cancel()
             self._open()
 
     async def interrupt(self) -> None:
-        """Discard the groups in progress if the rule is 'restart'; called when a staged version is about to be loaded.
+        """Discard the groups in progress if the rule is 'restart'; called directly before the engine serves a version.
 
-        They begin again at the end of the block of ``update``. Other requests of the engine go on.
+        They begin again at the end of the block of ``update``. Other requests of the engine go on. If the update
+        fails even now, a later attempt discards nothing: a version that cannot be served must not keep groups from
+        their end.
         """
-        if self._config.on_update != "restart":
+        if self._config.on_update != "restart" or self._arriving == self._applied:
             return
+        self._applied = self._arriving
         self.is_open = False
         unfinished = [attempt for attempt in self.attempts if attempt.requests]
         for attempt in unfinished:

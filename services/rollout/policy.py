@@ -57,8 +57,9 @@ class PolicyFollower:
 
     Args:
         held: stores each version before the next one is served.
-        leaving: called before the engine loads another version.
-        updating: encloses each attempt to load an announced version; yields True if it first had to wait.
+        leaving: called directly before the engine serves another version.
+        updating: gets version and digest; encloses each attempt to load an announced version, and yields True if it
+            first had to wait.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class PolicyFollower:
         key: str = "",
         held: WeightRing | None = None,
         leaving: Callable[[], Awaitable[None]] | None = None,
-        updating: Callable[[], AbstractAsyncContextManager[bool]] = lambda: nullcontext(False),
+        updating: Callable[[int, str], AbstractAsyncContextManager[bool]] = lambda version, digest: nullcontext(False),
     ) -> None:
         self._bus, self._settings, self._job, self._engine = bus, settings, job, engine
         self._key, self._held, self._leaving, self._updating = key or job, held, leaving, updating
@@ -121,7 +122,7 @@ class PolicyFollower:
 
     async def _update(self, manifest: WeightManifest) -> bool:
         """Adopt a manifest, or the newest one if this had to wait; see ``_adopt``."""
-        async with self._updating() as waited:
+        async with self._updating(manifest.version, manifest.digest) as waited:
             if waited:
                 manifest = await self._newest(self._key) or manifest
             return await self._adopt(manifest)
@@ -156,8 +157,6 @@ class PolicyFollower:
         try:
             if self._held is not None and self._serving is not None:
                 await asyncio.to_thread(self._held.keep, self._serving)
-            if self._leaving is not None:
-                await self._leaving()
             self.pause_s = await self._load(manifest, staged, base=False)
             before, self._serving = self._serving, staged
         except WeightsError as error:
@@ -236,6 +235,8 @@ class PolicyFollower:
             )
             if not self._by_reference:
                 await self._engine.load_chunk(staged.tensors())
+            if self._leaving is not None and not base:
+                await self._leaving()  # as late as possible: a version that cannot be loaded costs nothing
             pause_s = await self._engine.commit_update()
             committed = True
             await self._check_echo(manifest, base=base)

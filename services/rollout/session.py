@@ -329,9 +329,11 @@ class RolloutSession:
             self._serving.amend(config.sampling)
 
     def drain(self) -> None:
-        """Take no more tickets or requests."""
+        """Take no more tickets or requests, and begin no more groups."""
         self._drained.set()
         self._tickets.drain()
+        if self._rule is not None:
+            self._rule.leave()
         if self._serving is not None:
             self._serving.drain()
 

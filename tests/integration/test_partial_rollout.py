@@ -291,6 +291,33 @@ async def test_tokens_that_the_gate_would_refuse_are_not_continued(bus: Bus, set
         assert {int(version) for version in group.spans[:, 1]} == {2}
 
 
+async def test_a_ticket_that_waits_for_new_weights_does_not_hold_a_worker_that_leaves(
+    bus: Bus, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where groups cannot move: there is no token to lose."""
+    async with running(bus, settings, rollout={"checkpoint_s": 0, "on_update": "restart"}) as job:
+        await job.ask()
+        async with job.worker("first") as first:
+            await first.until_tokens(100)
+            held = asyncio.Event()
+
+            async def commit() -> float:
+                await held.wait()
+                return 0.0
+
+            monkeypatch.setattr(first.engine, "commit_update", commit)
+            await job.publish(1)
+
+            async def waits() -> bool:
+                return first.session.status().get("waiting_for") == "an update to newer weights"
+
+            await until(waits)
+            await first.leave()
+        async with job.worker("second"):
+            group = await job.group()
+        assert (group.meta["worker"], {int(version) for version in group.spans[:, 1]}) == ("second", {1})
+
+
 async def test_without_checkpoints_the_ticket_begins_again(bus: Bus, settings: ServiceSettings) -> None:
     async with running(bus, settings, rollout={"checkpoint_s": 0}) as job:
         await job.ask()

@@ -7,7 +7,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,11 +19,14 @@ from torch import Tensor
 
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.leader.weight_routes import WeightRouter
+from penstock.services.rollout.commit_rule import Attempt, CommitRule
 from penstock.services.rollout.engines import open_engine
 from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.service import RolloutService
 from penstock.shared.config.model import ModelConfig
+from penstock.shared.config.rollout import EmbeddedConfig
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import WeightsError
 from penstock.shared.models.loading import build_tokenizer
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
@@ -78,12 +81,15 @@ def settings(tmp_path: Path) -> Iterator[ServiceSettings]:
 
 
 @asynccontextmanager
-async def following(bus: Bus, settings: ServiceSettings) -> AsyncIterator[tuple[PolicyFollower, Trainer]]:
+async def following(
+    bus: Bus, settings: ServiceSettings, rule: CommitRule | None = None
+) -> AsyncIterator[tuple[PolicyFollower, Trainer]]:
     tokenizer = build_tokenizer(MODEL)
     engine = open_engine(MODEL, tokenizer, max_running=2, seed=0, device="cpu")
     names = {name: tensor.detach().clone() for name, tensor in engine._policy_parameters().items()}  # type: ignore[attr-defined]
     await engine.start()
-    follower, trainer = PolicyFollower(bus, settings, JOB, engine), Trainer(bus, settings, names)
+    hooks: dict[str, Any] = {} if rule is None else {"leaving": rule.interrupt, "updating": rule.update}
+    follower, trainer = PolicyFollower(bus, settings, JOB, engine, **hooks), Trainer(bus, settings, names)
     task = asyncio.create_task(follower.run())
     try:
         yield follower, trainer
@@ -132,6 +138,54 @@ async def test_the_version_of_a_replaced_trainer_is_not_even_tried(
         assert not [record for record in caplog.records if "not staged" in record.getMessage()]
 
 
+class Aborted:
+    """Stands in for the engine of a rule: records what is to be aborted."""
+
+    def __init__(self) -> None:
+        self.calls: list[set[str]] = []
+
+    async def abort(self, request_ids: set[str]) -> int:
+        self.calls.append(set(request_ids))
+        return len(request_ids)
+
+
+async def test_groups_begin_again_once_for_a_version_and_only_if_it_can_be_loaded(
+    bus: Bus, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted, attempt = Aborted(), Attempt()
+    rule = CommitRule(EmbeddedConfig(on_update="restart"), aborted)  # type: ignore[arg-type]
+    attempt.requests["r0"] = 0
+    rule.attempts.add(attempt)
+    fails, seen = {"load_chunk": 2, "commit_update": 2}, list[tuple[str, int]]()
+    async with following(bus, settings, rule) as (follower, trainer):
+
+        def failing(name: str) -> Callable[..., Any]:
+            real = getattr(follower._engine, name)
+
+            async def call(*args: Any) -> Any:
+                seen.append((name, len(aborted.calls)))
+                if fails[name]:
+                    fails[name] -= 1
+                    raise WeightsError("not now")
+                return await real(*args)
+
+            return call
+
+        for name in fails:
+            monkeypatch.setattr(follower._engine, name, failing(name))
+        await trainer.show(1, epoch=1)
+        await reach(follower, 1, 1)
+        assert seen == [
+            ("load_chunk", 0), ("load_chunk", 0),
+            ("load_chunk", 0), ("commit_update", 1), ("load_chunk", 1), ("commit_update", 1),
+            ("load_chunk", 1), ("commit_update", 1),
+        ]  # fmt: skip
+        assert rule.is_open
+        await trainer.show(2, epoch=1)
+        await reach(follower, 2, 1)
+    assert aborted.calls == [{"r0"}, {"r0"}]
+
+
 async def test_weights_come_by_the_transport_that_the_coordinator_chose(bus: Bus, settings: ServiceSettings) -> None:
     served = settings.model_copy(update={"bulk_host": "127.0.0.1"})
     async with following(bus, served) as (follower, trainer):
@@ -167,7 +221,7 @@ async def test_the_newest_version_is_loaded_after_a_wait_for_groups(bus: Bus, se
     begun, ended, blocks = asyncio.Event(), asyncio.Event(), 0
 
     @asynccontextmanager
-    async def waiting() -> AsyncIterator[bool]:
+    async def waiting(version: int, digest: str) -> AsyncIterator[bool]:
         nonlocal blocks
         begun.set()
         await ended.wait()

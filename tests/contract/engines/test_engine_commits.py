@@ -53,7 +53,7 @@ async def test_keep_goes_on_under_the_new_version(bench: Any) -> None:
     rule, make = CommitRule(EmbeddedConfig(), bench.engine), maker_of(bench)
     task = asyncio.create_task(rule.make("train:0.0", make))
     await bench.until_tokens(60)
-    async with rule.update() as waited:
+    async with rule.update(1, "d1") as waited:
         await rule.interrupt()
         assert (waited, rule.is_open) == (False, True)
         await bench.update(1, seed=1)
@@ -72,7 +72,7 @@ async def test_restart_repeats_the_ticket_under_the_new_version(bench: Any) -> N
     live = asyncio.create_task(bench.engine.generate(bench.ask("live")))
     task = asyncio.create_task(rule.make("train:0.0", generate))
     await bench.until_tokens(60)
-    async with rule.update() as waited:
+    async with rule.update(1, "d1") as waited:
         await rule.interrupt()
         assert (waited, rule.is_open) == (False, False)
         await bench.update(1, seed=1)
@@ -93,7 +93,7 @@ async def test_restart_reaches_requests_that_the_engine_does_not_know_yet(bench:
     task = asyncio.create_task(rule.make("train:0.0", make))
     await asyncio.sleep(0)  # the group has begun, and its requests have not
     before = bench.engine.generated_tokens
-    async with rule.update():
+    async with rule.update(1, "d1"):
         await rule.interrupt()
         await bench.update(1, seed=1)
         assert bench.engine.generated_tokens == before
@@ -117,7 +117,7 @@ async def test_drain_lets_groups_end_and_holds_the_next_one_back(bench: Any) -> 
 
     first, second = asyncio.create_task(rule.make("train:0.0", make)), asyncio.create_task(late())
     await bench.until_tokens(30)
-    async with rule.update() as waited:
+    async with rule.update(1, "d1") as waited:
         assert (waited, waits, opened.is_set()) == (True, ["train:1.0"], False)
         await bench.update(1, seed=1)
     assert versions(await first) == [{0}] * SIZE
@@ -130,7 +130,7 @@ async def test_a_drain_that_takes_too_long_keeps(bench: Any) -> None:
     task = asyncio.create_task(rule.make("train:0.0", make))
     await bench.until_tokens(30)
     await bench.engine.pause("keep")  # so that no completion ends in time
-    async with rule.update() as waited:
+    async with rule.update(1, "d1") as waited:
         assert (waited, rule.is_open, task.done()) == (True, True, False)
         await bench.update(1, seed=1)
     await bench.engine.resume()
