@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import chain
 
 from penstock.services.rollout.commit_rule import Attempt, CommitRule
 from penstock.services.rollout.engines import Engine
-from penstock.services.rollout.tickets import HandedOver, Versions
+from penstock.services.rollout.policy import PolicyFollower
+from penstock.services.rollout.tickets import HandedOver
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.jobs.kinds import TextJob
 from penstock.shared.errors import PenstockError, ProtocolError, Unavailable
@@ -24,16 +26,20 @@ from penstock.shared.protocol.codec import MAX_INLINE_BYTES
 from penstock.shared.protocol.generation import Sample
 from penstock.shared.protocol.partial import decode_partial, encode_partial
 from penstock.shared.protocol.trajectory import Group
+from penstock.shared.protocol.weights import short_digest
 from penstock.shared.runtime import metrics
 from penstock.shared.runtime.tasks import together
 from penstock.shared.transport.bus import Bus, Outgoing
 
-__all__ = ["GRACE_S", "PartialGroups"]
+__all__ = ["GRACE_S", "SAVE_S", "PartialGroups"]
 
 logger = logging.getLogger(__name__)
 
 GRACE_S = 4.0
 """Seconds for which a leaving worker lets groups end; with the rest of a drain less than the 10 s that Docker waits."""
+SAVE_S = 3.0
+"""Seconds for which a leaving worker tries to save the groups that did not end."""
+RETRY_S = 0.1
 PUBLISH_S = 3.0
 """Time limit of one save, in seconds."""
 AT_ONCE = 256
@@ -46,29 +52,38 @@ class PartialGroups:
 
     Args:
         rule: has the groups in progress.
-        policy: versions that the worker serves.
+        policy: version that the worker serves.
     """
 
     def __init__(
-        self, bus: Bus, job: str, config: JobConfig, *, engine: Engine, rule: CommitRule, policy: Versions
+        self, bus: Bus, job: str, config: JobConfig, *, engine: Engine, rule: CommitRule, policy: PolicyFollower
     ) -> None:
         self._bus, self._job, self._config = bus, job, config
         self._engine, self._rule, self._policy = engine, rule, policy
         self._of: dict[Attempt, tuple[str, str]] = {}
         """Key and recipe of each group in progress."""
-        self._is_leaving = False
+        self._saving = asyncio.Lock()
+        self._leave_by = math.inf
+        """Monotonic time (seconds) until which a leaving worker tries to save."""
+        own = set(config.sampling.stop_token_ids)
+        self._stop_ids = own if config.sampling.ignore_eos else own.union(engine.stop_ids)
         self.continued_tokens = 0
         """Number of tokens taken over from other workers since the start."""
 
     @staticmethod
-    def is_possible(config: TextJob) -> bool:
+    def is_possible(config: TextJob, engine: Engine) -> bool:
         """Return True if groups of the job can move: training groups of plain completions.
 
         Tools of an episode may have acted already, and the experts of a prefix are known where it was generated.
         """
         if not isinstance(config, JobConfig) or not config.rollout.checkpoint_s:
             return False
-        return config.environment is None and not config.model.replay_bytes_per_token
+        if config.environment is not None or config.model.replay_bytes_per_token:
+            return False
+        if not hasattr(engine, "written"):  # a class of the user that does not extend EngineAdapter
+            logger.warning("the engine of '%s' has no method 'written': unfinished groups begin again", config.name)
+            return False
+        return True
 
     async def make(
         self, key: str, recipe: str, generate: Callable[[Attempt], Awaitable[Group]], *, repeated: bool, oldest: int
@@ -81,22 +96,18 @@ class PartialGroups:
             oldest: oldest version that the ticket accepts.
 
         Raises:
-            HandedOver: this worker leaves; the tokens of the group are saved.
+            HandedOver: this worker leaves; the tokens of the group are saved if the stream takes them.
         """
         found = await self._read(key, recipe) if repeated else {}
 
         async def begin(attempt: Attempt) -> Group:
-            if self._is_leaving:
-                raise HandedOver("this worker leaves")
             attempt.begun = {place: sample for place, sample in found.items() if self._accepts(sample, oldest)}
             self._count(key, attempt.begun)
             self._of[attempt] = key, recipe
             try:
                 group = await generate(attempt)
                 if attempt.handed_over and any(sample.finish == "abort" for sample in attempt.ended.values()):
-                    await self.save([attempt])
-                    num_tokens = sum(len(sample.token_ids) for sample in attempt.ended.values())
-                    raise HandedOver(f"another worker goes on with its {num_tokens} tokens")
+                    raise HandedOver(await self._save_last(attempt))
             finally:
                 del self._of[attempt]
             return group
@@ -113,37 +124,55 @@ class PartialGroups:
             if due:
                 await self.save(due)
 
-    async def hand_over(self) -> None:
-        """End the groups in progress at a token boundary: ``make`` saves them and raises HandedOver."""
-        self._is_leaving = True
+    async def hand_over(self, save_s: float = SAVE_S) -> None:
+        """End the groups in progress at a token boundary: ``make`` saves them, within ``save_s`` seconds, and raises
+        HandedOver."""
+        self._rule.leave()
+        self._leave_by = time.monotonic() + save_s
         leaving = [attempt for attempt in self._of if attempt.requests]
         for attempt in leaving:
             attempt.handed_over = True
         if leaving:
             await self._engine.abort(set(chain.from_iterable(attempt.requests for attempt in leaving)))
 
-    async def save(self, attempts: Sequence[Attempt]) -> None:
-        """Write the completions of these groups, except those that are stored as they ended; a failure is logged."""
-        try:
-            running = set(chain.from_iterable(attempt.requests for attempt in attempts))
-            written = await self._engine.written(running) if running else {}
-            left = [attempt for attempt in attempts if attempt in self._of]  # others were published meanwhile
-            messages = [message for attempt in left for message in self._messages(attempt, written)]
-            ended = [(attempt, set(attempt.ended)) for attempt in left]
-            for start in range(0, len(messages), AT_ONCE):
-                await self._bus.publish_many(messages[start : start + AT_ONCE], deadline_s=PUBLISH_S)
-        except PenstockError as error:
-            logger.warning("completions in progress of %s are not saved: %s", self._job, error)
-            return
-        finally:
-            for attempt in attempts:
-                attempt.saved_at = time.monotonic()
+    async def save(self, attempts: Sequence[Attempt], *, whole: bool = False) -> bool:
+        """Write the completions of these groups; return False, after a line in the log, if that failed.
+
+        Args:
+            whole: write also those that are stored as they ended.
+        """
+        async with self._saving:  # otherwise an older save might replace a newer one
+            try:
+                running = set(chain.from_iterable(attempt.requests for attempt in attempts))
+                written = await self._engine.written(running) if running else {}
+                left = [attempt for attempt in attempts if attempt in self._of]  # others were published meanwhile
+                ended = [(attempt, set(attempt.ended)) for attempt in left]
+                messages = [one for attempt in left for one in self._messages(attempt, written, whole=whole)]
+                for start in range(0, len(messages), AT_ONCE):
+                    left_s = max(RETRY_S, self._leave_by - time.monotonic())
+                    await self._bus.publish_many(messages[start : start + AT_ONCE], deadline_s=min(PUBLISH_S, left_s))
+            except PenstockError as error:
+                logger.warning("completions in progress of %s are not saved: %s", self._job, error)
+                return False
+            finally:
+                for attempt in attempts:
+                    attempt.saved_at = time.monotonic()
         for attempt, places in ended:
             attempt.saved |= places
+        return True
 
-    def _messages(self, attempt: Attempt, written: Mapping[str, Sample]) -> list[Outgoing]:
+    async def _save_last(self, attempt: Attempt) -> str:
+        """Save a group that this worker ends unfinished; returns what becomes of its tokens, for the log."""
+        num_tokens = sum(len(sample.token_ids) for sample in attempt.ended.values())
+        while not await self.save([attempt], whole=True):
+            if time.monotonic() + RETRY_S >= self._leave_by:
+                return f"its {num_tokens} tokens are lost, except those that were saved before"
+            await asyncio.sleep(RETRY_S)
+        return f"another worker goes on with its {num_tokens} tokens"
+
+    def _messages(self, attempt: Attempt, written: Mapping[str, Sample], *, whole: bool) -> list[Outgoing]:
         key, recipe = self._of[attempt]
-        now = {place: sample for place, sample in attempt.ended.items() if place not in attempt.saved}
+        now = {place: sample for place, sample in attempt.ended.items() if whole or place not in attempt.saved}
         now |= {place: written[name] for name, place in attempt.requests.items() if name in written}
         messages = []
         for place, sample in now.items():
@@ -174,11 +203,23 @@ class PartialGroups:
         return found
 
     def _accepts(self, sample: Sample, oldest: int) -> bool:
-        """Return True if the gate would take the tokens of another worker now, and the job's rule for updates does."""
-        versions, serving = {span.version for span in sample.spans}, self._policy.version
+        """Return True if the gate would take the tokens of another worker now, the job's rule for updates does, and
+        they are of the weights that this worker knows by their version."""
+        if sample.finish == "abort" and self._is_whole(sample.token_ids):
+            return False
+        spans, serving = {(span.version, span.weights) for span in sample.spans}, self._policy.version
+        served = serving, short_digest(self._policy.digest)
         if self._config.rollout.on_update == "restart":
-            return versions == {serving}
-        return min(versions) >= max(oldest, serving - self._config.train.max_lag)
+            return spans == {served}
+        if any(version == serving for version, _ in spans - {served}):  # other weights under the same number
+            return False
+        return min(spans)[0] >= max(oldest, serving - self._config.train.max_lag)
+
+    def _is_whole(self, token_ids: Sequence[int]) -> bool:
+        """Return True if no token can follow: the worker that saved them had not read yet how they ended."""
+        num, limits = len(token_ids), self._config.sampling
+        is_stopped = num >= limits.min_new_tokens and token_ids[-1] in self._stop_ids
+        return is_stopped or num >= limits.max_new_tokens
 
     def _count(self, key: str, begun: Mapping[int, Sample]) -> None:
         if not begun:

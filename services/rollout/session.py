@@ -16,7 +16,7 @@ from penstock.services.rollout.env_requests import EnvRequests
 from penstock.services.rollout.episode import failed_group, skipped_group
 from penstock.services.rollout.group_maker import GroupMaker, room_for
 from penstock.services.rollout.held_weights import WeightRing
-from penstock.services.rollout.partial import GRACE_S, PartialGroups
+from penstock.services.rollout.partial import GRACE_S, SAVE_S, PartialGroups
 from penstock.services.rollout.policy import PolicyFollower
 from penstock.services.rollout.publisher import GroupPublisher
 from penstock.services.rollout.serving import InferenceServer
@@ -251,17 +251,16 @@ class RolloutSession:
         self._asking.done("model")
         if isinstance(self.config, JobConfig):
             assert self._rule is not None
-            self._policy = PolicyFollower(
+            policy = self._policy = PolicyFollower(
                 self._bus, self._settings, self.job, engine, held=self._held, leaving=self._rule.interrupt,
                 updating=self._rule.update,
             )  # fmt: skip
+            if PartialGroups.is_possible(self.config, engine):
+                self._partial = PartialGroups(
+                    self._bus, self.job, self.config, engine=engine, rule=self._rule, policy=policy
+                )
         else:
             self._policy = FixedPolicy(engine)
-        if isinstance(self.config, JobConfig) and PartialGroups.is_possible(self.config):
-            assert self._rule is not None
-            self._partial = PartialGroups(
-                self._bus, self.job, self.config, engine=engine, rule=self._rule, policy=self._policy
-            )
         async with asyncio.TaskGroup() as tasks:
             running = [self._policy.run(), self._publisher.run(), _watch(engine)]
             if self._partial is not None:
@@ -283,7 +282,7 @@ class RolloutSession:
         """Give the groups to other workers that do not end soon after ``drain``."""
         await self._drained.wait()
         await asyncio.sleep(min(GRACE_S, self._settings.drain_s / 4))
-        await partial.hand_over()
+        await partial.hand_over(min(SAVE_S, self._settings.drain_s / 2))
 
     async def _report_unusable(self, error: Exception) -> None:
         """Report a failure to load, because an evaluation job has no trainer that would report it."""

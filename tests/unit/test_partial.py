@@ -29,6 +29,7 @@ SIZE = 3
 PROMPT = [5, 6]
 ASKED = [(Sampling(max_new_tokens=8, seed=1), SIZE)]
 RECIPE = recipe_of(PROMPT, ASKED)
+EOS = 2
 
 
 def sample(*versions: int, finish: str = "abort") -> Sample:
@@ -132,6 +133,8 @@ class Stream:
 class Written:
     """Stands in for an engine: the tokens so far of its requests."""
 
+    stop_ids = (EOS,)
+
     def __init__(self) -> None:
         self.samples: dict[str, Sample] = {}
         self.aborted: set[str] = set()
@@ -166,6 +169,10 @@ class Bench:
         self.partial = PartialGroups(
             self.stream, "job", config, engine=self.engine, rule=self.rule, policy=self,  # type: ignore[arg-type]
         )  # fmt: skip
+
+    @property
+    def digest(self) -> str:
+        return f"w{self.version}"
 
     async def reach(self, *_: object, **__: object) -> None:
         """Part of ``Versions``."""
@@ -230,6 +237,26 @@ async def test_tokens_that_the_gate_or_the_rule_refuses_begin_anew(
     assert await bench.begun(oldest=oldest) == ({0: sample(*versions)} if goes_on else {})
 
 
+@pytest.mark.parametrize("rule", ["keep", "restart"])
+async def test_tokens_of_other_weights_under_the_served_number_begin_anew(rule: str) -> None:
+    bench = Bench(on_update=rule)
+    bench.store(0, replace(sample(5), spans=[Span(5, 0, 2, "other")]))
+    bench.store(1, sample(5))
+    bench.store(2, replace(sample(4, 5), spans=[Span(4, 0, 2, "w4"), Span(5, 2, 4, "other")]))
+    assert await bench.begun() == {1: sample(5)}
+
+
+async def test_completions_whose_end_was_not_read_begin_anew() -> None:
+    """The engine would go on behind the stop token, or refuse the request and with it the ticket."""
+    bench = Bench()
+    longest = Sample(token_ids=[7] * 8, logprobs=[-1.0] * 8, finish="abort", spans=[Span(5, 0, 8, "w5")])
+    stopped = replace(sample(5), token_ids=[7, EOS])
+    bench.store(0, longest)
+    bench.store(1, stopped)
+    bench.store(2, replace(stopped, finish="stop"))
+    assert await bench.begun() == {2: replace(stopped, finish="stop")}
+
+
 async def test_a_stream_that_does_not_answer_costs_tokens_alone(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     bench.store(0, sample(5))
@@ -254,9 +281,17 @@ async def test_a_stream_that_does_not_answer_costs_tokens_alone(caplog: pytest.L
 )
 def test_groups_that_cannot_move(change: dict[str, Any]) -> None:
     bench = Bench()
-    assert PartialGroups.is_possible(bench.config)
+    assert PartialGroups.is_possible(bench.config, bench.engine)  # type: ignore[arg-type]
     spec = bench.config.model_dump(mode="json", exclude_unset=True)
-    assert not PartialGroups.is_possible(parse_job(spec | change))  # type: ignore[arg-type]
+    assert not PartialGroups.is_possible(parse_job(spec | change), bench.engine)  # type: ignore[arg-type]
+
+
+def test_an_engine_of_the_user_that_does_not_tell_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    class Own:
+        """Implements ``Engine`` as it was before groups could move."""
+
+    assert not PartialGroups.is_possible(Bench().config, Own())  # type: ignore[arg-type]
+    assert "no method 'written'" in caplog.text
 
 
 class Running:
@@ -372,6 +407,83 @@ async def test_who_leaves_saves_what_was_cut_off_and_begins_nothing() -> None:
     assert bench.stored() == {0: sample(5, finish="stop"), 1: sample(4, 5)}
     with pytest.raises(HandedOver, match="leaves"):
         await bench.begun()
+
+
+async def test_who_leaves_saves_everything_again() -> None:
+    """Records are removed for newer ones; a group that lost one would not go on whole."""
+    bench = Bench()
+    running = Running(bench)
+    attempt = await running.begin()
+    running.end(0, sample(5, finish="stop"))
+    assert await bench.partial.save([attempt])
+    bench.stream.data.clear()
+    assert await bench.partial.save([attempt])
+    assert not bench.stream.data
+    await bench.partial.hand_over()
+    running.end(1, sample(4, 5))
+    running.end(2, sample(5))
+    running.ended.set()
+    with pytest.raises(HandedOver):
+        await running.task
+    assert bench.stored() == {0: sample(5, finish="stop"), 1: sample(4, 5), 2: sample(5)}
+
+
+async def test_an_older_save_does_not_replace_a_newer_one() -> None:
+    bench = Bench()
+    running = Running(bench)
+    attempt = await running.begin()
+    bench.engine.samples = {"r0": sample(5)}
+    publish, sent, arrives = bench.stream.publish_many, asyncio.Event(), asyncio.Event()
+
+    async def slowly(messages: Sequence[Outgoing], *, deadline_s: float) -> list[int]:
+        bench.stream.publish_many = publish  # type: ignore[method-assign]
+        sent.set()
+        await arrives.wait()
+        return await publish(messages, deadline_s=deadline_s)
+
+    bench.stream.publish_many = slowly  # type: ignore[method-assign]
+    older = asyncio.create_task(bench.partial.save([attempt]))
+    await sent.wait()
+    bench.engine.samples = {"r0": sample(5, 6)}
+    newer = asyncio.create_task(bench.partial.save([attempt]))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    arrives.set()
+    assert await older
+    assert await newer
+    assert bench.stored() == {0: sample(5, 6)}
+    running.ended.set()
+    await running.task
+
+
+async def leave(bench: Bench, save_s: float) -> Running:
+    """A group of 6 tokens whose worker leaves while the stream is full."""
+    running = Running(bench)
+    await running.begin()
+    bench.stream.error = StreamFull("stream PARTIAL is full")
+    await bench.partial.hand_over(save_s)
+    for place in range(SIZE):
+        running.end(place, sample(5))
+    running.ended.set()
+    return running
+
+
+async def test_who_leaves_tries_again_to_save(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    running = await leave(bench, 60.0)
+    await until(lambda: "are not saved: stream PARTIAL is full" in caplog.text)
+    bench.stream.error = None
+    with pytest.raises(HandedOver, match="goes on with its 6 tokens"):
+        await running.task
+    assert len(bench.stored()) == SIZE
+
+
+async def test_who_leaves_says_that_tokens_are_lost() -> None:
+    bench = Bench()
+    running = await leave(bench, 0.2)
+    with pytest.raises(HandedOver, match="its 6 tokens are lost"):
+        await asyncio.wait_for(running.task, 30)
+    assert not bench.stream.data
 
 
 async def test_a_group_that_ends_in_time_is_not_handed_over() -> None:
