@@ -39,7 +39,8 @@ GRACE_S = 4.0
 """Seconds for which a leaving worker lets groups end; with the rest of a drain less than the 10 s that Docker waits."""
 SAVE_S = 3.0
 """Seconds for which a leaving worker tries to save the groups that did not end."""
-RETRY_S = 0.1
+RETRY_S = 0.5
+"""Pause between two attempts of it, and shortest time limit of one, in seconds."""
 PUBLISH_S = 3.0
 """Time limit of one save, in seconds."""
 AT_ONCE = 256

@@ -10,11 +10,11 @@ from typing import Any, Protocol
 
 from penstock.services.rollout.conversations.asking import Asking
 from penstock.services.rollout.publisher import GroupPublisher
-from penstock.shared.errors import ConfigError, DataError, DeadlineError, ProtocolError
+from penstock.shared.errors import ConfigError, DataError, DeadlineError, PenstockError, ProtocolError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
-from penstock.shared.protocol.messages import EvalResult, Ticket
-from penstock.shared.transport.bus import Bus, Delivery
+from penstock.shared.protocol.messages import Ack, EvalResult, Report, Ticket
+from penstock.shared.transport.bus import Bus, Delivery, Puller
 
 __all__ = ["HandedOver", "LeftBehind", "TicketTaker", "Versions"]
 
@@ -24,6 +24,8 @@ ACK_WAIT_S = 5.0
 """Lease in seconds: a ticket without a lease extension for this long goes to another worker."""
 MAX_DELIVER = 5
 FETCH_WAIT_S = 1.0
+HAND_OVER_S = 2.0
+"""Time limit of the coordinator's answer to a worker that gives a ticket back."""
 UNREADABLE_PAUSE_S = 0.5
 LATE_PAUSE_S = 5.0
 """Pause before a ticket that missed its deadline is redelivered, unless the coordinator drops its draw."""
@@ -76,11 +78,13 @@ class TicketTaker:
         self._holds: dict[str, tuple[int, int | None]] = {}
         """Work in progress -> sequence number of its ticket, version it requires."""
         self._repeated: set[str] = set()
-        """Work in progress whose ticket was delivered before."""
+        """Work in progress whose ticket was delivered before, or given back by another worker."""
         self._ends: dict[str, float] = {}
         """Work in progress -> deadline of its ticket (monotonic clock, seconds)."""
         self._changed = asyncio.Event()
         self._draining = False
+        self._fetching: asyncio.Timeout | None = None
+        """Ends the fetch in progress."""
         self.num_taken = 0
         """Number of tickets taken and not finished."""
         self.num_unbegun = 0
@@ -92,13 +96,16 @@ class TicketTaker:
         return bool(self._holds)
 
     def is_repeated(self, key: str) -> bool:
-        """Return True if a ticket in progress was delivered before, so that another worker may have begun it."""
+        """Return True if another worker may have begun a ticket in progress."""
         return key in self._repeated
 
     def drain(self) -> None:
         """Take no more tickets; ``run`` ends once those in progress are done."""
         self._draining = True
         self._changed.set()
+        if self._fetching is not None:
+            self._fetching.reschedule(asyncio.get_running_loop().time())
+            self._fetching = None
 
     def look_again(self) -> None:
         """Signal that more room may be available."""
@@ -124,12 +131,22 @@ class TicketTaker:
         async with asyncio.TaskGroup() as working:
             try:
                 while (room := await self._wait_for_room()) > 0:
-                    for delivery in await puller.fetch(room, FETCH_WAIT_S):
+                    for delivery in await self._fetch(puller, room):
                         self.num_taken += 1
                         self.num_unbegun += 1
                         working.create_task(self._work(delivery)).add_done_callback(self._done_with)
             finally:
                 await puller.close()
+
+    async def _fetch(self, puller: Puller, room: int) -> list[Delivery]:
+        """Fetch up to ``room`` tickets; ``drain`` ends the wait for them."""
+        try:
+            async with asyncio.timeout(None) as self._fetching:
+                return await puller.fetch(room, FETCH_WAIT_S)
+        except TimeoutError:
+            return []
+        finally:
+            self._fetching = None
 
     async def _wait_for_room(self) -> int:
         """Wait for room; return the number of tickets to fetch, 0 once drained."""
@@ -192,13 +209,13 @@ class TicketTaker:
         if key in self._holds:
             seq, version = self._holds[key]
             if delivery.seq != seq and ticket.version == version:  # a new leader repeated a ticket in progress
-                await delivery.ack()
+                await (delivery.nak() if self._draining else delivery.ack())  # who leaves may give that one back
             return  # redelivered while in progress (a stalled process): the first delivery's ack counts
         self._holds[key] = delivery.seq, ticket.version
         left_s = ticket.left_s(delivery.time)
         pause_s: float | None = None
         self._ends[key] = time.monotonic() + left_s
-        if delivery.deliveries > 1:
+        if delivery.deliveries > 1 or ticket.begun:
             self._repeated.add(key)
         keeper = asyncio.create_task(self._keep(delivery, self._ends[key]))
         try:
@@ -211,7 +228,7 @@ class TicketTaker:
             pause_s = LATE_PAUSE_S
         except HandedOver as error:
             logger.info("ticket %s is given back: %s", key, error)
-            pause_s = 0.0
+            pause_s = None if await self._publishes_again(ticket, delivery.seq) else 0.0
         finally:
             keeper.cancel()
             self._ends.pop(key, None)
@@ -224,12 +241,35 @@ class TicketTaker:
             await delivery.nak(pause_s)  # only the coordinator drops a draw
 
     async def _attempt(self, ticket: Ticket, key: str) -> None:
-        """Answer a ticket. A ticket that cannot be answered is reported; other tickets and the session continue."""
+        """Answer a ticket. A ticket that cannot be answered is reported; other tickets and the session continue.
+
+        Raises:
+            HandedOver: this worker leaves.
+        """
+        if self._draining:
+            raise HandedOver("this worker leaves")
         try:
             await self._answer(ticket, key)
         except (ConfigError, DataError, ProtocolError) as error:
             logger.error("ticket %s cannot be answered: %s", key, error)
             await self._give_up(ticket, key, str(error))
+
+    async def _publishes_again(self, ticket: Ticket, seq: int) -> bool:
+        """Ask the coordinator to publish a training ticket again, because each redelivery uses up one of MAX_DELIVER.
+
+        Returns:
+            False if it does not; the ticket must then be redelivered.
+        """
+        if ticket.purpose != "train":
+            return False
+        report = Report(kind="handed_over", epoch=ticket.epoch, bad=[ticket.draw], seq=seq)
+        data, subject = pack(report, job=self._job, epoch=ticket.epoch), subjects.report(self._job)
+        try:
+            ack, _ = unpack(await self._bus.request(subject, data, deadline_s=HAND_OVER_S), Ack)
+        except PenstockError as error:
+            logger.info("ticket %d is redelivered: %s", seq, error)
+            return False
+        return ack.ok
 
     async def _keep(self, delivery: Delivery, end: float) -> None:
         """Extend the lease while work proceeds or waits, never past its deadline."""

@@ -56,6 +56,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling temperature; None: the setting of the job file for this purpose."""
     deadline_s: float | None = None
     """Seconds from the publication of the ticket to its deadline; the stream stores the time of publication."""
+    begun: bool = False
+    """True if a worker that left gave it back, so that completions of it may be saved."""
 
     def left_s(self, published: float) -> float:
         """Return the seconds left for a ticket that its stream stored at ``published`` (bus time), however often and
@@ -116,7 +118,8 @@ class BatchManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """Report of a trainer to the coordinator, which acknowledges it once it is in the ledger. Safe to repeat.
+    """Report of a trainer or rollout worker to the coordinator, which acknowledges it once its effect is stored. Safe
+    to repeat.
 
     ``hello``: the trainer holds the lease and requests its starting point; the Ack's data has a checkpoint, the last
     trained batch, the digests recorded after that checkpoint, and the batch at which the lineage must be forked, if
@@ -133,11 +136,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ``not_rolled_back``: the checkpoint of a requested rollback cannot be read.
     ``fell_back``: checkpoint ``batch`` cannot be read; the trainer continues from an older one.
     ``failed``: the trainer cannot continue the job.
+    ``handed_over``: a leaving rollout worker gives back the ticket of the draws ``bad``, message ``seq`` of TICKETS.
+    The coordinator publishes it again, unless nothing waits for it; the worker then acknowledges the old one.
     """
 
     kind: Literal[
-        "hello", "trained", "refused", "checkpointed", "forked", "halted", "not_rolled_back", "fell_back", "failed"
-    ]
+        "hello", "trained", "refused", "checkpointed", "forked", "halted", "not_rolled_back", "fell_back", "failed",
+        "handed_over",
+    ]  # fmt: skip
     epoch: int
     batch: int = 0
     revision: int = 0
@@ -148,6 +154,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     rollback: int | None = None
+    seq: int = 0
 
 
 CommandKind = Literal["checkpoint", "rollback", "leave_out"]

@@ -135,6 +135,43 @@ async def test_a_scan_finds_what_no_advisory_told(bus: Bus) -> None:
         assert len(await job.dead()) == 2, "what is under nobody's lease and not delivered yet is not dead"
 
 
+async def test_a_ticket_that_leaving_workers_give_back_is_no_dead_letter(bus: Bus) -> None:
+    """Each time it has all its deliveries again; the draw, and with it what is saved of its group, stays."""
+    taken = bus.pull(
+        subjects.TICKETS, subjects.tickets(JOB), f"rollout-{JOB}", ack_wait_s=60.0, max_deliver=MAX_DELIVER
+    )
+    async with led(bus) as job, await taken as puller, asyncio.timeout(60):
+        deadline = job.runner.run.state.open[Draw(0)].deadline
+        for number in range(2 * MAX_DELIVER):
+            held = []
+            while not held:
+                held = [one for one in await puller.fetch(10, 0.2) if unpack(one.data, Ticket)[0].draw == Draw(0)]
+            [delivery] = held
+            ticket, _ = unpack(delivery.data, Ticket)
+            assert (delivery.deliveries, ticket.begun) == (1, number > 0)
+            assert delivery.headers[DRAW_HEADER] == "0.0"
+            assert ticket.left_s(delivery.time) == pytest.approx(deadline - time.time(), abs=5)
+            given_back = Report(kind="handed_over", epoch=1, bad=[Draw(0)], seq=delivery.seq)
+            for _ in range(2):  # the first answer was lost
+                await job.report(given_back)
+            await delivery.ack()
+            while (await job.waiting()).count(Draw(0)) != 1:
+                await asyncio.sleep(0.02)
+        assert not await job.dropped()
+
+
+async def test_a_ticket_that_nothing_waits_for_is_not_published_again(bus: Bus) -> None:
+    async with led(bus) as job:
+        data, header = encode_group(group(Draw(0)))
+        await bus.publish(subjects.experience(JOB), data, headers=group_headers(header))
+        async with asyncio.timeout(30):
+            while Draw(0) not in job.runner.run.candidates:
+                await asyncio.sleep(0.02)
+        for draw in (Draw(0), Draw(7)):
+            await job.report(Report(kind="handed_over", epoch=1, bad=[draw], seq=1000))
+        assert sorted(await job.waiting()) == [Draw(0), Draw(1)], "those of the beginning"
+
+
 async def test_a_late_ticket_of_a_dropped_draw_is_no_dead_letter(bus: Bus) -> None:
     """Workers give back what is late until its deliveries are used up; its draw was dropped and asked for anew."""
     async with led(bus, draw_timeout_s=1.0) as job:

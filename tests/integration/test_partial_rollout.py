@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.services.coordinator.jobs.members import Members
+from penstock.services.coordinator.jobs.store import JobStore
+from penstock.services.coordinator.leader.runner import JobRunner
 from penstock.services.rollout import session, tickets
 from penstock.services.rollout.engines import Engine
 from penstock.services.rollout.session import RolloutSession
@@ -20,10 +24,12 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.models.loading import build_model, build_tokenizer
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
+from penstock.shared.protocol.events import Dropped, decode_events
 from penstock.shared.protocol.frame import decode_frame
 from penstock.shared.protocol.generation import Sample
 from penstock.shared.protocol.ids import Draw
-from penstock.shared.protocol.messages import ScoreReply, ScoreRequest, Ticket
+from penstock.shared.protocol.jobs import JobRecord
+from penstock.shared.protocol.messages import Ack, Report, ScoreReply, ScoreRequest, Ticket
 from penstock.shared.protocol.partial import decode_partial
 from penstock.shared.protocol.trajectory import Group, decode_group
 from penstock.shared.transport.bus import Bus
@@ -49,10 +55,11 @@ SPEC: dict[str, Any] = {
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ServiceSettings]:
     """A lease of a second, and a drain that lets groups end for 0.1 s."""
+    monkeypatch.setattr(session, "GRACE_S", 0.1)
     monkeypatch.setattr(tickets, "ACK_WAIT_S", 1.0)
     (tmp_path / "shm").mkdir()
     before = torch.get_num_threads()
-    yield ServiceSettings(shm_dir=tmp_path / "shm", data_dir=tmp_path, drain_s=0.4)
+    yield ServiceSettings(shm_dir=tmp_path / "shm", data_dir=tmp_path)
     torch.set_num_threads(before)
 
 
@@ -63,13 +70,15 @@ class Job:
         self.bus, self.settings, self.config = bus, settings, config
         self.model = build_model(config.model, len(build_tokenizer(config.model)), seed=0)
         self.publisher = open_publisher(JOB, layout_of(self.model.named_parameters()), settings)
+        self.digest = ""
 
-    async def publish(self, version: int) -> None:
-        """Announce other weights."""
+    async def publish(self, version: int) -> str:
+        """Announce other weights; returns their digest."""
         with torch.no_grad():
             tensors = {name: tensor * (1 + version / 10) for name, tensor in self.model.named_parameters()}
         manifest = self.publisher.publish(tensors.items(), version=version, epoch=1)
         await self.bus.kv(subjects.MANIFESTS).put(JOB, pack(manifest, job=JOB, id="m", epoch=1))
+        return manifest.digest
 
     async def ask(self, ordinal: int = 0, *, min_version: int = 0) -> None:
         """Request a draw."""
@@ -164,7 +173,7 @@ async def running(bus: Bus, settings: ServiceSettings, **changes: Any) -> AsyncI
     config = parse_job({**SPEC, **changes})
     assert isinstance(config, JobConfig)
     job = Job(bus, settings, config)
-    await job.publish(0)
+    job.digest = await job.publish(0)
     server = await bus.serve(subjects.score(JOB), job.score)
     try:
         yield job
@@ -236,6 +245,55 @@ async def test_no_token_of_a_worker_that_leaves_is_lost(bus: Bus, settings: Serv
             group = await job.group()
             assert check_beginning(group, begun) == done
             assert second.session.status()["generated_tokens"] == SIZE * LENGTH - done
+
+
+@asynccontextmanager
+async def led(job: Job, spec: dict[str, Any]) -> AsyncIterator[None]:
+    """The job's leader, which requests the first group."""
+    record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=spec)
+    await job.bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
+    runner = JobRunner(job.bus, JobStore(job.bus), Members(), record, epoch=1, data_dir=job.settings.data_dir)
+    leading = asyncio.create_task(runner.lead())
+
+    async def ready() -> bool:
+        assert not leading.done(), leading.exception()
+        return runner.ready
+
+    try:
+        await until(ready)
+        start = Report(kind="checkpointed", epoch=1, batch=0, version=0, digest=job.digest, path="p")
+        reply = await job.bus.request(subjects.report(JOB), pack(start, job=JOB), deadline_s=30)
+        assert unpack(reply, Ack)[0].ok
+        yield
+    finally:
+        leading.cancel()
+        await asyncio.gather(leading, return_exceptions=True)
+
+
+async def test_a_group_moves_more_often_than_a_ticket_may_fail(
+    bus: Bus, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Machines that may be taken away: a long group moves often, and none of its tokens is generated twice."""
+    monkeypatch.setattr(tickets, "MAX_DELIVER", 2)
+    train = {**SPEC["train"], "max_lag": 0}
+    done = 0
+    async with running(bus, settings, train=train) as job, led(job, {**SPEC, "train": train}):
+        for number in range(4):
+            async with job.worker(f"leaving-{number}") as worker:
+                await worker.until_tokens(50)
+                await worker.engine.pause("keep")  # its group cannot end in time
+                done += worker.engine.generated_tokens
+                await worker.leave()
+            assert sum(len(sample.token_ids) for sample in (await job.saved()).values()) == done
+        begun = await job.saved()
+        async with job.worker("last") as last:
+            group = await job.group()
+            assert check_beginning(group, begun) == done
+            assert last.session.status()["generated_tokens"] == SIZE * LENGTH - done
+            await until(lambda: has_no_ticket(bus))
+        assert group.draw == Draw(0)
+        entries = await bus.read(subjects.LEDGER, subjects.ledger(JOB))
+        assert not [one for entry in entries for one in decode_events(entry.data) if isinstance(one, Dropped)]
 
 
 async def test_a_group_that_ends_in_time_stays(

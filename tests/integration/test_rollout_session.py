@@ -16,6 +16,7 @@ import pytest
 
 from penstock.services.env.service import EnvService
 from penstock.services.rollout import tickets
+from penstock.services.rollout.conversations.asking import Asking
 from penstock.services.rollout.session import RolloutSession
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
@@ -27,7 +28,7 @@ from penstock.shared.protocol.jobs import JobRecord
 from penstock.shared.protocol.messages import ScoreReply, ScoreRequest, Ticket
 from penstock.shared.protocol.tools import ToolReply, ToolRequest
 from penstock.shared.protocol.trajectory import GroupHeader, parse_group_header
-from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.bus import Bus, Delivery
 
 JOB = "job_rollout"
 PROMPTS = ["1" * 40 + "+1=", "1+2="]
@@ -312,6 +313,65 @@ async def test_another_ticket_for_work_in_hand_is_done_with(bus: Bus, tmp_path: 
         worker.scores.set()
         await until(lambda: left(0))
         assert list(await worker.groups()) == [1]
+
+
+class Taker:
+    """Tickets of a job whose answers take until ``ends``."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.begun: list[str] = []
+        self.ends = asyncio.Event()
+        self.tickets = tickets.TicketTaker(
+            bus, JOB, Asking(bus), answer=self.answer, give_up=self.give_up, room=lambda: 1, progress=lambda: None
+        )
+
+    async def answer(self, ticket: Ticket, key: str) -> None:
+        self.begun.append(key)
+        await self.ends.wait()
+
+    async def give_up(self, ticket: Ticket, key: str, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+async def ask_for(bus: Bus, draw: Draw) -> None:
+    ticket = Ticket(draw=draw, min_version=0, deadline=0.0, deadline_s=60.0, epoch=1)
+    await bus.publish(subjects.tickets(JOB), pack(ticket, job=JOB))
+
+
+async def test_who_leaves_gives_back_the_tickets_that_still_arrive(bus: Bus) -> None:
+    """One of them may be the one that the coordinator publishes again for a group in progress."""
+    taker = Taker(bus)
+    for draw in (Draw(0), Draw(0), Draw(1)):
+        await ask_for(bus, draw)
+    puller = await bus.pull(subjects.TICKETS, subjects.tickets(JOB), f"rollout-{JOB}", ack_wait_s=60.0, max_deliver=5)
+    async with puller, asyncio.timeout(60):
+        deliveries: list[Delivery] = []
+        while len(deliveries) < 3:
+            deliveries += await puller.fetch(3, 1.0)
+        first, same, other = deliveries
+        working = asyncio.create_task(taker.tickets._work(first))
+        while not taker.begun:
+            await asyncio.sleep(0)
+        taker.tickets.drain()
+        await taker.tickets._work(same)
+        await taker.tickets._work(other)  # no coordinator answers
+        again: list[Delivery] = []
+        while len(again) < 2:
+            again += await puller.fetch(2, 1.0)
+        assert sorted((one.seq, one.deliveries) for one in again) == [(same.seq, 2), (other.seq, 2)]
+        assert taker.begun == ["train:0.0"]
+        taker.ends.set()
+        await working
+
+
+async def test_who_leaves_fetches_no_more(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tickets, "FETCH_WAIT_S", 3600.0)
+    taker = Taker(bus)
+    task = asyncio.create_task(taker.tickets.run())
+    await until(lambda: asyncio.sleep(0.01, taker.tickets._fetching is not None))
+    taker.tickets.drain()
+    taker.tickets.drain()
+    await asyncio.wait_for(task, 30)
 
 
 TURN_S = 2.5

@@ -97,6 +97,16 @@ class EffectPublisher:
         for start in range(0, len(draws), TICKETS_AT_ONCE):
             await self.publish_tickets([self._ticket(run, draw) for draw in draws[start : start + TICKETS_AT_ONCE]])
 
+    async def publish_again(self, run: JobRun, draws: Sequence[Draw], seq: int) -> None:
+        """Publish the ticket with this sequence again for those of its draws that wait for a group.
+
+        Its new message has all deliveries left: that workers leave is no failure. A repeated call stores nothing more.
+        """
+        in_flight = set(run.state.in_flight) - run.candidates.keys()
+        tickets = [msgspec.structs.replace(self._ticket(run, draw), begun=True) for draw in draws if draw in in_flight]
+        if tickets:
+            await self.publish_tickets(tickets, again=f".{seq}")
+
     def _ticket(self, run: JobRun, draw: Draw) -> Ticket:
         info = run.state.open[draw]
         return Ticket(
@@ -104,19 +114,19 @@ class EffectPublisher:
             temperature=info.temperature,
         )  # fmt: skip
 
-    async def publish_tickets(self, tickets: list[Ticket]) -> None:
-        """Publish tickets, all or none; waits while the bus is away."""
+    async def publish_tickets(self, tickets: list[Ticket], *, again: str = "") -> None:
+        """Publish tickets, all or none; waits while the bus is away. ``again`` makes their message ids others."""
 
         async def publish() -> None:
-            await self.bus.publish_many([self._sent(ticket) for ticket in tickets], deadline_s=5)
+            await self.bus.publish_many([self._sent(ticket, again) for ticket in tickets], deadline_s=5)
 
         await self.retry.until_taken(f"{len(tickets)} tickets", subjects.tickets(self.job), publish)
 
-    def _sent(self, ticket: Ticket) -> Outgoing:
+    def _sent(self, ticket: Ticket, again: str) -> Outgoing:
         """Build the message of a ticket, with the seconds left until its draw's deadline."""
         timed = msgspec.structs.replace(ticket, deadline_s=max(0.0, ticket.deadline - bus_time()))
         data = pack(timed, job=self.job, id=str(ticket.draw), epoch=ticket.epoch)
-        return Outgoing(subjects.tickets(self.job), data, headers_of(ticket), ticket_id(self.job, ticket))
+        return Outgoing(subjects.tickets(self.job), data, headers_of(ticket), ticket_id(self.job, ticket) + again)
 
     async def delete(self, seqs: Iterable[int], *, stream: str = subjects.EXPERIENCE) -> None:
         """Delete messages that are no longer needed; a failed deletion does no harm."""

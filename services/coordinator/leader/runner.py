@@ -385,8 +385,13 @@ class JobRunner:
 
     async def _on_report(self, data: bytes) -> bytes:
         report, _ = unpack(data, Report)
-        ack = await self.inbox.ask(lambda: self._take_report(report))
+        take = self._publish_again if report.kind == "handed_over" else self._take_report
+        ack = await self.inbox.ask(lambda: take(report))
         return pack(ack, job=self.job, epoch=self.epoch)
+
+    async def _publish_again(self, report: Report) -> Ack:
+        await self.publisher.publish_again(self.run, report.bad, report.seq)
+        return Ack(ok=True)
 
     async def _take_report(self, report: Report) -> Ack:
         if report.kind == "hello":
