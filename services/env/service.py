@@ -7,6 +7,7 @@ import contextlib
 import logging
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from penstock.services.env.session import EnvSession
@@ -25,6 +26,7 @@ from penstock.shared.runtime.user_process import run_trial
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.serve import Server
+from penstock.shared.transport.unix_socket import UnixServer
 
 __all__ = ["EnvService"]
 
@@ -115,10 +117,12 @@ class EnvService:
         spec = await session.open()
         name = secrets.token_hex(8)
         self.sessions[name] = session
+        direct = UnixServer(session.answer) if request.host == self.settings.host_id else None
         serving = asyncio.Event()
-        self._tasks.create_task(self._serve(name, session, serving))
+        self._tasks.create_task(self._serve(name, session, direct, serving))
         await serving.wait()
-        return pack(EnvOpened(session=name, spec=spec), job=envelope.job, id=envelope.id, trace=envelope.trace)
+        opened = EnvOpened(session=name, spec=spec, socket=direct.address if direct is not None else "")
+        return pack(opened, job=envelope.job, id=envelope.id, trace=envelope.trace)
 
     async def _on_describe(self, data: bytes) -> bytes:
         """Describe a simulator. Runs in a new thread, because the simulator's process ends with its parent thread."""
@@ -136,9 +140,13 @@ class EnvService:
             reply = await run_trial("penstock.services.env.tools.trial", request)
         return pack(reply, job=envelope.job, id=envelope.id, trace=envelope.trace)
 
-    async def _serve(self, name: str, session: EnvSession, serving: asyncio.Event) -> None:
+    async def _serve(self, name: str, session: EnvSession, direct: UnixServer | None, serving: asyncio.Event) -> None:
         """Serve one session until it is closed or idle."""
-        server = await self.bus.serve(subjects.env(name), session.answer, max_concurrent=4)
+        servers: list[Server | UnixServer] = []
+        servers.append(await self.bus.serve(subjects.env(name), session.answer, max_concurrent=4))
+        if direct is not None:
+            await direct.start()
+            servers.append(direct)
         serving.set()
         try:
             while not session.closed.is_set() and not session.idle:
@@ -148,13 +156,14 @@ class EnvService:
                 except TimeoutError:
                     continue
         finally:
-            ending = asyncio.create_task(self._end(name, session, server))
+            ending = asyncio.create_task(self._end(name, session, servers))
             while not ending.done():  # also if cancelled meanwhile, because the session owns processes
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.shield(ending)
 
-    async def _end(self, name: str, session: EnvSession, server: Server) -> None:
-        await server.close()
+    async def _end(self, name: str, session: EnvSession, servers: Sequence[Server | UnixServer]) -> None:
+        for server in servers:
+            await server.close()
         await session.close()
         self.sessions.pop(name, None)
         session.ended.set()

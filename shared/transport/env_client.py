@@ -1,10 +1,14 @@
-"""Client of a simulator session: requests in order, repeated if the bus loses them."""
+"""Client of a simulator session: requests in order, repeated if the bus loses them.
+
+On one host they go through a Unix socket, which takes a quarter of the time of the bus; if it fails, by the bus.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -37,8 +41,11 @@ from penstock.shared.transport.bulk import Blob
 from penstock.shared.transport.bulk_message import FrameMail, is_large
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.connection import NoResponders
+from penstock.shared.transport.unix_socket import UnixClient
 
 __all__ = ["EnvClient"]
+
+log = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=Body)
 
@@ -55,8 +62,10 @@ class EnvClient:
     Make one with ``open``; ``close`` it, or the env service closes it after its idle time.
     """
 
-    def __init__(self, bus: Bus, mail: FrameMail, job: str, opened: EnvOpened) -> None:
-        self._bus, self._mail, self._job = bus, mail, job
+    def __init__(
+        self, bus: Bus, mail: FrameMail, job: str, opened: EnvOpened, direct: UnixClient | None = None
+    ) -> None:
+        self._bus, self._mail, self._job, self._direct = bus, mail, job, direct
         self.subject = subjects.env(opened.session)
         self._blob: Blob | None = None
         self.spec = opened.spec
@@ -76,8 +85,20 @@ class EnvClient:
         data = pack(msgspec.structs.replace(request, host=mail.host), job=job)
         # Making environments may take long, and a repeated request would make others: one request waits for all of the
         # time.
-        reply = await _repeated(bus, subjects.ENV_OPEN, data, deadline_s, attempt_s=deadline_s)
-        return cls(bus, mail, job, unpack(reply, EnvOpened)[0])
+        reply = await _repeated(lambda left_s: bus.request(subjects.ENV_OPEN, data, deadline_s=left_s), deadline_s)
+        opened = unpack(reply, EnvOpened)[0]
+        direct = None
+        if opened.socket:
+            try:
+                direct = await UnixClient.open(opened.socket)
+            except Unavailable as error:  # containers may share a host id and no network namespace
+                log.info("requests to '%s' go by the bus: %s", request.env_id, error)
+        return cls(bus, mail, job, opened, direct)
+
+    @property
+    def is_direct(self) -> bool:
+        """True while requests go through a Unix socket."""
+        return self._direct is not None and self._direct.is_open
 
     async def reset(self, request: ResetRequest, *, deadline_s: float = 60.0) -> ResetReply:
         """Start episodes. Raises as ``step``."""
@@ -129,14 +150,19 @@ class EnvClient:
     async def keep(self) -> None:
         """Keep the session alive. Raises Unavailable if the session is lost or does not answer."""
         frame = b"".join(env_frame(KeepRequest(seq=self.seq)))
-        await _repeated(self._bus, self.subject, frame, 2 * ATTEMPT_S, attempt_s=ATTEMPT_S, gone_s=GONE_S)
+        await self._request(frame, 2 * ATTEMPT_S)
 
     async def close(self) -> None:
         """End the session; its arrays become invalid."""
         try:
             frame = b"".join(env_frame(CloseRequest(seq=self.seq)))
-            await self._bus.request(self.subject, frame, deadline_s=ATTEMPT_S)
+            if self._direct is not None and self._direct.is_open:
+                await self._direct.request(frame, deadline_s=ATTEMPT_S)
+            else:
+                await self._bus.request(self.subject, frame, deadline_s=ATTEMPT_S)
         finally:
+            if self._direct is not None:
+                self._direct.close()
             self._release()
 
     async def _ask(
@@ -150,7 +176,7 @@ class EnvClient:
             else self._mail.pack(frame, job=self._job)
         )
         try:
-            data = await _repeated(self._bus, self.subject, sent.data, deadline_s, attempt_s=ATTEMPT_S, gone_s=GONE_S)
+            data = await self._request(sent.data, deadline_s)
         finally:
             sent.release()
         self._release()
@@ -158,22 +184,33 @@ class EnvClient:
         self._blob = self._mail.open(data) if is_frame(data) else await asyncio.to_thread(self._mail.open, data)
         return decode_env(self._blob.data, kind)
 
+    async def _request(self, data: bytes, deadline_s: float) -> bytes:
+        """Repeat a request until it is answered: through the socket while that is open, and by the bus after it."""
+
+        def send(left_s: float) -> Awaitable[bytes]:
+            if self._direct is not None and self._direct.is_open:
+                return self._direct.request(data, deadline_s=left_s)
+            return self._bus.request(self.subject, data, deadline_s=min(left_s, ATTEMPT_S))
+
+        return await _repeated(send, deadline_s, gone_s=GONE_S)
+
     def _release(self) -> None:
         if self._blob is not None:
             self._blob.release()
             self._blob = None
 
 
-async def _repeated(
-    bus: Bus, subject: str, data: bytes, deadline_s: float, *, attempt_s: float, gone_s: float = math.inf
-) -> bytes:
-    """Repeat a request until it is answered; the server executes a repeated request once."""
+async def _repeated(send: Callable[[float], Awaitable[bytes]], deadline_s: float, *, gone_s: float = math.inf) -> bytes:
+    """Repeat a request until it is answered; the server executes a repeated request once.
+
+    ``send`` sends it with the time that is left (seconds).
+    """
     clock = asyncio.get_running_loop().time
     end, gone = clock() + deadline_s, math.inf
     while True:
         left_s = end - clock()
         try:
-            return await bus.request(subject, data, deadline_s=max(0.05, min(left_s, attempt_s)))
+            return await send(max(0.05, left_s))
         except NoResponders:
             gone = min(gone, clock() + gone_s)
             if left_s <= RETRY_S or clock() >= gone:

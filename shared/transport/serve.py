@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import NoReturn
 
 from penstock.shared import errors
 from penstock.shared.errors import PenstockError, ProtocolError, Unavailable
@@ -12,7 +13,7 @@ from penstock.shared.protocol.permissions import inbox_of
 from penstock.shared.transport.connection import Connection, Subscription
 from penstock.shared.transport.inbox import Raw
 
-__all__ = ["Server", "answer_of"]
+__all__ = ["Server", "answer_of", "error_reply", "raise_error"]
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,8 @@ class Server:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # this server ends; otherwise the handler cancelled itself
                 raise
-            headers, data = self._error_reply(error)
+            name, data = error_reply(f"'{self.subject}'", error)
+            headers = {ERROR_HEADER: name}
         if not raw.reply:
             return
         if not raw.reply.startswith(INBOX):  # or a client could make this process publish where it may not itself
@@ -94,11 +96,19 @@ class Server:
         except Unavailable as failure:
             log.warning("an answer on %s could not be sent: %s", self.subject, failure)
 
-    def _error_reply(self, error: BaseException) -> tuple[dict[str, str], bytes]:
-        if isinstance(error, PenstockError):
-            return {ERROR_HEADER: type(error).__name__}, str(error).encode()
-        log.error("handler of %s failed", self.subject, exc_info=error)
-        return {ERROR_HEADER: "PenstockError"}, f"'{self.subject}' failed inside: {error!r}".encode()
+
+def error_reply(what: str, error: BaseException) -> tuple[str, bytes]:
+    """Return the class name and the message with which an error of the handler of ``what`` reaches its requester."""
+    if isinstance(error, PenstockError):
+        return type(error).__name__, str(error).encode()
+    log.error("handler of %s failed", what, exc_info=error)
+    return "PenstockError", f"{what} failed inside: {error!r}".encode()
+
+
+def raise_error(name: str, message: bytes) -> NoReturn:
+    """Raise the error of ``error_reply``, as a PenstockError of this name."""
+    kind = getattr(errors, name, PenstockError) if name in errors.__all__ else PenstockError
+    raise kind(message.decode("utf-8", "replace"))
 
 
 def answer_of(reply: Raw) -> bytes:
@@ -106,5 +116,4 @@ def answer_of(reply: Raw) -> bytes:
     name = reply.headers.get(ERROR_HEADER) if reply.headers else None
     if name is None:
         return reply.data
-    kind = getattr(errors, name, PenstockError) if name in errors.__all__ else PenstockError
-    raise kind(reply.data.decode("utf-8", "replace"))
+    raise_error(name, reply.data)

@@ -43,6 +43,7 @@ from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.env_client import EnvClient
 from penstock.shared.transport.server import NatsServer
+from penstock.shared.transport.unix_socket import UnixServer
 from tests.contract.simulated_envs import FOLDER
 
 JOB = "job_env_test"
@@ -299,6 +300,69 @@ async def test_a_session_that_nobody_serves_is_gone_soon(
         with pytest.raises(Unavailable):
             async with asyncio.timeout(30):
                 await client.reset(reset, deadline_s=600)
+
+
+async def test_requests_of_the_same_host_do_not_pass_through_the_bus(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the socket fails: then the request is repeated by the bus, and not executed again."""
+    async with run_env(bus) as service:
+        await eventually(lambda: ready(service))
+        with FrameMail(ServiceSettings(shm_dir=tmp_path)) as mail:
+            client = await EnvClient.open(bus, mail, OpenEnv(env_id="CartPole-v1", num_envs=1), job=JOB)
+            passed: list[str] = []
+            await bus.subscribe(client.subject, lambda subject, _: passed.append(subject))
+            one = np.zeros(1, np.int32)
+            await client.reset(ResetRequest(seq=0, env_ids=one, state_ids=np.ones(1, np.int64)))
+
+            def step() -> Awaitable[StepReply]:
+                return client.step(
+                    StepRequest(seq=client.seq, auto_reset=False, env_ids=one, actions=np.zeros((1, 1), np.int64),
+                                next_state_ids=np.zeros(0, np.int64))
+                )  # fmt: skip
+
+            await step()
+            await client.keep()
+            assert client.is_direct and not passed
+            (session,) = service.sessions.values()
+            message, direct = session._message, client._direct
+            assert direct is not None
+
+            async def lost() -> bytes:
+                """The request was executed, and its reply does not arrive."""
+                reply = await message()
+                direct.close()
+                return reply
+
+            monkeypatch.setattr(session, "_message", lost)
+            assert (await step()).seq == client.seq - 1
+            assert not client.is_direct and passed
+            assert service.status()[JOB]["steps"] == 2
+            await client.close()
+            await eventually(lambda: forgotten(service))
+
+
+@pytest.mark.parametrize("reason", ["another host", "another network namespace"])
+async def test_requests_that_no_socket_takes_go_by_the_bus(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    if reason == "another host":
+        settings = ServiceSettings(shm_dir=tmp_path, host_id="elsewhere")
+    else:
+        settings = ServiceSettings(shm_dir=tmp_path)
+        monkeypatch.setattr(UnixServer, "start", no_start)
+    async with run_env(bus) as service:
+        await eventually(lambda: ready(service))
+        with FrameMail(settings) as mail:
+            client = await EnvClient.open(bus, mail, OpenEnv(env_id="CartPole-v1", num_envs=1), job=JOB)
+            assert not client.is_direct
+            request = ResetRequest(seq=0, env_ids=np.zeros(1, np.int32), state_ids=np.ones(1, np.int64))
+            assert (await client.reset(request)).seq == 0
+            await client.close()
+
+
+async def no_start(server: UnixServer) -> None:
+    """Serve no address that this process could reach."""
 
 
 async def test_a_reply_of_which_a_part_has_arrived_is_not_read_in_the_event_loop() -> None:

@@ -70,8 +70,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
     """Request for a session of ``num_envs`` copies of ``env_id``, which closes after ``idle_s`` without a request.
 
-    ``host`` is the host id of the requester: observations above 1 MiB reach it through shared memory on the same host,
-    by TCP otherwise.
+    ``host`` is the host id of the requester. On the same host it may send its requests through a Unix socket, and
+    observations above 1 MiB reach it through shared memory; otherwise by NATS and TCP.
     """
 
     env_id: str
@@ -129,10 +129,14 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EnvOpened(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply to ``OpenEnv``: the session, whose subject is ``subjects.env(session)``."""
+    """Reply to ``OpenEnv``: the session, whose subject is ``subjects.env(session)``.
+
+    ``socket`` is the address of a Unix socket that answers the same requests for processes of the same host; '': none.
+    """
 
     session: str
     spec: EnvSpec
+    socket: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
