@@ -11,7 +11,7 @@ from typing import Any
 from penstock.services.rollout.candidate import Candidate
 from penstock.services.rollout.commit_rule import Attempt, CommitRule
 from penstock.services.rollout.conversations.asking import Asking
-from penstock.services.rollout.engines import Engine, lacks_engine, open_job_engine
+from penstock.services.rollout.engines import Engine, lacks_engine, open_job_engine, start_engine
 from penstock.services.rollout.env_requests import EnvRequests
 from penstock.services.rollout.episode import failed_group, skipped_group
 from penstock.services.rollout.group_maker import GroupMaker, room_for
@@ -136,7 +136,7 @@ class ServingSession:
     async def _answer(self, serving: InferenceServer) -> None:
         assert self._engine is not None
         try:
-            await self._engine.start()
+            await start_engine(self._engine, self.config.rollout)
             self._asking.done("model")
             if self._drained.is_set():
                 serving.drain()
@@ -247,7 +247,7 @@ class RolloutSession:
             self._held.clear()
 
     async def _work_with(self, engine: Engine) -> None:
-        await engine.start()
+        await start_engine(engine, self.config.rollout)
         self._asking.done("model")
         if isinstance(self.config, JobConfig):
             assert self._rule is not None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from penstock.services.rollout.conversations.asking import Asking
@@ -83,8 +84,8 @@ class TicketTaker:
         """Work in progress -> deadline of its ticket (monotonic clock, seconds)."""
         self._changed = asyncio.Event()
         self._draining = False
-        self._fetching: asyncio.Timeout | None = None
-        """Ends the fetch in progress."""
+        self._idle: set[asyncio.Timeout] = set()
+        """Waits in progress that ``drain`` ends: for tickets, and for policy versions."""
         self.num_taken = 0
         """Number of tickets taken and not finished."""
         self.num_unbegun = 0
@@ -100,12 +101,13 @@ class TicketTaker:
         return key in self._repeated
 
     def drain(self) -> None:
-        """Take no more tickets; ``run`` ends once those in progress are done."""
+        """Take no more tickets, and give back those that wait for a policy version; ``run`` ends once the others are
+        done."""
         self._draining = True
         self._changed.set()
-        if self._fetching is not None:
-            self._fetching.reschedule(asyncio.get_running_loop().time())
-            self._fetching = None
+        now = asyncio.get_running_loop().time()
+        while self._idle:
+            self._idle.pop().reschedule(now)
 
     def look_again(self) -> None:
         """Signal that more room may be available."""
@@ -141,12 +143,20 @@ class TicketTaker:
     async def _fetch(self, puller: Puller, room: int) -> list[Delivery]:
         """Fetch up to ``room`` tickets; ``drain`` ends the wait for them."""
         try:
-            async with asyncio.timeout(None) as self._fetching:
+            async with self._until_drained():
                 return await puller.fetch(room, FETCH_WAIT_S)
         except TimeoutError:
             return []
-        finally:
-            self._fetching = None
+
+    @asynccontextmanager
+    async def _until_drained(self) -> AsyncIterator[None]:
+        """Raise TimeoutError from the block once ``drain`` is called."""
+        async with asyncio.timeout(0.0 if self._draining else None) as wait:
+            self._idle.add(wait)
+            try:
+                yield
+            finally:
+                self._idle.discard(wait)
 
     async def _wait_for_room(self) -> int:
         """Wait for room; return the number of tickets to fetch, 0 once drained."""
@@ -166,12 +176,19 @@ class TicketTaker:
 
         Raises:
             DeadlineError: the version does not come in time.
+            HandedOver: this worker leaves before the version comes.
             LeftBehind: the version that the ticket requires has been replaced.
         """
         if policy.version < oldest:
             self._asking.wait(key, f"policy version {oldest} (serving {policy.version})", subjects.MANIFESTS)
-            left_s = self._ends[key] - time.monotonic()
-            await policy.reach(lambda version: version >= oldest, deadline_s=left_s, what=f"version {oldest}")
+            left_s, what = self._ends[key] - time.monotonic(), f"version {oldest}"
+            try:
+                async with self._until_drained():
+                    await policy.reach(lambda version: version >= oldest, deadline_s=left_s, what=what)
+            except DeadlineError:
+                raise
+            except TimeoutError:
+                raise HandedOver(f"this worker leaves before it serves {what}") from None
             self._asking.done(key)
         if ticket.version is not None and policy.version > ticket.version:  # versions rise: it will not come again
             raise LeftBehind(f"version {ticket.version} was left behind for {policy.version}")

@@ -7,21 +7,71 @@ too.
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 
 import torch
 
-__all__ = ["building"]
+__all__ = ["building", "building_apart"]
 
-_one_at_a_time = threading.RLock()
+_POLL_S = 0.01
+_one_at_a_time = threading.Lock()
+_building: list[object] = []
+"""Owner of the lock, if one holds it."""
+_owner: ContextVar[object | None] = ContextVar("building", default=None)
+"""Owner on whose behalf this context builds. A context, unlike a thread, goes from a coroutine to its threads."""
 
 
 @contextmanager
 def building(seed: int | None = None) -> Iterator[None]:
-    """Hold the lock for one build, with the CPU's random state at ``seed``; restore that state afterwards."""
-    with _one_at_a_time, torch.random.fork_rng(devices=[]):
+    """Hold the lock for one build, with the CPU's random state at ``seed``; restore that state afterwards. Nests."""
+    if _is_held_here():
+        with _seeded(seed):
+            yield
+        return
+    with _one_at_a_time, _owned(), _seeded(seed):
+        yield
+
+
+@asynccontextmanager
+async def building_apart() -> AsyncIterator[None]:
+    """Hold the lock for a build that a coroutine awaits, without blocking the event loop.
+
+    Inside, ``building`` does not wait in the coroutine itself, in its tasks and in threads of ``asyncio.to_thread``.
+    """
+    while not _one_at_a_time.acquire(blocking=False):
+        await asyncio.sleep(_POLL_S)
+    try:
+        with _owned(), _seeded(None):
+            yield
+    finally:
+        _one_at_a_time.release()
+
+
+def _is_held_here() -> bool:
+    """Return True if this context belongs to the holder. A task that outlives a build has the owner of the past."""
+    return any(_owner.get() is owner for owner in list(_building))
+
+
+@contextmanager
+def _owned() -> Iterator[None]:
+    """Mark this context as the holder of the lock."""
+    owner = object()
+    _building.append(owner)
+    token = _owner.set(owner)
+    try:
+        yield
+    finally:
+        _owner.reset(token)
+        _building.clear()
+
+
+@contextmanager
+def _seeded(seed: int | None) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]):
         if seed is not None:
             torch.manual_seed(seed)
         yield

@@ -7,10 +7,11 @@ import importlib.util
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,7 +21,9 @@ from penstock.services.rollout.conversations.asking import Asking
 from penstock.services.rollout.session import RolloutSession
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
-from penstock.shared.errors import StreamFull, ToolError
+from penstock.shared.errors import ConfigError, DeadlineError, StreamFull, ToolError
+from penstock.shared.models import building as guard
+from penstock.shared.models.building import building
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
 from penstock.shared.protocol.ids import Draw
@@ -315,6 +318,47 @@ async def test_another_ticket_for_work_in_hand_is_done_with(bus: Bus, tmp_path: 
         assert list(await worker.groups()) == [1]
 
 
+class Guarded:
+    """A user's own engine, which does not start. Notes whether models may be built beside its own."""
+
+    stop_ids = (2,)
+    running = generated_tokens = 0
+    alone: ClassVar[list[bool]] = []
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.alone.append(cannot_build())
+
+    async def start(self) -> None:
+        self.alone.append(cannot_build())
+        await asyncio.to_thread(self.build)
+        raise ConfigError("this engine does not start")
+
+    def build(self) -> None:
+        with building():
+            self.alone.append(cannot_build())
+
+    async def close(self) -> None:
+        pass
+
+
+def cannot_build() -> bool:
+    """True if a thread of another job waits with its model."""
+    with ThreadPoolExecutor(1) as other:
+        built = other.submit(lambda: guard._one_at_a_time.acquire(blocking=False)).result()
+    if built:
+        guard._one_at_a_time.release()
+    return not built
+
+
+async def test_no_other_model_is_built_while_a_users_own_engine_is_opened(bus: Bus, tmp_path: Path) -> None:
+    Guarded.alone.clear()
+    own = {"engine": "class", "path": f"{__name__}:Guarded"}
+    async with working(bus, tmp_path, rollout=own) as worker:
+        await until(lambda: asyncio.sleep(0, "take a failure" in worker.session.status().get("waiting_for", "")))
+        assert Guarded.alone == [True, True, True]
+        assert not cannot_build()
+
+
 class Taker:
     """Tickets of a job whose answers take until ``ends``."""
 
@@ -333,8 +377,8 @@ class Taker:
         raise AssertionError(reason)
 
 
-async def ask_for(bus: Bus, draw: Draw) -> None:
-    ticket = Ticket(draw=draw, min_version=0, deadline=0.0, deadline_s=60.0, epoch=1)
+async def ask_for(bus: Bus, draw: Draw, *, deadline_s: float = 60.0) -> None:
+    ticket = Ticket(draw=draw, min_version=0, deadline=0.0, deadline_s=deadline_s, epoch=1)
     await bus.publish(subjects.tickets(JOB), pack(ticket, job=JOB))
 
 
@@ -368,10 +412,57 @@ async def test_who_leaves_fetches_no_more(bus: Bus, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tickets, "FETCH_WAIT_S", 3600.0)
     taker = Taker(bus)
     task = asyncio.create_task(taker.tickets.run())
-    await until(lambda: asyncio.sleep(0.01, taker.tickets._fetching is not None))
+    await until(lambda: asyncio.sleep(0.01, bool(taker.tickets._idle)))
     taker.tickets.drain()
     taker.tickets.drain()
     await asyncio.wait_for(task, 30)
+
+
+class NoVersion:
+    """A policy whose next version never comes."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def reach(self, wanted: Callable[[int], bool], *, deadline_s: float, what: str) -> None:
+        self.asked.set()
+        try:
+            await asyncio.wait_for(asyncio.Event().wait(), deadline_s)
+        except TimeoutError:
+            raise DeadlineError(what) from None
+
+
+async def test_who_leaves_gives_back_a_ticket_that_waits_for_a_version(bus: Bus) -> None:
+    """The ticket has an hour left, and another worker may serve the version already."""
+    taker, policy = Taker(bus), NoVersion()
+
+    async def answer(ticket: Ticket, key: str) -> None:
+        await taker.tickets.reach(policy, ticket, key, oldest=1)
+
+    taker.tickets._answer = answer
+    await ask_for(bus, Draw(0), deadline_s=3600.0)
+    running = asyncio.create_task(taker.tickets.run())
+    await asyncio.wait_for(policy.asked.wait(), 60)
+    taker.tickets.drain()
+    await asyncio.wait_for(running, 60)
+    puller = await bus.pull(subjects.TICKETS, subjects.tickets(JOB), f"rollout-{JOB}", ack_wait_s=60.0, max_deliver=5)
+    async with puller, asyncio.timeout(60):
+        while not (again := await puller.fetch(1, 1.0)):
+            pass
+    assert [one.deliveries for one in again] == [2]
+
+
+async def test_a_version_that_comes_too_late_is_no_hand_over(bus: Bus) -> None:
+    taker = Taker(bus)
+    taker.tickets._ends["key"] = 0.0
+    ticket = Ticket(draw=Draw(0), min_version=1, deadline=0.0, epoch=1)
+    with pytest.raises(DeadlineError):
+        await taker.tickets.reach(NoVersion(), ticket, "key", oldest=1)
+    taker.tickets.drain()
+    with pytest.raises(tickets.HandedOver, match="leaves"):
+        await taker.tickets.reach(NoVersion(), ticket, "key", oldest=1)
 
 
 TURN_S = 2.5

@@ -20,6 +20,7 @@ from penstock.shared.config.model import ModelConfig
 from penstock.shared.config.rollout import (
     ENGINE_PACKAGES,
     ENVIRONMENT_OF,
+    AnyRollout,
     ClassConfig,
     EmbeddedConfig,
     RolloutConfig,
@@ -31,7 +32,7 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.data.user_code import import_named
 from penstock.shared.errors import ConfigError
 from penstock.shared.models.architecture import plan_of
-from penstock.shared.models.building import building
+from penstock.shared.models.building import building, building_apart
 from penstock.shared.models.loading import build_model, resolve_device, stop_token_ids
 from penstock.shared.models.lora import add_adapter, base_parameters
 from penstock.shared.weights import digest_of_tensors, layout_of
@@ -45,6 +46,7 @@ __all__ = [
     "lacks_engine",
     "open_engine",
     "open_job_engine",
+    "start_engine",
     "weights_alone",
 ]
 
@@ -74,6 +76,20 @@ def open_job_engine(
         config.model, tokenizer, max_running=config.placement.max_running, seed=config.seed,
         device=resolve_device(config.placement.device),
     )  # fmt: skip
+
+
+async def start_engine(engine: Engine, rollout: AnyRollout) -> None:
+    """Start the engine of a job. A user's own engine loads its model now, so no other model is built meanwhile.
+
+    Raises:
+        ConfigError: the engine does not support this model on this machine.
+        Unavailable: the engine does not start.
+    """
+    if not isinstance(rollout, ClassConfig):
+        await engine.start()
+        return
+    async with building_apart():
+        await engine.start()
 
 
 def open_engine(
@@ -143,10 +159,12 @@ def _open_adapter(
         head_dim=_head_dim(model.config), max_length=options.max_length or model.config.max_position_embeddings,
         trusted=source.trust_remote_code, device=resolve_device(config.placement.device),
     )  # fmt: skip
-    return kind(
-        given, options, settings, max_running=config.placement.max_running, stop_ids=stop_token_ids(tokenizer, model),
-        detokenize=_detokenizer(tokenizer), threads=config.placement.rollout_threads,
-    )  # fmt: skip
+    with building():  # a user's own class may load its model here
+        return kind(
+            given, options, settings, max_running=config.placement.max_running,
+            stop_ids=stop_token_ids(tokenizer, model), detokenize=_detokenizer(tokenizer),
+            threads=config.placement.rollout_threads,
+        )  # fmt: skip
 
 
 def _adapter_of(options: VllmConfig | VllmServerConfig | SglangConfig | ClassConfig) -> Callable[..., Engine]:
