@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
@@ -28,8 +30,15 @@ _DTYPES: dict[str, torch.dtype] = {
     "bool": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_CHUNK_BYTES = 2 << 20  # fits into a cache, so that hashing after copying does not read memory again
-_BESIDE_BYTES = 8 << 20  # bytes hashed per step by a separate thread; smaller buffers are not worth a thread
+_CHUNK_BYTES = 256 << 10
+"""Bytes that are hashed after they were copied: few enough to be in the cache still."""
+_BESIDE_BYTES = 8 << 20
+"""Smaller tensors and buffers are not worth a thread."""
+_PIECE_BYTES = 2 << 20
+"""Bytes that a thread copies at a time."""
+_MAX_HELPERS = 3
+_KEEP = 5
+"""A single helper leaves one of so many pieces to the caller, so that both are done at about the same time."""
 
 
 def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> Layout:
@@ -100,15 +109,10 @@ def fill(buffer: NDArray[np.uint8], layout: Layout, tensors: Iterable[tuple[str,
     Raises:
         WeightsError: a tensor is missing, unknown, given twice, or of another shape or dtype.
     """
-    flat = torch.from_numpy(buffer)
-    with _Hashing(buffer) as hashing:
+    with _Writing(buffer) as writing:
         for spec, tensor in _matched(layout, tensors):
-            end = spec.offset + spec.nbytes
-            for start, stop in _copy(flat, spec, tensor):
-                hashing.written(start, stop)
-            buffer[end : end + -end % ALIGN] = 0
-            hashing.written(end, end + -end % ALIGN)
-        return hashing.digest()
+            writing.write(spec, tensor)
+        return writing.digest()
 
 
 def place(flat: Tensor, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -136,58 +140,106 @@ def _matched(layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[
         raise WeightsError(f"{len(missing)} tensors of layout {layout.id} are missing, first '{first}'")
 
 
-class _Hashing:
-    """Computes the xxh3-128 of a buffer while it is being written; for large buffers in a separate thread.
+class _Writing:
+    """Writes tensors into a buffer, uint8 [bytes], and computes the xxh3-128 of the buffer meanwhile.
 
-    Args:
-        buffer: uint8 [bytes].
+    Several threads copy a large tensor in memory piece by piece: the caller hashes in order what is copied, and copies
+    the pieces that no helper has taken.
     """
 
     def __init__(self, buffer: NDArray[np.uint8]) -> None:
-        self._buffer, self._hasher = buffer, xxhash.xxh3_128()
+        self._buffer, self._flat, self._hasher = buffer, torch.from_numpy(buffer), xxhash.xxh3_128()
         self._hashed = self._written = 0
-        self._thread = ThreadPoolExecutor(1, "weights-hash") if buffer.nbytes > _BESIDE_BYTES else None
-        self._pieces: list[Future[None]] = []
+        cores = len(os.sched_getaffinity(0)) if buffer.nbytes > _BESIDE_BYTES else 1
+        self._num_helpers = min(cores - 1, _MAX_HELPERS)
+        self._helpers = ThreadPoolExecutor(self._num_helpers, "weights") if self._num_helpers else None
+        self._hashing: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        if self._helpers is not None:
+            self._helpers.shutdown(cancel_futures=True)
 
-    def written(self, start: int, stop: int) -> None:
-        """Mark bytes [start, stop) as written. Out-of-order ranges are hashed at the end."""
-        if start == self._written:
-            self._written = stop
-        if self._written - self._hashed >= (_BESIDE_BYTES if self._thread else 1):
-            self._hash(self._written)
+    def write(self, spec: TensorSpec, source: Tensor) -> None:
+        """Copy a tensor to its place; zeros follow up to the next one. What is written out of order is hashed last."""
+        end, in_order = spec.offset + spec.nbytes, spec.offset == self._written
+        if source.device.type != "cpu" or not source.is_contiguous():
+            self._flat[spec.offset : end].view(source.dtype).view(spec.shape).copy_(source)
+        elif in_order and spec.nbytes > _BESIDE_BYTES:
+            self._copy_and_hash(source.view(-1).view(torch.uint8).numpy())
+        else:
+            np.copyto(self._buffer[spec.offset : end], source.view(-1).view(torch.uint8).numpy())
+        padded = end + -end % ALIGN
+        self._buffer[end:padded] = 0
+        if in_order:
+            self._written = padded
+            self._hash_written()
 
     def digest(self) -> str:
         """Return the digest of the buffer, once all of it is written."""
         self._hash(self._buffer.nbytes)
-        for piece in self._pieces:
-            piece.result()
         return str(self._hasher.hexdigest())
 
+    def _copy_and_hash(self, data: NDArray[np.uint8]) -> None:
+        """Copy ``data``, uint8 [bytes], behind what is written."""
+        self._hash(self._written)
+        target = self._buffer[self._written : self._written + len(data)]
+        pieces = [slice(start, min(start + _PIECE_BYTES, len(data))) for start in range(0, len(data), _PIECE_BYTES)]
+        copied, free = [threading.Event() for _ in pieces], set(range(len(pieces)))
+
+        def help_out() -> None:
+            for number, piece in enumerate(pieces):
+                if (number % _KEEP or self._num_helpers > 1) and _take(free, number):
+                    try:
+                        np.copyto(target[piece], data[piece])
+                    finally:
+                        copied[number].set()
+
+        helping = [self._helpers.submit(help_out) for _ in range(self._num_helpers)] if self._helpers else []
+        for number, piece in enumerate(pieces):
+            if not _take(free, number):
+                copied[number].wait()
+                self._hasher.update(data[piece].data)
+                continue
+            for start in range(piece.start, piece.stop, _CHUNK_BYTES):
+                chunk = slice(start, min(start + _CHUNK_BYTES, piece.stop))
+                np.copyto(target[chunk], data[chunk])
+                self._hasher.update(data[chunk].data)
+        for help_of_one in helping:
+            help_of_one.result()
+        self._hashed += len(data)
+
+    def _hash_written(self) -> None:
+        """Hash what is written, beside the copy of the next tensor if it is much."""
+        start, stop = self._hashed, self._written
+        if self._helpers is None or stop - start < _BESIDE_BYTES:
+            if stop - start >= _CHUNK_BYTES:
+                self._hash(stop)
+            return
+        before, self._hashed = self._hashing, stop
+
+        def hash_next() -> None:
+            if before is not None:
+                before.result()
+            self._hasher.update(self._buffer[start:stop].data)
+
+        self._hashing = self._helpers.submit(hash_next)
+
     def _hash(self, stop: int) -> None:
-        data, self._hashed = self._buffer[self._hashed : stop].data, stop
-        if self._thread is None:
-            self._hasher.update(data)
-        else:
-            self._pieces.append(self._thread.submit(self._hasher.update, data))
+        """Hash all bytes before ``stop`` now."""
+        if self._hashing is not None:
+            self._hashing.result()
+            self._hashing = None
+        self._hasher.update(self._buffer[self._hashed : stop].data)
+        self._hashed = stop
 
 
-def _copy(flat: Tensor, spec: TensorSpec, source: Tensor) -> Iterator[tuple[int, int]]:
-    """Copy one tensor to its place; yield each byte range once it is written."""
-    target = flat[spec.offset : spec.offset + spec.nbytes].view(source.dtype)
-    if source.device.type != "cpu" or not source.is_contiguous():
-        target.view(spec.shape).copy_(source)
-        yield spec.offset, spec.offset + spec.nbytes
-        return
-    elements, size = source.view(-1), source.element_size()
-    step = _CHUNK_BYTES // size
-    for start in range(0, len(elements), step):
-        stop = min(start + step, len(elements))
-        target[start:stop].copy_(elements[start:stop])
-        yield spec.offset + start * size, spec.offset + stop * size
+def _take(free: set[int], number: int) -> bool:
+    """Take ``number`` out of ``free``; return False if another thread has taken it."""
+    try:
+        free.remove(number)  # atomic under the lock of the interpreter
+    except KeyError:
+        return False
+    return True
