@@ -9,11 +9,12 @@ there.)
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, Self
 
@@ -26,7 +27,9 @@ __all__ = ["DATA_OFFSET", "Access", "LockedFile", "Owner", "Segment", "map_file"
 
 DATA_OFFSET = 4096
 """Data starts on the second page; the first one is the header."""
-_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module does not define it
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; the mmap module does not define them
+_PIECE = 64 << 20
+"""Bytes that are reserved or mapped between two reports of progress."""
 
 Access = Literal["write", "read", "private"]
 """Mode of a mapping: shared and writable, read-only, or private copy-on-write."""
@@ -122,16 +125,18 @@ class Segment(LockedFile):
     after the lock is released.
     """
 
-    def __init__(self, path: Path, fd: int, access: Access = "write") -> None:
+    def __init__(
+        self, path: Path, fd: int, access: Access = "write", on_piece: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__(path, fd)
-        mapping = map_file(fd, access)
+        mapping = map_file(fd, access, on_piece)
         self.header = memoryview(mapping)[:DATA_OFFSET]
         self.data: NDArray[np.uint8] = np.frombuffer(mapping, np.uint8)[DATA_OFFSET:]
 
     @classmethod
-    def create(cls, path: Path, capacity: int) -> Segment:
+    def create(cls, path: Path, capacity: int, on_piece: Callable[[], None] = lambda: None) -> Segment:
         """Create a segment of zeros with its pages allocated and mapped, so that the first write is as fast as later
-        ones.
+        ones. This takes about a second per gigabyte; ``on_piece`` is called repeatedly meanwhile.
 
         Raises:
             Unavailable: the directory has no room. (Without the reservation a write would end the process by SIGBUS.)
@@ -139,16 +144,15 @@ class Segment(LockedFile):
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.posix_fallocate(fd, 0, DATA_OFFSET + capacity)
+            _reserve(fd, DATA_OFFSET + capacity, on_piece)
         except OSError as error:
             os.close(fd)
             path.unlink(missing_ok=True)
-            stat = os.statvfs(path.parent)
             raise Unavailable(
-                f"no room for {capacity} bytes in {path.parent} ({stat.f_bavail * stat.f_frsize} free): "
+                f"no room for {capacity} bytes in {path.parent} ({_free_bytes(path.parent)} free): "
                 f"{error.strerror}; enlarge the tmpfs (docker: shm_size) or point PENSTOCK_SHM_DIR elsewhere"
             ) from None
-        return cls(path, fd)
+        return cls(path, fd, on_piece=on_piece)
 
 
 class Owner:
@@ -204,22 +208,37 @@ def remove_unheld(paths: Iterable[Path]) -> None:
             file.close()
 
 
-def map_file(fd: int, access: Access) -> mmap.mmap:
-    """Map a whole file with its pages in place.
+def _reserve(fd: int, nbytes: int, on_piece: Callable[[], None]) -> None:
+    """Allocate the pages of a file. Raises OSError without room, if possible before the file takes what is left."""
+    if nbytes > _free_bytes(Path(f"/proc/self/fd/{fd}")):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for start in range(0, nbytes, _PIECE):
+        os.posix_fallocate(fd, start, min(_PIECE, nbytes - start))
+        on_piece()
+
+
+def _free_bytes(path: Path) -> int:
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize
+
+
+def map_file(fd: int, access: Access, on_piece: Callable[[], None] = lambda: None) -> mmap.mmap:
+    """Map a whole file with its pages in place; ``on_piece`` is called repeatedly meanwhile.
 
     The mapping has its own open file: a mapping keeps a duplicate of its descriptor and thereby the lock of that open
     file, so closing ``fd`` would otherwise not release the lock while an array of the mapping lives.
     """
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
     try:
-        if access == "write":
-            return mmap.mmap(own, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        if access == "read":
-            return mmap.mmap(own, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-        # MAP_POPULATE would copy every page of a private mapping; this only fills the page table.
-        private = mmap.mmap(own, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        flags = mmap.MAP_PRIVATE if access == "private" else mmap.MAP_SHARED
+        prot = mmap.PROT_READ if access == "read" else mmap.PROT_READ | mmap.PROT_WRITE
+        mapping = mmap.mmap(own, 0, flags=flags, prot=prot)
     finally:
         os.close(own)
+    # Not MAP_POPULATE, which would copy every page of a private mapping; this only fills the page table.
+    advice = _MADV_POPULATE_WRITE if access == "write" else _MADV_POPULATE_READ
     with contextlib.suppress(OSError):  # an older kernel: pages are mapped at the first access
-        private.madvise(_MADV_POPULATE_READ)
-    return private
+        for start in range(0, len(mapping), _PIECE):
+            mapping.madvise(advice, start, min(_PIECE, len(mapping) - start))
+            on_piece()
+    return mapping

@@ -2,11 +2,13 @@
 
 The fetching process holds the lock of a file beside the slots, which the kernel releases if it dies: then the next
 process takes over. It writes its progress into the file, so that waiting processes detect a stall and fetch by
-themselves.
+themselves. Making room for a slot is progress, too: the pages of a large one take many seconds.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import struct
 import time
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from penstock.shared.config import ServiceSettings
@@ -22,7 +25,6 @@ from penstock.shared.errors import DeadlineError, Fenced, NotFound, Unavailable,
 from penstock.shared.protocol.weights import Layout, WeightManifest
 from penstock.shared.transport.bulk_segment import LockedFile
 from penstock.shared.weights.base import Way
-from penstock.shared.weights.flat import digest_of
 from penstock.shared.weights.shm import ShmReceiver, ShmStaged
 from penstock.shared.weights.slot_header import SlotHeader, read_slot, write_slot
 from penstock.shared.weights.slots import SlotPool, slot_paths, slot_stem, turn_path
@@ -30,7 +32,8 @@ from penstock.shared.weights.slots import SlotPool, slot_paths, slot_stem, turn_
 __all__ = ["HostCopies"]
 
 Fetch = Callable[[NDArray[np.uint8], Callable[[int], None]], None]
-"""Fills the first argument; calls the second one repeatedly with the bytes received so far. Raises WeightsError."""
+"""Fills the first argument from its beginning; calls the second one repeatedly with the number of bytes received so
+far. Raises WeightsError."""
 
 STANDSTILL_S = 5.0
 """Time without progress of the fetching process after which the others fetch by themselves (seconds)."""
@@ -39,7 +42,9 @@ _ROOM_S = 1.0
 """Timeout for a slot without readers (seconds)."""
 _POLL_S = 0.005
 _PROGRESS = struct.Struct("<QQ")
-"""Version, and bytes received."""
+"""Version, and number of steps: pieces of a slot that were allocated, or received."""
+
+logger = logging.getLogger(__name__)
 
 
 class HostCopies:
@@ -56,7 +61,7 @@ class HostCopies:
 
         Returns:
             None if the caller should fetch into private memory: no shared memory is left, or the fetching process
-                stalls.
+                stalls. A warning gives the reason.
 
         Raises:
             WeightsError: the version cannot be fetched, or another process did not finish before ``end``.
@@ -65,7 +70,8 @@ class HostCopies:
         seen, seen_at = b"", time.monotonic()
         try:
             turn = self._turn(manifest.job)
-        except OSError:  # the directory is missing, or the file belongs to another user
+        except OSError as error:  # the directory is missing, or the file belongs to another user
+            self._go_alone(manifest, str(error))
             return None
         try:
             while True:
@@ -80,6 +86,8 @@ class HostCopies:
                 if progress != seen:
                     seen, seen_at = progress, now
                 elif now > seen_at + STANDSTILL_S:
+                    reason = f"process {turn.holders()}, which fetches it, has not progressed for {STANDSTILL_S:.0f} s"
+                    self._go_alone(manifest, reason)
                     return None
                 if now > end:
                     raise WeightsError(
@@ -120,15 +128,16 @@ class HostCopies:
 
     def _make(self, manifest: WeightManifest, fetch: Fetch, turn: LockedFile) -> ShmStaged | None:
         """Fetch into a slot; the caller holds the lock."""
-        layout = manifest.layout
+        layout, steps = manifest.layout, itertools.count(1)
 
-        def tell(num_bytes: int) -> None:
-            os.pwrite(turn.fd, _PROGRESS.pack(manifest.version, num_bytes), 0)
+        def tell() -> None:
+            os.pwrite(turn.fd, _PROGRESS.pack(manifest.version, next(steps)), 0)
 
-        tell(0)
+        tell()
         try:
-            slot = self._pool(manifest).acquire(epoch=manifest.epoch, timeout_s=_ROOM_S)
-        except (Unavailable, DeadlineError):
+            slot = self._pool(manifest, tell).acquire(epoch=manifest.epoch, timeout_s=_ROOM_S, on_piece=tell)
+        except (Unavailable, DeadlineError) as error:
+            self._go_alone(manifest, str(error))
             return None
         except Fenced as error:
             raise WeightsError(f"version {manifest.version}: {error}") from None
@@ -136,8 +145,7 @@ class HostCopies:
             sequence = read_slot(slot).sequence | 1
             header = SlotHeader(sequence, manifest.version, manifest.epoch, layout.nbytes, layout.id)
             write_slot(slot, header)
-            fetch(slot.data, tell)
-            if digest_of(slot.data) != manifest.digest:
+            if _digest_of_fetched(slot.data, fetch, tell) != manifest.digest:
                 raise WeightsError(
                     f"version {manifest.version}: the fetched bytes do not match digest {manifest.digest}"
                 )
@@ -146,7 +154,14 @@ class HostCopies:
             slot.unlock()
         return self._reader.open(slot.path, manifest, Way("tcp", layout.nbytes), verify=False)
 
-    def _pool(self, manifest: WeightManifest) -> SlotPool:
+    def _go_alone(self, manifest: WeightManifest, reason: str) -> None:
+        """Log why this process does not share a version."""
+        logger.warning(
+            "version %d of job '%s': this process fetches %d MB for itself, and not once for all of host '%s': %s",
+            manifest.version, manifest.job, manifest.layout.nbytes // 10**6, self._host, reason,
+        )  # fmt: skip
+
+    def _pool(self, manifest: WeightManifest, on_piece: Callable[[], None]) -> SlotPool:
         """Return the slots of the job, including those of other processes; one pool per layout size."""
         key = f"{manifest.job} {manifest.layout.nbytes}"
         if key not in self._pools:
@@ -157,9 +172,25 @@ class HostCopies:
                 count=0,
                 max_count=MAX_SLOTS,
                 stem=slot_stem(manifest.job, self._host),
+                on_piece=on_piece,
             )
-        self._pools[key].refresh()
+        self._pools[key].refresh(on_piece)
         return self._pools[key]
+
+
+def _digest_of_fetched(target: NDArray[np.uint8], fetch: Fetch, on_piece: Callable[[], None]) -> str:
+    """Fetch into ``target``, uint8 [bytes], and return its digest, computed while bytes come."""
+    hasher, hashed = xxhash.xxh3_128(), 0
+
+    def add(num_bytes: int) -> None:
+        nonlocal hashed
+        hasher.update(target[hashed:num_bytes].data)
+        hashed = num_bytes
+        on_piece()
+
+    fetch(target, add)
+    add(len(target))
+    return str(hasher.hexdigest())
 
 
 def _remove_unused(path: Path) -> None:

@@ -8,10 +8,15 @@ memory of a GPU have files, too, which hold only headers and locks.
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from penstock.shared.errors import DeadlineError, Fenced, NotFound, WeightsError
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.shared.errors import DeadlineError, Fenced, NotFound, Unavailable, WeightsError
 from penstock.shared.protocol.weights import WeightManifest, slot_name
 from penstock.shared.transport.bulk_segment import DATA_OFFSET, LockedFile, Segment
 from penstock.shared.weights.slot_header import SlotHeader, read_slot, write_slot
@@ -47,48 +52,90 @@ class SlotPool:
 
     Args:
         stem: names of the files, without their numbers; default: ``slot_stem(job)``.
+        on_piece: called repeatedly while slots are created and mapped here.
     """
 
-    def __init__(self, directory: Path, job: str, nbytes: int, *, count: int, max_count: int, stem: str = "") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        job: str,
+        nbytes: int,
+        *,
+        count: int,
+        max_count: int,
+        stem: str = "",
+        on_piece: Callable[[], None] = lambda: None,
+    ) -> None:
         self._directory, self._job, self._nbytes, self._stem = directory, job, nbytes, stem or slot_stem(job)
         self._max_count = max_count
         self._slots: list[Segment] = []
-        self.refresh()
+        self.refresh(on_piece)
         while len(self._slots) < count:
-            self._slots.append(self._create())
+            self._slots.append(self._create(on_piece))
 
-    def acquire(self, *, epoch: int, timeout_s: float, keep: WeightManifest | None = None) -> Segment:
+    def acquire(
+        self,
+        *,
+        epoch: int,
+        timeout_s: float,
+        keep: WeightManifest | None = None,
+        on_piece: Callable[[], None] = lambda: None,
+    ) -> Segment:
         """Return an exclusively locked slot that has no reader and holds neither the newest version nor ``keep``.
+
+        ``on_piece`` is called repeatedly while a slot is created.
 
         Raises:
             DeadlineError: receivers hold all of ``max_count`` slots for longer than ``timeout_s``.
             Fenced: a slot was written by a higher epoch.
+            Unavailable: receivers hold all slots for that long, or there are none, and the directory has no room for
+                one more.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline, full = time.monotonic() + timeout_s, ""
         while True:
             self._slots = [slot for slot in self._slots if slot.is_current()]  # not one that a cleanup removed
-            newest = self._newest(epoch)
-            for slot in self._slots:
-                if slot is not newest and not _holds(slot, keep) and slot.try_exclusive():
-                    return slot
-            if len(self._slots) < self._max_count:
-                slot = self._create()
-                self._slots.append(slot)
-                if slot.try_exclusive():
-                    return slot
+            if (free := self._free(epoch, keep)) is not None:
+                return free
+            if len(self._slots) < self._max_count and not full:
+                try:
+                    self._slots.append(self._create(on_piece))
+                    continue
+                except Unavailable as error:  # a reader may release one of the others soon
+                    full = str(error)
+            if full and not self._slots:
+                raise Unavailable(full)
             if time.monotonic() > deadline:
-                raise DeadlineError(
-                    f"waited {timeout_s:.1f} s for a weight slot of job '{self._job}': {len(self._slots)} of at most "
-                    f"{self._max_count} exist, held by {self._holders()}; end or resume those processes"
-                )
+                raise self._too_few(full, timeout_s)
             time.sleep(_POLL_S)
 
-    def refresh(self) -> None:
-        """Adopt the slots created by other processes."""
+    def _free(self, epoch: int, keep: WeightManifest | None) -> Segment | None:
+        """Lock a slot that may be written and return it."""
+        newest = self._newest(epoch)
+        for slot in self._slots:
+            if slot is not newest and not _holds(slot, keep) and slot.try_exclusive():
+                return slot
+        return None
+
+    def _too_few(self, full: str, timeout_s: float) -> Unavailable | DeadlineError:
+        """Return the error of a wait for a slot; ``full``: why there is no room for another one."""
+        if full:
+            return Unavailable(f"{full}; processes use the other {len(self._slots)} slots: {self._holders()}")
+        return DeadlineError(
+            f"waited {timeout_s:.1f} s for a weight slot of job '{self._job}': {len(self._slots)} of at most "
+            f"{self._max_count} exist, held by {self._holders()}; end or resume those processes"
+        )
+
+    def refresh(self, on_piece: Callable[[], None] = lambda: None) -> None:
+        """Adopt the slots created by other processes; ``on_piece`` is called repeatedly meanwhile."""
         known = {slot.path for slot in self._slots if slot.is_current()}
         for path in _paths(self._directory, self._stem):
             if path not in known:
-                self._adopt(path)
+                self._adopt(path, on_piece)
+
+    def data_of(self, file: LockedFile) -> NDArray[np.uint8] | None:
+        """Return the bytes of a slot, uint8 [nbytes], if they are mapped here. Any thread may call it."""
+        identity = file.identity()
+        return next((slot.data for slot in list(self._slots) if slot.fd >= 0 and slot.identity() == identity), None)
 
     def close(self) -> None:
         """Close the files; they stay on disk."""
@@ -109,7 +156,7 @@ class SlotPool:
                 newest, best = slot, (header.epoch, header.version)
         return newest
 
-    def _adopt(self, path: Path) -> None:
+    def _adopt(self, path: Path, on_piece: Callable[[], None] = lambda: None) -> None:
         """Adopt a slot of the right size; remove another one unless a process still uses it."""
         try:
             file = LockedFile.open(path)
@@ -121,16 +168,16 @@ class SlotPool:
         except WeightsError:  # its creator died before it was complete
             usable = False
         if usable:
-            self._slots.append(Segment.open(path))
+            self._slots.append(Segment(path, os.dup(file.fd), on_piece=on_piece))
         elif file.try_exclusive():
             file.unlink()
         file.close()
 
-    def _create(self) -> Segment:
+    def _create(self, on_piece: Callable[[], None] = lambda: None) -> Segment:
         number = 0
         while True:  # an existing file belongs to another process: never write to it
             try:
-                slot = Segment.create(self._directory / f"{self._stem}{number}", self._nbytes)
+                slot = Segment.create(self._directory / f"{self._stem}{number}", self._nbytes, on_piece)
             except FileExistsError:
                 number += 1
                 continue
