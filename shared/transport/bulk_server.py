@@ -29,10 +29,13 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
@@ -55,15 +58,20 @@ _MAX_CONNECTIONS = 64
 _MAX_UNPROVEN = 64
 """Largest number of peers without proof; beyond it the oldest is dropped, so that strangers cannot block others."""
 _CHUNK = 4 << 20
+_PIECE = 1 << 20
+"""Bytes received at a time: few enough to be in a cache while they are checked."""
+_BESIDE = 8 << 20
+"""Smaller blobs are not worth a thread that checks what is received."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedBlob:
-    """Part of a file, constant while it is being served."""
+    """Part of a file, constant while it is being served. ``data``: its bytes, if the producer has them mapped."""
 
     path: Path
     offset: int
     nbytes: int
+    data: NDArray[np.uint8] | None = None
 
 
 BlobSource = Callable[[str, int], AbstractContextManager[ServedBlob]]
@@ -176,15 +184,32 @@ class BlobServer:
     def _send(self, peer: socket.socket, name: str, generation: int, seal: _Seal) -> None:
         with self._source(name, generation) as blob, blob.path.open("rb", buffering=0) as file:
             peer.sendall(_REPLY.pack(_FOUND, blob.nbytes))
-            end = blob.offset + blob.nbytes
-            if blob.nbytes:
-                with mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as pages, memoryview(pages) as data:
-                    for start in range(blob.offset, end, _CHUNK):
-                        with data[start : min(start + _CHUNK, end)] as piece:
-                            seal.add(piece)
-                            peer.sendfile(file, start, len(piece))
+            with _mapped(blob, file) as data:
+                for start in range(0, blob.nbytes, _CHUNK):
+                    with data[start : start + _CHUNK] as piece:
+                        seal.add(piece)
+                        peer.sendfile(file, blob.offset + start, len(piece))
             peer.sendall(seal.digest())
             _receive(peer, 1)
+
+
+@contextlib.contextmanager
+def _mapped(blob: ServedBlob, file: IO[bytes]) -> Iterator[memoryview]:
+    """Yield the bytes of a blob."""
+    if blob.data is not None:
+        with blob.data.data as data:
+            yield data
+        return
+    end = blob.offset + blob.nbytes
+    if not blob.nbytes:
+        yield memoryview(b"")
+        return
+    with (
+        mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as pages,
+        memoryview(pages) as whole,
+        whole[blob.offset :] as data,
+    ):
+        yield data
 
 
 class _Seal:
@@ -219,7 +244,7 @@ def pull(
     """Fetch a blob into ``target``, uint8 [its size]; blocks. Memory that was used before is several times faster.
 
     With ``tls`` the certificate of the producer must name the host in ``address``. ``on_bytes`` is called repeatedly
-    with the number of bytes received so far.
+    with the number of bytes received so far, perhaps by another thread. They are not proved to be right before the end.
 
     Raises:
         NotFound: the producer no longer has it.
@@ -246,11 +271,7 @@ def pull(
             if size != target.nbytes:
                 raise ProtocolError(f"{address} has {size} bytes under '{name}', not {target.nbytes}")
             seal = _Seal(key, nonce)
-            for start in range(0, target.nbytes, _CHUNK):
-                piece = target[start : start + _CHUNK].data
-                _receive_into(peer, piece, deadline)
-                seal.add(piece)
-                on_bytes(start + len(piece))
+            _receive_blob(peer, target, deadline, seal, on_bytes)
             expected = bytearray(_SEAL_BYTES)
             _receive_into(peer, memoryview(expected), deadline)
             if not hmac.compare_digest(seal.digest(), expected):
@@ -262,6 +283,33 @@ def pull(
         if isinstance(error, ProtocolError | Unavailable):
             raise
         raise Unavailable(f"cannot fetch {what}: {error}") from None
+
+
+def _receive_blob(
+    peer: socket.socket, target: NDArray[np.uint8], deadline: float, seal: _Seal, on_bytes: Callable[[int], None]
+) -> None:
+    """Receive into ``target``; a second thread adds large blobs to the seal meanwhile."""
+
+    def check(start: int, piece: memoryview) -> None:
+        seal.add(piece)
+        on_bytes(start + len(piece))
+
+    with contextlib.ExitStack() as stack:
+        beside = None
+        if target.nbytes > _BESIDE:
+            beside = stack.enter_context(ThreadPoolExecutor(1, "bulk-check"))
+        checks: deque[Future[None]] = deque()
+        for start in range(0, target.nbytes, _PIECE):
+            piece = target[start : start + _PIECE].data
+            _receive_into(peer, piece, deadline)
+            if beside is None:
+                check(start, piece)
+                continue
+            checks.append(beside.submit(check, start, piece))
+            while checks[0].done() and len(checks) > 1:
+                checks.popleft().result()
+        for unchecked in checks:
+            unchecked.result()
 
 
 def _connected(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> socket.socket:

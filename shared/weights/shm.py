@@ -123,7 +123,7 @@ class ShmPublisher:
         try:
             if not file.try_shared() or read_slot(file).sequence != generation:
                 raise NotFound(f"slot '{name}' was written anew")
-            yield ServedBlob(file.path, DATA_OFFSET, self._layout.nbytes)
+            yield ServedBlob(file.path, DATA_OFFSET, self._layout.nbytes, self._pool.data_of(file))
         finally:
             file.close()
 

@@ -360,8 +360,12 @@ def test_only_holders_of_the_claim_are_served(store: BulkStore, far: ServiceSett
         assert set(blob.data[::4096]) == {1}
 
 
-def test_bytes_that_were_changed_on_their_way_are_refused(store: BulkStore, far: ServiceSettings) -> None:
+@pytest.mark.parametrize("beside", [64 * MIB, 0], ids=["one thread", "a thread beside"])
+def test_bytes_that_were_changed_on_their_way_are_refused(
+    store: BulkStore, far: ServiceSettings, beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the sender computed no digest."""
+    monkeypatch.setattr(bulk_server, "_BESIDE", beside)
     claim = store.put(filled(1), digest=False)
     host, _, port = claim.address.rpartition(":")
 
@@ -383,6 +387,25 @@ def test_bytes_that_were_changed_on_their_way_are_refused(store: BulkStore, far:
         with pytest.raises(ProtocolError, match="changed on their way"):
             BulkReader(far).fetch(msgspec.structs.replace(claim, address=address))
         thread.join()
+
+
+def test_large_blobs_are_checked_while_they_are_received(store: BulkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk_server, "_BESIDE", 2 * MIB)
+    for nbytes, beside in ((2 * MIB, False), (2 * MIB + 5, True)):
+        told: list[tuple[int, bool]] = []
+        data = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
+        target = np.zeros(nbytes, np.uint8)
+        claim = store.put([data.tobytes()])
+
+        def tell(count: int, told: list[tuple[int, bool]] = told) -> None:
+            told.append((count, threading.current_thread() is not threading.main_thread()))
+
+        bulk_server.pull(
+            claim.address, claim.name, claim.generation, claim.token, target, timeout_s=60, on_bytes=tell
+        )  # fmt: skip
+        store.release(claim)
+        assert np.array_equal(target, data)
+        assert told == [(count, beside) for count in (MIB, 2 * MIB, nbytes)[: 2 + beside]]
 
 
 @pytest.mark.long

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -205,6 +206,9 @@ def test_another_host_cannot_pull_what_was_overwritten(make: Callable[..., ShmPu
     assert names[2] == names[0] != names[1], "slots take turns"
     with publisher._serve(names[0], 4) as blob:
         assert blob.nbytes == LAYOUT.nbytes
+        assert blob.data is not None, "it is mapped already"
+        values = blob.data[: 4 * 30_000].view(np.float32)
+        assert values.min() == values.max() == 3
     with pytest.raises(NotFound, match="was written anew"), publisher._serve(names[0], 2):
         pass
 
