@@ -127,7 +127,8 @@ class UnixClient:
         if not self.is_open:
             raise Unavailable("the Unix socket is closed")
         number = next(self._numbers) & 0xFFFFFFFF
-        reply = self._waiting[number] = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = reply
         timer = asyncio.get_running_loop().call_later(deadline_s, _fail, reply, f"no reply within {deadline_s:g} s")
         try:
             self._connection.send(_REQUEST.pack(len(data), number), data)
