@@ -169,7 +169,7 @@ def _section(path: str, method: str, operation: dict[str, Any]) -> str:
 
 
 def _text(markdown: str) -> str:
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(markdown))
+    return re.sub(r"(`+)([^`]+)\1", r"<code>\2</code>", escape(markdown))
 
 
 def _type_of(schema: dict[str, Any]) -> str:

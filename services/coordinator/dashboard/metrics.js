@@ -74,7 +74,7 @@ function show(content, { signal, loop }, jobs) {
 }
 
 function controls(jobs, drawn, arrange) {
-  const shown = make("output", {}, String(look.smooth));
+  const shown = make("span", {}, String(look.smooth)); // an output would take the label that is the slider's
   const slider = make("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: look.smooth, oninput: ({ target }) => {
     look.smooth = Number(target.value);
     shown.textContent = String(look.smooth);

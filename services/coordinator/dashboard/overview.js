@@ -97,12 +97,21 @@ async function lengthsOf(path, signal) {
   const { data } = await get(`${path}/metrics/names`, signal);
   const names = data.map(({ name }) => name).filter((name) => /^dropped_length\/\d+$/.test(name));
   if (!names.length) return null;
-  const { series } = await get(`${path}/metrics?max_points=${MOST_POINTS}&names=${encodeURIComponent(names.join())}`, signal);
-  const rows = names.map((name) => [Number(name.split("/")[1]), (series[name] ?? []).reduce((sum, value) => sum + (value ?? 0), 0)])
-    .sort(([one], [other]) => one - other);
+  const counts = new Map(names.map((name) => [name, 0]));
+  for (let from = 0; from <= lastOf(data, names); from += MOST_POINTS) { // all of them: a reply leaves out what is more
+    const steps = `step_from=${from}&step_to=${from + MOST_POINTS - 1}&max_points=${MOST_POINTS}`;
+    const { series } = await get(`${path}/metrics?${steps}&names=${encodeURIComponent(names.join())}`, signal);
+    for (const name of names) counts.set(name, counts.get(name) + (series[name] ?? []).reduce((sum, value) => sum + (value ?? 0), 0));
+  }
+  const rows = [...counts].map(([name, count]) => [Number(name.split("/")[1]), count]).sort(([one], [other]) => one - other);
   return [make("p", { class: "hint gap" }, "By the mean length of the completions, in tokens:"),
     bars("Dropped draws by length", rows.map(([most, count]) => [bucket(most), count, number(count)]),
       Math.max(...rows.map(([, count]) => count)))];
+}
+
+/** The last update with one of these metrics; `data` is the reply of GET …/metrics/names. */
+function lastOf(data, names) {
+  return Math.max(...data.filter(({ name }) => names.includes(name)).map((row) => row.last_step));
 }
 
 /** A bucket that ends at a power of two, as a person reads it; 0 holds those whose length nobody knows. */
@@ -116,13 +125,12 @@ async function lagOf(path, signal) {
   const { data } = await get(`${path}/metrics/names`, signal);
   const names = data.map(({ name }) => name).filter((name) => /^lag\/share_\d+$/.test(name));
   if (!names.length) return make("p", { class: "hint" }, "Nothing was trained yet.");
-  const last = Math.max(...data.map((row) => row.last_step));
-  const { steps, series } = await get(`${path}/metrics?max_points=${LAG_UPDATES}&step_from=${Math.max(0, last - LAG_UPDATES)}&names=${encodeURIComponent(names.join())}`, signal);
-  const rows = names.map((name) => {
-    const known = (series[name] ?? []).map((value) => value ?? 0);
-    return [Number(name.split("_")[1]), known.reduce((sum, value) => sum + value, 0) / (known.length || 1)];
-  }).sort((one, other) => one[0] - other[0]);
+  const from = Math.max(0, lastOf(data, names) - LAG_UPDATES + 1);
+  const { steps, series } = await get(`${path}/metrics?max_points=${LAG_UPDATES}&step_from=${from}&names=${encodeURIComponent(names.join())}`, signal);
+  const found = names.map((name) => [Number(name.split("_")[1]), series[name] ?? []]).sort(([one], [other]) => one - other);
+  const measured = steps.filter((_, place) => found.some(([, values]) => typeof values[place] === "number")).length;
+  const rows = found.map(([lag, values]) => [lag, values.reduce((sum, value) => sum + (value ?? 0), 0) / (measured || 1)]);
   const text = (lag) => (lag === 0 ? "0 (on policy)" : `${lag} version${lag > 1 ? "s" : ""}`);
-  return [make("p", { class: "hint" }, `Share of groups by how many versions behind the trained one they were sampled, over the newest ${number(steps.length)} measured updates:`),
+  return [make("p", { class: "hint" }, `Share of groups by how many versions behind the trained one they were sampled, over the newest ${number(measured)} measured updates:`),
     bars("Lag of trained groups", rows.map(([lag, share]) => [text(lag), share, `${(100 * share).toFixed(0)} %`]), 1)];
 }

@@ -8,7 +8,7 @@ const PAGES_A_SEARCH = 20;
 const SORTS = [["", "newest first"], ["-reward", "highest reward"], ["reward", "lowest reward"], ["-length", "longest"], ["length", "shortest"]];
 const COLOURINGS = [["logprob", "log-prob of the sampler"], ["version", "policy version"], ["advantage", "advantage"], ["none", "nothing"]];
 const SURPRISE_NATS = 5;
-const MOST_WORDS = 600;
+const MOST_WORDS = 2000;
 
 export function showSamples({ content, signal, loop, id, path, item }) {
   const asked = { step: "", sort: "", min: "", text: "" };
@@ -223,9 +223,22 @@ function versus(one, other) {
   return table("The two compared", [["value", ([name]) => name], ["opened", ([, value]) => number(value), "number"], ["other", ([, , value]) => number(value), "number"]], rows, "");
 }
 
-/** Two texts as one, by words: the longest common subsequence stays, the rest is deleted or inserted. */
-function difference(before, after) {
-  const [one, other] = [before, after].map((text) => (text.match(/\s+|\w+|[^\s\w]/g) ?? []).slice(0, MOST_WORDS));
+/** Two texts as one, by words: the longest common subsequence stays, the rest is deleted or inserted. Beyond the words
+ *  that are compared one by one nothing counts as common but the end of both. */
+export function difference(before, after) {
+  const texts = [before, after].map((text) => text.match(/\s+|\w+|[^\s\w]/gu) ?? []);
+  const shorter = Math.min(...texts.map(({ length }) => length));
+  let [start, end] = [0, 0];
+  while (start < shorter && texts[0][start] === texts[1][start]) start += 1;
+  while (end < shorter - start && texts[0].at(-1 - end) === texts[1].at(-1 - end)) end += 1;
+  const [one, other] = texts.map((words) => words.slice(start, words.length - end).slice(0, MOST_WORDS));
+  const [oneRest, otherRest] = texts.map((words) => words.slice(start, words.length - end).slice(MOST_WORDS).join(""));
+  return [texts[0].slice(0, start).join(""), changes(one, other),
+    oneRest && make("del", {}, oneRest), otherRest && make("ins", {}, otherRest), texts[0].slice(texts[0].length - end).join("")].flat().filter(Boolean);
+}
+
+/** Words of two lists in one: as text where both have them, else deleted or inserted. */
+function changes(one, other) {
   const best = Array.from({ length: one.length + 1 }, () => new Uint16Array(other.length + 1));
   for (let i = one.length - 1; i >= 0; i -= 1) {
     for (let j = other.length - 1; j >= 0; j -= 1) best[i][j] = one[i] === other[j] ? best[i + 1][j + 1] + 1 : Math.max(best[i + 1][j], best[i][j + 1]);
