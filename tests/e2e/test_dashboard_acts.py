@@ -1,0 +1,369 @@
+"""The web page acts, in a real browser: on jobs, workers, keys, webhooks, feedback, episodes and dead letters.
+
+Every dialog that opens on the way is examined by axe-core.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tarfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from penstock.shared.protocol import subjects
+from penstock.shared.protocol.events import LineageForked, Redrawn
+from penstock.shared.protocol.live.interaction import new_marked_id
+from penstock.shared.protocol.messages import DRAW_HEADER
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(300)]
+
+KEY = "e2e-key"
+AXE = Path(__file__).with_name("axe") / "axe.min.js"
+BROKEN = """async (place) => {
+  const { violations, passes } = await axe.run(place ?? document, { resultTypes: ["violations"] });
+  if (!passes.length) return ["axe-core tried nothing"];
+  return violations.map(({ id, nodes }) => [id, nodes.slice(0, 3).map(({ html }) => html.slice(0, 200))]);
+}"""
+LIVE = {
+    "kind": "online_rl",
+    "sampling": {"max_new_tokens": 6},
+    "train": {"batch_size": 8, "max_lag": 4},
+    "algorithm": {"type": "reinforce_pp"},
+    "online": {
+        "metrics": {"score": {"type": "float"}}, "max_wait_s": 600,
+        "quarantine": {"min_items": 10, "window": 50},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def running(stack: Any) -> Iterator[str]:
+    """A job that runs as long as the tests of this file."""
+    job: str = stack.submit("train.max_updates=200000", "checkpoint.every=200000", "checkpoint.keep=5", name="acted")
+    stack.reach(job, 1)
+    yield job
+    stack.client.cancel(job, force=True)
+    stack.finish(job)
+
+
+@pytest.fixture(scope="module")
+def live(stack: Any, make_job: Any) -> Iterator[str]:
+    """A job that is served and learns from feedback."""
+    spec = {**make_job(name="judged"), **LIVE}
+    job: str = stack.client.submit({name: part for name, part in spec.items() if name not in ("data", "reward")}).id
+    stack.until(lambda: stack.status(job).phase == "running", "the job runs")
+    yield job
+    stack.client.cancel(job, force=True)
+    stack.finish(job)
+
+
+def flawless(page: Page, place: Locator | None = None, schemes: tuple[str, ...] = ("dark", "light")) -> None:
+    """No rule of axe-core is broken, in these colour schemes, by a page or a part of it."""
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(f"(() => {{ {AXE.read_text()} }})()")
+    for scheme in schemes:
+        page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        assert page.evaluate(BROKEN, place and place.element_handle()) == [], (page.url, scheme)
+
+
+def opened(page: Page, title: str | re.Pattern[str]) -> Locator:
+    """The dialog that is open, examined."""
+    dialog = page.get_by_role("dialog", name=title)
+    dialog.wait_for()
+    flawless(page, dialog)
+    return dialog
+
+
+def leave(page: Page) -> None:
+    """Close the dialog with the keyboard."""
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+
+
+def operation(stack: Any, job: str, kind: str) -> Any:
+    """The newest operation of a kind, once it is over."""
+
+    def over() -> Any:
+        found = [one for one in stack.client.get(job).operations if one.kind == kind]
+        return found and found[-1].state in ("succeeded", "failed") and found[-1]
+
+    return stack.until(over, f"the end of {kind}", 120, lambda: stack.client.get(job).operations)
+
+
+@pytest.mark.long
+def test_checkpoints_are_taken_downloaded_and_rolled_back_to(
+    stack: Any, page: Page, enter: Any, running: str, tmp_path: Path
+) -> None:
+    enter(page, stack, where=f"#/jobs/{running}/checkpoints")
+    page.evaluate("delete window.showSaveFilePicker")  # its dialog belongs to the system
+    page.get_by_role("button", name="checkpoint", exact=True).click()
+    page.get_by_text("acted: checkpoint is asked for").wait_for()
+    assert operation(stack, running, "checkpoint").state == "succeeded"
+    newest = stack.client.checkpoints(running)[-1]["number"]
+    assert newest > 0
+    rows = page.get_by_role("table", name="Checkpoints").locator("tbody tr")
+    expect(rows.first.locator("td").first).to_have_text(f"{newest:,}")
+
+    row = page.locator("tr[data-key='0']")
+    row.locator("summary").click()
+    with page.expect_download() as saved:
+        row.get_by_role("button", name="model.safetensors").click()
+    kept = {file["name"]: file["sha256"] for file in stack.client.checkpoint(running, 0)["files"]}
+    data = Path(saved.value.path()).read_bytes()
+    assert saved.value.suggested_filename == "model.safetensors"
+    assert hashlib.sha256(data).hexdigest() == kept["model.safetensors"]
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Download checkpoint 0").click()
+    assert saved.value.suggested_filename == "acted-0.tar"
+    saved.value.save_as(tmp_path / "all.tar")
+    with tarfile.open(tmp_path / "all.tar") as archive:
+        assert set(kept) <= {Path(name).name for name in archive.getnames()}
+
+    page.get_by_role("button", name="Delete checkpoint 0").wait_for()
+    before = stack.status(running).step
+    page.get_by_role("button", name="Roll back to checkpoint 0").click()
+    dialog = opened(page, "Roll back to checkpoint 0?")
+    dialog.get_by_role("button", name="Roll back").click()
+    page.get_by_text("Rolling back is asked for.").wait_for()
+    assert operation(stack, running, "rollback").state == "succeeded"
+    forks = [event for event in stack.ledger(running) if isinstance(event, LineageForked)]
+    assert forks, "the ledger has another branch"
+    stack.until(lambda: stack.status(running).phase == "running", "it trains on")
+    page.get_by_role("link", name="Job file").click()
+    page.get_by_text(re.compile(r'^rollback {"checkpoint":0.*}: succeeded')).wait_for()
+    assert before >= newest
+
+
+@pytest.mark.long
+def test_workers_are_scaled_and_dialogs_of_a_job_are_left(stack: Any, page: Page, enter: Any, running: str) -> None:
+    enter(page, stack, where=f"#/jobs/{running}")
+    for verb, title in (("cancel", "Cancel acted?"), ("amend", "Change acted")):
+        button = page.locator(".actions").get_by_role("button", name=verb, exact=True)
+        button.press("Enter")
+        opened(page, title)
+        leave(page)
+        expect(button).to_be_focused()
+    for replicas in (2, 1):
+        page.locator(".actions").get_by_role("button", name="scale").click()
+        dialog = opened(page, "Scale workers")
+        dialog.get_by_label("Service").select_option("rollout")
+        dialog.get_by_label("Workers").fill(str(replicas))
+        dialog.get_by_role("button", name="Scale").click()
+        stack.until(lambda: ("rollout-1" in stack.stack.processes) == (replicas == 2), f"{replicas} workers")  # noqa: B023
+    assert stack.status(running).phase == "running"
+
+
+def test_a_worker_says_what_it_waits_for(stack: Any, page: Page, enter: Any) -> None:
+    """A trainer that gets no batch, because a scorer does not answer: in the table and on its strip."""
+    reward = {"scorers": [{"type": "function", "path": "e2e_scorers:hangs"}], "timeout_s": 600, "processes": 1}
+    job = stack.submit(name="waiting", reward=reward)
+
+    def wait() -> str:
+        rows = {row["service"]: row for row in stack.client.workers(job)}
+        return str(rows.get("trainer", {}).get("waiting_for") or "")
+
+    stack.until(wait, "the trainer waits", 90)
+    enter(page, stack, where=f"#/jobs/{job}/workers")
+    cell = page.locator("tr[data-key=trainer-0] td[data-label='waits for']")
+    expect(cell).to_have_text(re.compile("."))
+    told = wait()
+    expect(cell).to_have_text(told)
+    general = re.sub(r"(?<=[ (])\d[\d.]*", "…", told)
+    strip = page.locator(".strip[data-key=trainer-0]:has(.span)")
+    expect(strip.locator(".strip-text")).to_have_text(
+        re.compile(rf"^busy \d+ %, .*waiting for {re.escape(general)} \d+ %")
+    )
+    expect(
+        strip.get_by_role("img", name=re.compile(f"^trainer-0: busy .*waiting for {re.escape(general)}"))
+    ).to_be_visible()
+    spans = strip.locator(".span.waiting")
+    expect(spans.last).to_have_attribute("title", re.compile(rf"^waiting, for {re.escape(told)}: \d+ s"))
+    stack.client.cancel(job, force=True)
+    stack.finish(job)
+
+
+def test_logs_show_the_lines_of_the_services(stack: Any, page: Page, enter: Any, running: str) -> None:
+    lines = stack.client.logs(running, service="trainer", tail=400)["lines"]
+    texts = [json.loads(line["text"])["message"] for line in lines if line["text"].startswith("{")]
+    wanted = next(text for text in texts if running in text)
+    enter(page, stack, where=f"#/jobs/{running}/events")
+    logs = page.get_by_role("region", name="Lines of the logs, newest first")
+    page.get_by_label("Service").select_option("trainer")
+    line = logs.locator("div").filter(has_text=wanted).first
+    expect(line).to_contain_text(f" trainer-0: {wanted}")
+    assert all(" trainer-" in text for text in logs.locator("div").all_inner_texts())
+    page.get_by_label("Level").select_option("error")
+    expect(line).to_have_count(0)
+
+
+def test_keys_are_made_and_revoked(stack: Any, page: Page, enter: Any) -> None:
+    enter(page, stack, where="#/deployment/keys")
+    page.get_by_role("button", name="Make a key").click()
+    dialog = opened(page, "Make a key")
+    dialog.get_by_label("Name", exact=True).fill("reader")
+    dialog.get_by_role("button", name="Make it").click()
+    dialog = opened(page, "The key, shown this once")
+    made = dialog.locator("pre").inner_text()
+    dialog.get_by_role("button", name="I have stored it").click()
+    row = page.get_by_role("table", name="Keys").locator("tbody tr")
+    expect(row).to_contain_text("jobs:read, metrics:read")
+    with httpx.Client(base_url=stack.stack.url, headers={"Authorization": f"Bearer {made}"}, timeout=60) as http:
+        assert http.get("/v1/jobs").status_code == 200
+        assert http.post("/v1/jobs", json={}).status_code == 403, "it may only read"
+        page.get_by_role("button", name="Revoke reader").click()
+        opened(page, "Revoke reader?").get_by_role("button", name="Revoke").click()
+        page.get_by_text("None but those of the configuration.").wait_for()
+        stack.until(lambda: http.get("/v1/jobs").status_code == 401, "it is refused")
+
+
+@pytest.fixture
+def receiver() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Address of a server that takes webhooks, and what it was sent."""
+    sent: list[dict[str, Any]] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            sent.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    serving = threading.Thread(target=server.serve_forever)
+    serving.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}/hook", sent
+    server.shutdown()
+    server.server_close()
+    serving.join()
+
+
+def test_webhooks_are_added_tested_and_forgotten(stack: Any, page: Page, enter: Any, receiver: Any) -> None:
+    url, sent = receiver
+    enter(page, stack, where="#/deployment/webhooks")
+    page.get_by_role("button", name="Add a webhook").click()
+    dialog = opened(page, "Add a webhook")
+    dialog.get_by_label("Address").fill(url)
+    dialog.get_by_label("Description").fill("for the tests")
+    dialog.get_by_role("button", name="Add it").click()
+    opened(page, "Its secret, shown this once").get_by_role("button", name="I have stored it").click()
+    row = page.get_by_role("table", name="Webhooks").locator("tbody tr")
+    expect(row).to_contain_text(f"{url}for the tests")
+    row.get_by_role("button", name="test").click()
+    page.get_by_text("The receiver took the test.").wait_for()
+    assert len(sent) == 1
+    row.get_by_role("button", name="switch off").click()
+    expect(row.locator("td[data-label=state]")).to_contain_text("off")
+    assert [hook.enabled for hook in stack.client.webhooks.list()] == [False]
+    row.get_by_role("button", name="forget").click()
+    opened(page, "Forget this webhook?").get_by_role("button", name="Forget").click()
+    page.get_by_text("None: events are posted nowhere.").wait_for()
+    assert list(stack.client.webhooks.list()) == []
+
+
+def test_dead_letters_are_shown_replayed_and_forgotten(stack: Any, page: Page, enter: Any, running: str) -> None:
+    """One that the job kept itself, because nobody can read it, and one of a draw, whose prompt is asked for again."""
+    reason = {"Penstock-Stream": subjects.TICKETS, "Penstock-Attempts": "3", "Penstock-Reason": "max deliveries"}
+    of_draw = {**reason, "Penstock-Sequence": "9", DRAW_HEADER: "0.0"}
+    stack.on_bus(lambda bus: bus.publish(subjects.experience(running), b"x", headers={"Penstock-Group": "[1"}))
+    stack.until(lambda: stack.client.dead_letters.list(running), "the job keeps it")
+    stack.on_bus(lambda bus: bus.publish(subjects.dead(running), b"abc", headers=of_draw))
+    kept, drawn = stack.client.dead_letters.list(running)
+    enter(page, stack, where=f"#/jobs/{running}/events")
+    table = page.get_by_role("table", name="Dead letters")
+    row = table.locator(f"tr[data-key='{kept.id}']")
+    expect(row).to_contain_text("undecodable: Penstock-Group header does not decode")
+    row.get_by_role("button", name="show").click()
+    dialog = opened(page, f"Dead letter {kept.id}")
+    assert json.loads(dialog.locator("pre").inner_text())["content"] == "x"
+    dialog.get_by_role("button", name="Close").click()
+    row.get_by_role("button", name="forget").click()
+    expect(row).to_have_count(0)
+    assert [one.id for one in stack.client.dead_letters.list(running)] == [drawn.id]
+
+    table.locator(f"tr[data-key='{drawn.id}']").get_by_role("button", name="replay").click()
+    page.get_by_text(f"Letter {drawn.id}: replay is asked for.").wait_for()
+    page.get_by_text("None: every message was processed.").wait_for()
+    assert operation(stack, running, "replay_dead_letter").state == "succeeded"
+    assert [event.letter for event in stack.ledger(running) if isinstance(event, Redrawn)] == [drawn.id]
+
+
+def test_episodes_are_opened_and_their_turns_shown(stack: Any, page: Page, enter: Any, live: str) -> None:
+    episode = stack.client.episodes.open(live)
+    turn = {"model": live, "messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4}
+    with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=90) as http:
+        answer = stack.until(lambda: answered(http, f"{episode.base_url}/chat/completions", turn), "an answer", 90)
+    enter(page, stack, where=f"#/jobs/{live}/feedback")
+    row = page.get_by_role("table", name="Episodes").locator(f"tr[data-key='{episode.id}']")
+    expect(row).to_contain_text("open")
+    page.get_by_role("button", name=f"Turns of {episode.id}").click()
+    dialog = opened(page, "Turns of the episode")
+    expect(dialog.locator("li")).to_have_count(1)
+    text = answer["choices"][0]["message"]["content"]
+    assert dialog.locator("pre").text_content() == (text or "(empty)")
+    assert dialog.locator("li").inner_text().startswith("turn 1: ")
+    dialog.get_by_role("button", name="Close").click()
+    stack.client.episodes.end(episode.id)
+    expect(row).to_contain_text("ended")
+
+
+def answered(http: httpx.Client, url: str, body: dict[str, Any]) -> Any:
+    """The reply of a job that is served; None until it is."""
+    try:
+        reply = http.post(url, json=body)
+    except httpx.TransportError:
+        return None
+    return reply.json() if reply.is_success else None
+
+
+def test_feedback_that_is_held_back_is_released_and_dropped(stack: Any, page: Page, enter: Any, live: str) -> None:
+    """What is unlike the rest of its source waits for a person: one decides in the job, the other for all jobs."""
+    with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=90) as http:
+        url, body = f"{stack.stack.url}/v1/completions", {"model": live, "prompt": "1+2="}
+        asked = [stack.until(lambda: answered(http, url, body), "an answer", 90)["id"] for _ in range(2)]
+    for number in range(12):
+        stack.client.feedback("score", 0.01 * (-1) ** number, inference=new_marked_id(live))
+    odd = [stack.client.feedback("score", 1.0, inference=one).feedback_id for one in asked]
+
+    def status(feedback: str) -> str:
+        return str(stack.client.feedback_status(feedback).status)
+
+    stack.until(lambda: [status(one) for one in odd] == ["quarantined"] * 2, "both are held back")
+    enter(page, stack, where=f"#/jobs/{live}/feedback")
+    rows = page.get_by_role("table", name="Feedback that is held back").locator("tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.first).to_contain_text("outlier: 1 is ")
+    page.locator(f"tr[data-key='{odd[0]}']").get_by_role("button", name="release").click()
+    page.get_by_text("Feedback: release is on disk.").wait_for()
+    expect(rows).to_have_count(1)
+    page.goto(f"{stack.stack.url}/#/deployment/quarantine")
+    page.locator(f"tr[data-key='{odd[1]}']").get_by_role("button", name="drop").click()
+    page.get_by_text("Nothing is held back.").wait_for()
+    stack.until(
+        lambda: status(odd[0]) in ("matched", "admitted", "trained"), "one is released", 60, lambda: status(odd[0])
+    )
+    stack.until(lambda: status(odd[1]) == "rejected", "the other one is dropped", 60, lambda: status(odd[1]))
+
+
+@pytest.mark.long
+def test_the_key_dialog_and_the_document_of_the_api_are_for_everybody(stack: Any, page: Page) -> None:
+    """Nothing on a phone is wider than its screen, with every operation unfolded."""
+    page.goto(stack.stack.url)
+    opened(page, "API key")
+    for width, scheme in ((1440, "light"), (390, "dark")):
+        page.set_viewport_size({"width": width, "height": 844})
+        page.goto(f"{stack.stack.url}/docs")
+        page.evaluate("for (const one of document.querySelectorAll('details')) one.open = true")
+        flawless(page, schemes=(scheme,))
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert "`" not in page.inner_text("main"), "what is code looks like code"
