@@ -159,7 +159,9 @@ def main(arguments: argparse.Namespace) -> int:
                     found |= {f"{name}_median_ms": median(values), f"{name}_worst_ms": max(values)}
                 report.row(load.name, *(f"{value:.0f}" for value in found.values()))
                 report.results[load.name] = {**found, "loads": took}
-                report.check(f"{load.name}: shown within {GOAL_MS:g} ms, each time", found["shown_worst_ms"] <= GOAL_MS)
+                for name, did in (("paint", "painted"), ("shown", "shown")):
+                    is_met = found[f"{name}_worst_ms"] <= GOAL_MS
+                    report.check(f"{load.name}: {did} within {GOAL_MS:g} ms, each time", is_met)
             report.results["browser"] = browser.version
             browser.close()
     return report.finish(arguments.out)

@@ -242,6 +242,9 @@ def test_videos_of_held_out_episodes_are_played(stack: Any, page: Page, enter: A
     expect(films).to_have_count(2, timeout=WAIT_MS)
     expect(films.first).to_have_js_property("readyState", 4, timeout=WAIT_MS)
     assert page.evaluate("document.querySelector('.videos video').duration") > 1
+    for scheme, size in SIZES.items():
+        page.set_viewport_size(size)  # type: ignore[arg-type]
+        examine(page, scheme, ["filmed"])
 
     stack.client.delete(job)
     with pytest.raises(NotFound):
@@ -522,6 +525,8 @@ def test_the_page_is_light_and_soon_there(stack: Any, page: Page, enter: Any, br
         scripts = re.findall("<script[^>]*>", head)
         assert len(scripts) == 2
         assert all("defer" in one or 'type="module"' in one for one in scripts), "the first paint waits for no program"
+        paints = page.evaluate("performance.getEntriesByType('paint').map(({ name, startTime }) => [name, startTime])")
+        assert 0 < dict(paints)["first-contentful-paint"] < WAIT_MS, "what the benchmark measures is measured here"
 
         replies: list[Any] = []
         page.on("response", lambda reply: replies.append(reply) if "/metrics?" in reply.url else None)

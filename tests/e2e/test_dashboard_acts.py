@@ -6,6 +6,7 @@ Every dialog that opens on the way is examined by axe-core.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import re
 import tarfile
@@ -27,6 +28,7 @@ from penstock.shared.protocol.messages import DRAW_HEADER
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(300)]
 
 KEY = "e2e-key"
+ROOT = Path(__file__).parents[2]
 AXE = Path(__file__).with_name("axe") / "axe.min.js"
 BROKEN = """async (place) => {
   const { violations, passes } = await axe.run(place ?? document, { resultTypes: ["violations"] });
@@ -298,6 +300,7 @@ def test_dead_letters_are_shown_replayed_and_forgotten(stack: Any, page: Page, e
     assert [event.letter for event in stack.ledger(running) if isinstance(event, Redrawn)] == [drawn.id]
 
 
+@pytest.mark.long
 def test_episodes_are_opened_and_their_turns_shown(stack: Any, page: Page, enter: Any, live: str) -> None:
     episode = stack.client.episodes.open(live)
     turn = {"model": live, "messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4}
@@ -326,6 +329,7 @@ def answered(http: httpx.Client, url: str, body: dict[str, Any]) -> Any:
     return reply.json() if reply.is_success else None
 
 
+@pytest.mark.long
 def test_feedback_that_is_held_back_is_released_and_dropped(stack: Any, page: Page, enter: Any, live: str) -> None:
     """What is unlike the rest of its source waits for a person: one decides in the job, the other for all jobs."""
     with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=90) as http:
@@ -353,6 +357,55 @@ def test_feedback_that_is_held_back_is_released_and_dropped(stack: Any, page: Pa
         lambda: status(odd[0]) in ("matched", "admitted", "trained"), "one is released", 60, lambda: status(odd[0])
     )
     stack.until(lambda: status(odd[1]) == "rejected", "the other one is dropped", 60, lambda: status(odd[1]))
+
+
+SHOWN = {"jobs": "Jobs", "overview": "Conditions", "workers": "Services", "checkpoints": "Checkpoints",
+         "audit": "Requests that changed something"}  # fmt: skip
+"""The table of a view that is there whatever its job does. Other tables come with what they show."""
+
+
+@pytest.mark.long
+def test_the_pictures_of_the_manual_show_this_page(stack: Any, page: Page, enter: Any, running: str, live: str) -> None:
+    """Tabs, headings, fields, buttons and columns are those that were on the pictures when they were taken."""
+    pictures = screenshots()
+    recorded = json.loads((pictures.FOLDER / "structure.json").read_text())
+    assert recorded.keys() == pictures.VIEWS.keys()
+    jobs, names = {"job": running, "other": live, "live": live}, ["acted", "judged"]
+    stack.client.feedback("score", 0.0, inference=new_marked_id(live))
+    enter(page, stack)
+    for size, viewport in pictures.SIZES.items():
+        page.set_viewport_size(viewport)
+        for view in pictures.VIEWS:
+            pictures.visit(page, stack.stack.url, view, jobs)
+            for scheme in ("light", "dark"):
+                assert (pictures.FOLDER / f"{view}-{size}-{scheme}.png").is_file()
+            expected = recorded[view][size]
+
+            def differs(expected: Any = expected, view: str = view) -> dict[str, Any]:
+                return differences(expected, pictures.structure_of(page, names), SHOWN.get(view))
+
+            what = f"{view} on a {size}: run `make screenshots` if the page was changed on purpose"
+            stack.until(lambda: not differs(), what, 60, differs)
+
+
+def screenshots() -> Any:
+    """The program that takes the pictures of the manual."""
+    spec = importlib.util.spec_from_file_location("screenshots", ROOT / "docs" / "screenshots.py")
+    assert spec is not None
+    assert spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    return program
+
+
+def differences(recorded: dict[str, Any], found: dict[str, Any], table: str | None) -> dict[str, Any]:
+    """Parts of a view that are others now than on its picture; of tables, those that are on both."""
+    parts = {name: (recorded[name], found[name]) for name in ("tabs", "headings", "fields", "buttons")}
+    shared = recorded["tables"].keys() & found["tables"].keys()
+    parts |= {name: (recorded["tables"][name], found["tables"][name]) for name in shared}
+    if table is not None and table not in shared:
+        parts[table] = ("there", "not there")
+    return {name: (before, now) for name, (before, now) in parts.items() if before != now}
 
 
 @pytest.mark.long

@@ -6,10 +6,15 @@ import re
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from playwright.sync_api import Page, expect
 
+from penstock.shared.protocol import subjects
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, Dropped
+from penstock.shared.protocol.ids import new_job_id
+from penstock.shared.transport.bus import Bus
+from penstock.shared.transport.message import Outgoing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
 
@@ -74,6 +79,7 @@ def walk(page: Page, name: str, *, back: bool = False) -> None:
     pytest.fail(f"the focus never came to {name!r}, but to {passed}")
 
 
+@pytest.mark.long
 def test_the_keyboard_is_enough_from_the_login_to_a_comparison(
     stack: Any, page: Page, used: str, compared: str
 ) -> None:
@@ -173,6 +179,44 @@ def test_lags_and_drops_are_those_of_the_ledger(stack: Any, page: Page, enter: A
     most = max(by_length.values())
     shares = [100 * by_length[length] / most for length in sorted(by_length)]
     assert lengths(page, "Dropped draws by length") == pytest.approx(shares, abs=1.5)
+
+
+NUM_ROWS = 10_050
+"""Updates of which each dropped something: more than one reply about metrics holds."""
+
+
+@pytest.mark.long
+def test_lags_and_drops_of_a_long_job_count_each_update_once(stack: Any, page: Page, enter: Any, compared: str) -> None:
+    """Shares are means over the newest fifty updates that have some: an evaluation between them has none."""
+    record = stack.client.get(compared)
+    copy = record.model_copy(update={"id": new_job_id(), "name": "long-ago"})
+    lags = [{"lag/share_0": 0.25, "lag/share_1": 0.75}, {"lag/share_0": 1.0}, {}]
+    rows = [{"dropped_length/8": 1.0, "lag/share_0": 0.0, "lag/share_1": 1.0} for _ in range(NUM_ROWS)]
+    rows[-50:] = [{"dropped_length/8": 1.0, **lags[0 if n < 20 else 1 if n < 40 else 2]} for n in range(50)]
+    rows[-1] |= lags[1]
+    about = {"kind": "train", "entry": 0, "time": 1.8e9}
+    messages = [
+        Outgoing(
+            subjects.metrics(copy.id),
+            msgspec.json.encode({**about, "step": n, "batch": n, "version": n, "values": row}),
+        )
+        for n, row in enumerate(rows, 1)
+    ]
+
+    async def store(bus: Bus) -> None:
+        await bus.kv(subjects.JOBS).update(copy.id, copy.stored(), 0)
+        for start in range(0, NUM_ROWS, 500):
+            await bus.publish_many(messages[start : start + 500], deadline_s=60)
+
+    stack.on_bus(store)
+    try:
+        enter(page, stack, where=f"#/jobs/{copy.id}")
+        shares = [(20 * 0.25 + 21) / 41, 20 * 0.75 / 41]
+        assert percents(page, "Lag of trained groups") == pytest.approx([100 * share for share in shares], abs=0.51)
+        page.get_by_text("over the newest 41 measured updates").wait_for()
+        assert percents(page, "Dropped draws by length") == [NUM_ROWS]
+    finally:
+        stack.on_bus(lambda bus: bus.kv(subjects.JOBS).delete(copy.id))
 
 
 TEXTS = "all => all.map((one) => one.textContent)"
@@ -304,6 +348,7 @@ CURVE = """(title) => {
 }"""
 
 
+@pytest.mark.long
 def test_curves_are_smoothed_logarithmic_and_share_a_cursor(stack: Any, page: Page, enter: Any, used: str) -> None:
     enter(page, stack, where=f"#/jobs/{used}/metrics")
     page.get_by_label("reward/mean, by policy update. Newest:").wait_for()
@@ -381,7 +426,7 @@ def test_jobs_are_found_by_kind_and_text_and_say_when_they_end(stack: Any, page:
     stack.reach(job, 2)
     enter(page, stack)
     row = page.locator(f"tr[data-key={job}]")
-    expect(row.locator(".steps-text")).to_have_text(re.compile(r"^[\d,]+ / 20,000\d+ (s|min|h)|[\d.]+ (h|d) left$"))
+    expect(row.locator(".steps-text")).to_have_text(re.compile(r"^[\d,]+ / 20,000[\d.]+ (s|min|h|d) left$"))
     bar = row.get_by_role("progressbar", name="running-still: updates made")
     expect(bar).to_have_attribute("max", "20000")
     first = int(bar.get_attribute("value") or 0)
