@@ -1,8 +1,9 @@
 """Pictures of the page for the manual, taken in a real browser of a deployment that is started for them.
 
-    python docs/screenshots.py    write docs/dashboard/VIEW-SIZE-SCHEME.png anew
+    python docs/screenshots.py    write docs/dashboard/VIEW-SIZE-SCHEME.png and docs/dashboard/structure.json anew
 
-Needs Chromium (``PENSTOCK_CHROMIUM`` may name it). Every picture is a PNG of at most 256 colours.
+Needs Chromium (``PENSTOCK_CHROMIUM`` may name it). Every picture is a PNG of at most 256 colours. ``structure.json``
+has the headings, fields, buttons and columns that were on each picture; a test compares them with the page as it is.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from penstock.client import Client
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "dashboard"
 WAIT_S = 600.0
-SIZES = {"desktop": {"width": 1280, "height": 820}, "phone": {"width": 390, "height": 844}}
+SIZES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
 SETTLE_MS = 1500
 VIEWS = {
     "jobs": ("#/", "table.jobs a"),
@@ -49,6 +50,26 @@ VIEWS = {
     "submit": ("#/submit", "textarea"),
     "audit": ("#/deployment/audit", "td code"),
 }
+STRUCTURE = """(names) => {
+  const main = document.querySelector("main");
+  const plain = (text) => names.reduce((found, name) => found.replaceAll(name, "JOB"), text)
+    .replace(/\\b[a-z]+_[0-9a-f]{12,}\\S*/g, "ID").replace(/\\d[\\d.,]*/g, "N").trim();
+  const nameOf = (one) => plain(one.getAttribute("aria-label") ?? one.querySelector("label > span")?.textContent
+    ?? one.textContent);
+  const within = (place, selector) => [...new Set([...place.querySelectorAll(selector)]
+    .filter((one) => one.checkVisibility()).map(nameOf))];
+  const tables = [...main.querySelectorAll("table[aria-label]")].filter((one) => one.checkVisibility()).map((one) =>
+    [one.getAttribute("aria-label"), { columns: within(one, "thead th"), buttons: within(one, "button") }]);
+  return {
+    tabs: within(main, ".tabs a"),
+    headings: within(main, ":is(h1, h2):not(summary *)"),
+    fields: within(main, "label:not(table *)").map((text) => text.replace(/ N$/, "")),
+    buttons: within(main, ":is(button, a.button):not(table *, .samples > li > button)"),
+    tables: Object.fromEntries(tables),
+  };
+}"""
+COME_AND_GO = {"headings": {"Warnings"}, "buttons": {"Show more", "Show older", "Load more", "Clear"}}
+"""Parts of a view that depend on how much there is to show."""
 
 
 def main() -> None:
@@ -57,8 +78,9 @@ def main() -> None:
     if program is None:
         sys.exit("no Chromium on this machine; PENSTOCK_CHROMIUM may name one")
     FOLDER.mkdir(exist_ok=True)
+    structure: dict[str, Any] = {view: {} for view in VIEWS}
     with tempfile.TemporaryDirectory(prefix="penstock-shots-") as directory, deployment(Path(directory)) as (url, key):
-        jobs = prepare(url, key, Path(directory))
+        jobs, names = prepare(url, key, Path(directory))
         with sync_playwright() as driver:
             browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
             for size, viewport in SIZES.items():
@@ -66,14 +88,34 @@ def main() -> None:
                     context = browser.new_context(viewport=viewport, color_scheme=scheme)  # type: ignore[arg-type]
                     page = context.new_page()
                     log_in(page, url, key)
-                    for view, (address, sign) in VIEWS.items():
-                        page.goto(f"{url}/{address.format(**jobs)}")
-                        page.wait_for_selector(f"{sign} >> visible=true", timeout=1000 * WAIT_S)
+                    for view in VIEWS:
+                        visit(page, url, view, jobs)
                         page.wait_for_timeout(SETTLE_MS)
                         (FOLDER / f"{view}-{size}-{scheme}.png").write_bytes(small_png(page))
+                        structure[view][size] = structure_of(page, names)
                     context.close()
             browser.close()
+    (FOLDER / "structure.json").write_text(json.dumps(structure, indent=1) + "\n")
     print(f"{sum(path.stat().st_size for path in FOLDER.glob('*.png')):,} bytes in {FOLDER}")
+
+
+def visit(page: Page, url: str, view: str, jobs: dict[str, str]) -> None:
+    """Go to a view of VIEWS, of jobs with the ids ``job``, ``other`` and ``live``, and wait until it is there."""
+    address, sign = VIEWS[view]
+    page.goto(f"{url}/{address.format(**jobs)}")
+    page.wait_for_selector(f"{sign} >> visible=true", timeout=1000 * WAIT_S)
+
+
+def structure_of(page: Page, names: list[str]) -> dict[str, Any]:
+    """Return ``tabs``, ``headings``, ``fields``, ``buttons`` and ``tables`` of the view that a page shows.
+
+    Only what is seen counts, each name once. ``tables``: columns and buttons by name. The ``names`` of jobs, numbers
+    and ids are replaced by placeholders, since they belong to what is shown, not to the page.
+    """
+    found: dict[str, Any] = page.evaluate(STRUCTURE, sorted(names, key=len, reverse=True))
+    for part, some in COME_AND_GO.items():
+        found[part] = [name for name in found[part] if name not in some]
+    return found
 
 
 @contextmanager
@@ -100,8 +142,8 @@ def deployment(directory: Path) -> Iterator[tuple[str, str]]:
         process.wait(60)
 
 
-def prepare(url: str, key: str, directory: Path) -> dict[str, str]:
-    """Submit jobs that end in every way, and let an agent judge a served one; the ids of those that views show."""
+def prepare(url: str, key: str, directory: Path) -> tuple[dict[str, str], list[str]]:
+    """Submit jobs that end in every way, and let an agent judge a served one; ids and names of those in views."""
     addition = yaml.safe_load((ROOT / "examples" / "addition.yaml").read_text())
     live = yaml.safe_load((ROOT / "examples" / "online.yaml").read_text())
     demonstrations(directory / "demonstrations.jsonl")
@@ -121,12 +163,13 @@ def prepare(url: str, key: str, directory: Path) -> dict[str, str]:
         stopped = submit("stopped-by-hand", train={"max_updates": 5000})
         client.cancel(stopped, force=True)
         router = client.submit(live).id
-        job = submit("addition", train={"max_updates": 600}, metadata={"sweep": "rate", "owner": "ana"},
+        job = submit("addition", train={"max_updates": 2000}, metadata={"sweep": "rate", "owner": "ana"},
                      checkpoint={"every": 20, "keep": 3})  # fmt: skip
         wait_for(lambda: client.get(job).status.step >= 40, "forty updates")
         wait_for(lambda: client.get(router).status.phase == "running", "the online job")
         asyncio.run(judge(url, key, live["name"], lambda: client.get(router).status.step >= 8))
-    return {"job": job, "other": other, "live": router}
+        jobs = {"job": job, "other": other, "live": router}
+        return jobs, [client.get(id).name for id in jobs.values()]
 
 
 async def judge(url: str, key: str, model: str, enough: Callable[[], bool]) -> None:
