@@ -331,7 +331,7 @@ def answered(http: httpx.Client, url: str, body: dict[str, Any]) -> Any:
 
 @pytest.mark.long
 def test_feedback_that_is_held_back_is_released_and_dropped(stack: Any, page: Page, enter: Any, live: str) -> None:
-    """What is unlike the rest of its source waits for a person: one decides in the job, the other for all jobs."""
+    """Outliers wait for a person, who decides about one in the view of the job, about the other in that of all."""
     with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=90) as http:
         url, body = f"{stack.stack.url}/v1/completions", {"model": live, "prompt": "1+2="}
         asked = [stack.until(lambda: answered(http, url, body), "an answer", 90)["id"] for _ in range(2)]
