@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.services.trainer.optimizer import Optimizer, decayed_names
+from penstock.services.trainer.schedule import learning_rate
 from penstock.shared.config.jobs.job import JobConfig, OptimizerConfig
 from penstock.shared.errors import CheckpointError, ConfigError
 from penstock.shared.models.loading import build_model
@@ -59,6 +60,43 @@ def test_steps_follow_the_textbook() -> None:
             params[name] = param - rate * (decay * param + direction)
     for name, value in model.named_parameters():
         torch.testing.assert_close(value.detach().double(), params[name], rtol=1e-5, atol=1e-6)
+
+
+def test_only_a_fresh_optimizer_at_the_full_rate_moves_weights_whatever_their_gradient() -> None:
+    """Why a job that began with another one's checkpoint got worse at once (docs/api.md), and what prevents it.
+
+    The policy was trained and is at a flat place: gradients are 1e-4 of what they were. The moments remember the steep
+    ones, so that the next step is small; a fresh optimizer divides the gradient by its own magnitude.
+    """
+    peak, flat = 1e-3, 1e-4
+    generator = torch.Generator().manual_seed(0)
+    model, config = tiny(), OptimizerConfig(max_grad_norm=1e9, weight_decay=0.0)
+
+    def moved(optimizer: Optimizer, scale: float, rate: float = peak) -> Tensor:
+        """How far a step moves each weight, in units of the peak rate, if gradients are random and of this size."""
+        before = torch.cat([p.detach().flatten() for p in model.parameters()])
+        for param in model.parameters():
+            param.grad = scale * torch.randn(param.shape, generator=generator)
+        optimizer.step(rate)
+        return (torch.cat([p.detach().flatten() for p in model.parameters()]) - before).abs() / peak
+
+    trained = Optimizer(model, config)
+    for scale in (*[1.0] * 200, *[flat] * 60):
+        moved(trained, scale)
+    policy, moments = {n: p.detach().clone() for n, p in model.named_parameters()}, trained.state()
+
+    def first_step(rate: float, moments: dict[str, Tensor] | None = None) -> Tensor:
+        model.load_state_dict(policy)
+        optimizer = Optimizer(model, config)
+        if moments is not None:
+            optimizer.load_state(moments)
+        return moved(optimizer, flat, rate)
+
+    fresh = first_step(peak)
+    torch.testing.assert_close(fresh, torch.ones_like(fresh), atol=0.02, rtol=0)
+    begun = learning_rate(config.model_copy(update={"learning_rate": peak, "warmup_updates": 10}), 0, None)
+    assert first_step(begun).max() < 0.11
+    assert first_step(peak, moments).max() < 0.02
 
 
 def test_no_gradient_still_ages_the_moments() -> None:
