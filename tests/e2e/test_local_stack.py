@@ -25,7 +25,8 @@ from penstock.shared.config.service import load_settings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
-SMOKE = Path(__file__).resolve().parents[2] / "deploy" / "smoke.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+SMOKE, EXAMPLES = ROOT / "deploy" / "smoke.yaml", ROOT / "examples"
 TOTAL = 30
 
 
@@ -65,6 +66,8 @@ def up(directory: Path) -> UpState:
     assert told["processes"].keys() == state.processes.keys()
     assert f"penstock down --data-dir {directory}" in result.stderr
     assert str(directory / "api.key") in result.stderr
+    assert f"the page is at {state.url}/\n" in result.stderr
+    assert f"next: penstock submit {EXAMPLES / 'addition.yaml'} --follow\n" in result.stderr
     return state
 
 
@@ -73,7 +76,10 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """For a deployment as users start it: with a key of its own, which their clients find below their home."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("PENSTOCK_OPEN_LOOPBACK")
-    monkeypatch.delenv("PENSTOCK_API_KEY", raising=False)
+    for name in ("PENSTOCK_API_KEY", "PENSTOCK_DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PENSTOCK_SHM_DIR", str(tmp_path / "shm"))
+    (tmp_path / "shm").mkdir()
     directory = tmp_path / "data"
     yield directory
     if read_state(directory) is not None:
@@ -96,10 +102,10 @@ def test_a_deployment_from_up_to_down(directory: Path) -> None:
     check_end(state, job)
 
     processes = running(directory).processes
-    down = penstock("down", "--data-dir", str(directory))
-    assert down.returncode == 0, down.stderr
+    down = penstock("down")
+    assert down.returncode == 0, "it finds the only deployment of this user: " + down.stderr
     assert all(gone(pid) for pid in (*processes.values(), state.pid))
-    assert slots(job) == [], "nothing is left in shared memory"
+    assert list(load_settings().shm_dir.iterdir()) == [], "nothing is left in shared memory"
     assert "nothing runs" in penstock("down", "--data-dir", str(directory)).stderr
 
 
@@ -142,13 +148,10 @@ def begin_job(state: UpState, directory: Path) -> str:
         os.kill(before, signal.SIGKILL)
         wait_until(lambda: running(directory).processes["reward-0"] not in (0, before), "restart of the service")
         assert client.get(id).status.phase == "running"
-    assert slots(id)
+    memory = load_settings().shm_dir
+    assert list(memory.glob(f"penstock-weights-{id}.*")), "weights"
+    assert list(memory.glob("penstock-bulk-*")), "groups"
     return id
-
-
-def slots(job: str) -> list[Path]:
-    """Weights of a job in shared memory."""
-    return list(load_settings().shm_dir.glob(f"penstock-weights-{job}.*"))
 
 
 def check_end(state: UpState, job: str) -> None:

@@ -34,8 +34,8 @@ def run(served: Any, monkeypatch: Any) -> Run:
     monkeypatch.setenv("PENSTOCK_URL", served.url)
     runner = CliRunner()
 
-    def invoke(*words: str) -> Result:
-        return runner.invoke(app, list(words))
+    def invoke(*words: str, text: str | None = None) -> Result:
+        return runner.invoke(app, list(words), input=text)
 
     return invoke
 
@@ -81,8 +81,20 @@ def test_submit_once_per_key(run: Run, deployment: Any, file: str) -> None:
     assert deployment.submitted == 1
 
 
+def test_submit_reads_standard_input(run: Run, deployment: Any, job: Any) -> None:
+    result = run("submit", "-", "--set", "seed=5", text=yaml.safe_dump({**job, "name": "piped"}))
+    assert result.exit_code == 0, result.output
+    spec = deployment.jobs[result.stdout.strip()].spec
+    assert (spec["name"], spec["seed"]) == ("piped", 5)
+    refused = run("submit", "-", text="a: [")
+    assert (refused.exit_code, "standard input is not valid YAML at line" in refused.stderr) == (2, True)
+
+
 def test_dry_run(run: Run, deployment: Any, file: str) -> None:
     assert json.loads(run("submit", file, "--dry-run", "--json").stdout)["batch"]["groups"] == 2
+    assert "warning" not in run("submit", file, "--dry-run").stdout
+    fast = run("submit", file, "--dry-run", "--set", "optimizer.learning_rate=7")
+    assert "\nwarning    optimizer.learning_rate: 7 is outside of what is sane" in fast.stdout, fast.output
     assert not deployment.jobs
 
 

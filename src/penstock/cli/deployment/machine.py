@@ -162,8 +162,8 @@ async def _serve(options: StackOptions, *, as_json: bool) -> None:
         if not stop.is_set():
             if as_json:
                 show_line(_facts(stack.url, os.getpid(), options.data_dir, stack.processes))
-            note(f"ready; the page is at {stack.url}/   (Ctrl-C stops everything)")
-            _note_next(stack.url, stack.api_key)
+            note("ready (Ctrl-C stops everything)")
+            _note_next(stack.url)
             await _first(stop, stack.broken())
         note("stopping; services finish what they have in hand (Ctrl-C again: at once)")
     finally:
@@ -176,8 +176,9 @@ def _on_signal(stop: asyncio.Event) -> None:
     stop.set()
 
 
-def _note_next(url: str, key: str) -> None:
-    """Print the next steps."""
+def _note_next(url: str) -> None:
+    """Print the address of the page and the next steps."""
+    note(f"the page is at {url}/")
     if url != DEFAULT_URL:
         note(f"for other commands: export PENSTOCK_URL={url}")
     with contextlib.suppress(ConfigError):  # the package lacks its examples
@@ -222,7 +223,7 @@ def _detached(options: StackOptions, rollouts: int, engine: str | None, *, as_js
             usual = load_settings().data_dir.expanduser().resolve() == options.data_dir
             down = "penstock down" if usual else f"penstock down --data-dir {options.data_dir}"
             note(f"runs in the background (process {process.pid}); stop it with: {down}")
-            _note_next(state.url, "")
+            _note_next(state.url)
             if as_json:
                 show_line(_facts(state.url, state.pid, options.data_dir, state.processes))
             else:
