@@ -4,21 +4,25 @@
 
     job = penstock.train("addition.yaml")     # PENSTOCK_URL, PENSTOCK_API_KEY, or your own `penstock up`
     job                                       # in a notebook: its state and its reward curve
-    job.wait()
+    job.wait()                                # in a notebook: both of them live, until the job ends
     job.metrics("reward/mean").to_pandas().plot()
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from html import escape
+from importlib import import_module
 from types import TracebackType
 from typing import Any
 
 from penstock.client import Client
 from penstock.client.calls import JobFile, Row
-from penstock.shared.errors import ConfigError
+from penstock.shared.errors import ConfigError, PenstockError
 from penstock.shared.protocol.jobs import JobRecord
 
 __all__ = ["Job", "Metrics", "train"]
@@ -27,6 +31,8 @@ REWARD = "reward/mean"
 _WIDTH, _HEIGHT = 360, 80
 _MAX_POINTS = 10_000
 _CURVE_POINTS = 200
+_LIVE_S = 2.0
+"""Interval of the pictures in a notebook while it waits."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +86,12 @@ class Job:
         return self.client.get(self.id)
 
     def wait(self, timeout_s: float | None = None) -> JobRecord:
-        """Wait for the end of the job. Raises DeadlineError if it has not ended after ``timeout_s`` seconds."""
-        return self.client.wait(self.id, timeout_s=timeout_s)
+        """Wait for the end of the job; a notebook shows state and reward curve below the cell, and updates them.
+
+        Raises DeadlineError if the job has not ended after ``timeout_s`` seconds.
+        """
+        with _shown_live(self):
+            return self.client.wait(self.id, timeout_s=timeout_s)
 
     def metrics(self, *names: str) -> Metrics:
         """Return the values of these metrics by update; without names, of all metrics."""
@@ -134,6 +144,36 @@ def train(job: JobFile, *, url: str | None = None, api_key: str | None = None) -
     except BaseException:
         client.close()
         raise
+
+
+@contextmanager
+def _shown_live(job: Job) -> Iterator[None]:
+    """Display a job, and update the display from a thread, within a Jupyter kernel; do nothing elsewhere."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is None:
+        yield
+        return
+
+    def picture() -> dict[str, str]:
+        return {"text/html": job._repr_html_(), "text/plain": repr(job)}
+
+    def update() -> None:
+        with suppress(PenstockError):  # the waiting caller meets the error, if it lasts
+            handle.update(picture(), raw=True)
+
+    def keep_updating() -> None:
+        while not ended.wait(_LIVE_S):
+            update()
+
+    handle = import_module("IPython.display").display(picture(), raw=True, display_id=True)
+    ended, thread = threading.Event(), threading.Thread(target=keep_updating, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        update()
 
 
 def svg_curve(steps: Sequence[int], values: Sequence[float | None]) -> str:

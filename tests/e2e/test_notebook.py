@@ -5,7 +5,10 @@ from __future__ import annotations
 import ast
 import json
 import re
+import sys
+import threading
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,6 +57,39 @@ def test_the_example_notebook() -> None:
         assert len(shown[3]) == 3
 
 
+class Cell:
+    """The output of a cell in a kernel, as IPython's ``display`` keeps it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pictures: list[str] = []
+        shell, module = ModuleType("IPython"), ModuleType("IPython.display")
+        shell.get_ipython = lambda: SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
+        module.display = self.display  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "IPython", shell)
+        monkeypatch.setitem(sys.modules, "IPython.display", module)
+
+    def display(self, bundle: dict[str, str], *, raw: bool, display_id: bool) -> Cell:
+        assert raw
+        assert display_id, "what is updated needs an id"
+        self.pictures.append(bundle["text/html"])
+        return self
+
+    def update(self, bundle: dict[str, str], *, raw: bool) -> None:
+        self.display(bundle, raw=raw, display_id=True)
+
+
+def test_a_notebook_that_waits_shows_the_curve_live(stack: Any, make_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell(monkeypatch)
+    monkeypatch.setattr("penstock.job._LIVE_S", 0.1)
+    with penstock.train(make_job("train.max_updates=30", name="live")) as job:
+        assert job.wait().status.phase == "succeeded"
+        threads = threading.enumerate()
+        drawn = [text for text in cell.pictures if 'aria-label="reward/mean from ' in text]
+        assert [text for text in drawn if "running" in text and "update 30/30" not in text], "before the end"
+        assert cell.pictures[-1] == job._repr_html_(), "the end"
+        assert not [one for one in threads if "keep_updating" in one.name]
+
+
 def test_the_snippet_of_the_manual(make_job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = MANUAL.partition("## In a script or a notebook\n")[2].partition("\n## ")[0]
     (code,) = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)
@@ -64,6 +100,11 @@ def test_the_snippet_of_the_manual(make_job: Any, tmp_path: Path, monkeypatch: p
     with names["job"] as job:
         assert names["record"].status.phase == "succeeded"
         assert penstock.Job("scripted", job.client).id == job.id
+        metrics = job.metrics("reward/mean", "policy/entropy")
+        frame = metrics.to_pandas()
+        assert (set(frame.columns), frame.index.name) == ({"reward/mean", "policy/entropy"}, "step")
+        assert list(frame.index) == metrics.steps == list(range(1, names["record"].status.step + 1))
+        assert list(frame["reward/mean"]) == metrics.series["reward/mean"]
 
 
 def test_a_frame_needs_pandas_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
