@@ -47,6 +47,14 @@ def test_a_job_trains_with_a_grader_on_an_uploaded_file(stack: Any) -> None:
         stack.check_books(job)
         shown = http.get(f"/v1/fine_tuning/jobs/{job}").json()
         assert (shown["status"], shown["fine_tuned_model"]) == ("succeeded", f"job:{job}@final")
+        asked = {"model": shown["fine_tuned_model"], "messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4}
+        answer = http.post("/v1/chat/completions", json=asked)
+        assert answer.status_code == 200, answer.text
+        (deployed,) = [one for one in stack.client.list(kind="serving") if one.origin and one.origin.job == job]
+        assert (deployed.origin.number, answer.json()["model"]) == (4, f"{deployed.name}@0")
+        assert answer.json()["choices"][0]["message"]["content"]
+        stack.client.cancel(deployed.id)
+        stack.finish(deployed.id)
         newest = http.get(f"/v1/fine_tuning/jobs/{job}/checkpoints").json()["data"][0]
         assert newest["step_number"] == 4
         again = http.post("/v1/fine_tuning/jobs", json={**body, "model": newest["fine_tuned_model_checkpoint"]})

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 from xml.etree import ElementTree
 
@@ -31,3 +33,20 @@ def test_rates_and_seeds_are_compared(stack: Any, make_job: Any, tmp_path: Path)
         (1e-4, 0), (1e-4, 1), (3e-4, 0), (3e-4, 1),
     ]  # fmt: skip
     assert len(ElementTree.parse(plot).findall(".//{*}polyline")) == 4
+    check_table(stack, file)
+
+
+def check_table(stack: Any, file: Path) -> None:
+    """People get one row for each combination, with the figures of JSON."""
+    words = ("--grid", "optimizer.learning_rate=1e-4", "--seeds", "2", "--set", "train.max_updates=1")
+    result = stack.cli("sweep", str(file), *words)
+    assert result.exit_code == 0, result.output
+    head, *rows = [re.split(r" {2,}", line.strip()) for line in result.stdout.splitlines()]
+    assert head == ["SETTINGS", "reward/mean", "LEAST", "MOST", "JOBS", "BEST JOB", "WARNINGS"]
+    ((settings, mean, least, most, jobs, best, *_),) = rows
+    (label,) = re.findall(r"--label sweep=(\S+)", result.stderr)
+    rewards = {job.id: job.status.reward for job in stack.client.list(metadata={"sweep": label})}
+    ends = list(rewards.values())
+    assert (settings, jobs, rewards[best]) == ("optimizer.learning_rate=1e-4", "2", max(ends))
+    shown = [float(value) for value in (mean, least, most)]
+    assert shown == pytest.approx([fmean(ends), min(ends), max(ends)], rel=1e-3)

@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
+
+from penstock.shared.config.jobs.kinds import parse_job
+from penstock.shared.protocol.events import JobStarted
+from penstock.shared.protocol.jobs import JobRecord
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -57,9 +62,20 @@ def test_data_beside_the_job_file_is_trained(stack: Any, folder: Path) -> None:
     (source,) = stack.client.find("own-reward").spec["data"]["train"]
     (kept,) = [file for file in stack.client.files.list() if file.filename == "sums.jsonl"]
     assert (source["path"], kept.rows) == (kept.id, 8)
+    check_digest(stack, stack.client.find("own-reward"))
     (folder / "sums.jsonl").write_text('{"prompt": 1, "answ\n')
     refused = stack.cli("submit", str(folder / "job.yaml"), "--dry-run", *sums)
     assert (refused.exit_code, "line 1" in refused.output) == (2, True), refused.output
+
+
+def check_digest(stack: Any, record: JobRecord) -> None:
+    """The ledger pins the code: its digest is that of the job file, which names the code by its SHA-256."""
+    (pinned,) = [event.config_digest for event in stack.ledger(record.id) if isinstance(event, JobStarted)]
+    spec = record.spec
+    assert pinned == xxhash.xxh3_64_hexdigest(parse_job(spec).model_dump_json().encode())
+    path = re.sub("@[0-9a-f]{64}:", f"@{'0' * 64}:", spec["reward"]["scorers"][0]["path"])
+    other = {**spec, "reward": {**spec["reward"], "scorers": [{**spec["reward"]["scorers"][0], "path": path}]}}
+    assert pinned != xxhash.xxh3_64_hexdigest(parse_job(other).model_dump_json().encode())
 
 
 def test_a_dry_run_finds_code_that_cannot_be_used(stack: Any, folder: Path) -> None:
