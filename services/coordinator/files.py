@@ -1,5 +1,6 @@
-"""Stores uploaded files in the data directory: data sets in ``files/ID/rows.jsonl``, with a record
-``files/ID/file.json`` written once the rows are on disk, and user code in ``code/SHA256.py``.
+"""Stores uploaded files in the data directory: data sets in ``files/ID/rows.jsonl``, small models in
+``files/ID/model/``, with a record ``files/ID/file.json`` written once they are on disk, and user code in
+``code/SHA256.py``.
 
 ``files/keys/DIGEST`` maps an Idempotency-Key to its file, and ``files/ID/key`` maps back. Services read the files by
 path, like checkpoints: they must see the same data directory.
@@ -11,9 +12,11 @@ import ast
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 import threading
+import zipfile
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -22,18 +25,21 @@ import uuid6
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.services.coordinator.problems import Flaw, HttpProblem
-from penstock.shared.data.files import ROWS, is_uploaded
+from penstock.shared.data.files import MODEL, ROWS, is_uploaded
 from penstock.shared.data.user_code import code_path
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.bus_clock import bus_time
 
 __all__ = ["CodeRecord", "FileRecord", "FileStore", "Purpose"]
 
-Purpose = Literal["fine-tune"]
+Purpose = Literal["fine-tune", "model"]
 RECORD, KEY, KEYS = "file.json", "key", "keys"
 MAX_LINE_BYTES = 8 << 20
 MAX_FLAWS = 20
 MAX_CODE_FILES = 10_000
+MAX_MODEL_FILES = 256
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\.(json|safetensors|jinja|txt|model)", re.ASCII)
+"""Names of the files of a model: neither code nor pickles, and nothing outside of its folder."""
 ABANDONED_S = 3600.0
 """Age after which a half-written upload is removed (seconds): no upload takes so long, so a crash left it."""
 
@@ -51,7 +57,7 @@ class FileRecord(BaseModel):
     purpose: Purpose
     status: Literal["processed"] = "processed"
     sha256: str
-    rows: int = Field(description="Lines that hold a row")
+    rows: int = Field(description="Lines that hold a row; 0 for a model")
 
 
 class CodeRecord(BaseModel):
@@ -79,15 +85,16 @@ class FileStore:
         """Store a copy of ``source``, on disk when this returns. Same ``key`` and bytes: the same file.
 
         Raises:
-            HttpProblem: 422 if it is not JSON lines (points at each bad line) or the key was used for other bytes; 507
-                if there is no room.
+            HttpProblem: 422 if it is not JSON lines (points at each bad line), or for the purpose `model` no archive of
+                a model, or the key was used for other bytes; 507 if there is no room.
         """
         self._clear_away()
         id = f"file-{uuid6.uuid7().hex}"
         folder = self._root / id
         folder.mkdir(parents=True)
         try:
-            nbytes, rows, sha256 = _copy_rows(source, folder / ROWS)
+            copy = _unpack_model if purpose == "model" else _copy_rows
+            nbytes, rows, sha256 = copy(source, folder / (MODEL if purpose == "model" else ROWS))
             record = FileRecord(
                 id=id, bytes=nbytes, created_at=int(bus_time()), filename=filename, purpose=purpose, sha256=sha256,
                 rows=rows,
@@ -190,8 +197,16 @@ class FileStore:
         return found
 
     def content(self, id: str) -> Path:
-        """Return the path of the file's rows. Raises NotFound."""
-        return self._root / self.find(id).id / ROWS
+        """Return the path of the file's rows. Raises NotFound: no such file, or it is a model."""
+        if self.find(id).purpose == "model":
+            raise NotFound(f"file '{id}' is a model, not a data set")
+        return self._root / id / ROWS
+
+    def model(self, id: str) -> Path:
+        """Return the directory of an uploaded model. Raises NotFound: no such file, or it is a data set."""
+        if self.find(id).purpose != "model":
+            raise NotFound(f"file '{id}' is a data set, not a model")
+        return self._root / id / MODEL
 
     def delete(self, id: str) -> None:
         """Delete a file. Raises NotFound."""
@@ -225,6 +240,36 @@ def _copy_rows(source: BinaryIO, path: Path) -> tuple[int, int, str]:
         detail = ": ".join(["the file is not JSON lines", *filter(None, [where]), flaws[0].detail])
         raise HttpProblem(422, "invalid_file", detail, errors=flaws)
     return nbytes, rows, digest.hexdigest()
+
+
+def _unpack_model(source: BinaryIO, folder: Path) -> tuple[int, int, str]:
+    """Unpack an archive into ``folder``; return its size in bytes, 0 rows, and its SHA-256. Raises HttpProblem: 422."""
+    digest = hashlib.sha256()
+    while block := source.read(1 << 20):
+        digest.update(block)
+    nbytes = source.tell()
+    folder.mkdir()
+    try:
+        with zipfile.ZipFile(source) as archive:
+            entries = archive.infolist()
+            names = {entry.filename for entry in entries}
+            if "config.json" not in names or len(names) != len(entries) or len(entries) > MAX_MODEL_FILES:
+                raise ValueError(f"a model has a config.json, and at most {MAX_MODEL_FILES} files")
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise ValueError("its files must be stored, not compressed")
+            if sum(entry.file_size for entry in entries) > nbytes:
+                raise ValueError("its files overlap")
+            for entry in entries:
+                if not _PLAIN.fullmatch(entry.filename):
+                    raise ValueError(
+                        f"'{entry.filename[:80]}' is no file of a model: .json, .safetensors, .jinja, .txt"
+                    )
+                _write(folder / entry.filename, archive.read(entry))  # checks the CRC
+    except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError, OverflowError) as error:
+        detail = f"the file is not a ZIP archive of a model: {error}"
+        raise HttpProblem(422, "invalid_file", detail, errors=[Flaw(pointer="/file", detail=detail)]) from None
+    _sync(folder)
+    return nbytes, 0, digest.hexdigest()
 
 
 def _problem(line: bytes) -> str:

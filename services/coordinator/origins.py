@@ -1,9 +1,10 @@
-"""Resolves checkpoints of other jobs as models: ``job:NAME@final`` in a job file, at the time of its submission."""
+"""Resolves checkpoints of other jobs (``job:NAME@final``) and uploads as models, at the submission of a job file."""
 
 from __future__ import annotations
 
 import asyncio
 import difflib
+from collections.abc import Callable
 from pathlib import Path
 
 from penstock.services.coordinator.jobs.job_index import JobEntry
@@ -17,6 +18,7 @@ from penstock.shared.config.jobs.kinds import AnyJob, parse_job
 from penstock.shared.config.jobs.serving_job import ServingJob
 from penstock.shared.config.model import REFERENCE, parse_reference
 from penstock.shared.config.service import checkpoint_path
+from penstock.shared.data.files import is_uploaded
 from penstock.shared.errors import ConfigError, NotFound
 from penstock.shared.protocol.jobs import ModelOrigin
 
@@ -45,20 +47,27 @@ def warnings_of(spec: AnyJob, origin: ModelOrigin | None) -> list[str]:
 
 
 class Origins:
-    """Finds checkpoints by name; ``data_dir`` holds them."""
+    """Finds checkpoints by name, and uploaded models.
 
-    def __init__(self, jobs: JobStore, ledgers: LedgerCache, data_dir: Path) -> None:
-        self._jobs, self._ledgers, self._data_dir = jobs, ledgers, data_dir
+    Args:
+        uploaded: returns the directory of an uploaded model by its id; raises NotFound.
+        data_dir: holds the checkpoints.
+    """
+
+    def __init__(self, jobs: JobStore, ledgers: LedgerCache, uploaded: Callable[[str], Path], data_dir: Path) -> None:
+        self._jobs, self._ledgers, self._uploaded, self._data_dir = jobs, ledgers, uploaded, data_dir
 
     async def resolve(self, spec: AnyJob) -> tuple[AnyJob, ModelOrigin | None]:
         """Replace a reference in ``model.path`` by the checkpoint's directory; return the new spec and the origin.
 
-        Without such a reference, return ``spec`` unchanged and None. A deployment also takes the settings that it
-        leaves unset from the job that made the checkpoint.
+        Without such a reference, return None as the origin, and ``spec`` unchanged but for an uploaded model, whose
+        directory replaces its id. A deployment also takes the settings that it leaves unset from the job that made the
+        checkpoint.
 
         Raises:
-            ConfigError: no such job or checkpoint, or its files are gone; names the closest match.
+            ConfigError: no such job, checkpoint or upload, or its files are gone; names the closest match.
         """
+        spec = await asyncio.to_thread(self._with_uploaded_model, spec)
         path = None if isinstance(spec, EmbodiedJob) else spec.model.path
         if isinstance(spec, EmbodiedJob) or path is None or not path.startswith(REFERENCE):
             return spec, None
@@ -69,6 +78,18 @@ class Origins:
         if isinstance(spec, ServingJob):
             return spec.after(trained, origin.path), origin
         return spec.model_copy(update={"model": spec.model.model_copy(update={"path": origin.path})}), origin
+
+    def _with_uploaded_model(self, spec: AnyJob) -> AnyJob:
+        if isinstance(spec, EmbodiedJob):
+            return spec
+        found = {}
+        for key in ("path", "tokenizer"):
+            if (value := getattr(spec.model, key)) is not None and is_uploaded(value):
+                try:
+                    found[key] = str(self._uploaded(value))
+                except NotFound as error:
+                    raise ConfigError(f"model.{key}: {error}") from None
+        return spec.model_copy(update={"model": spec.model.model_copy(update=found)}) if found else spec
 
     async def find(self, reference: str) -> tuple[ModelOrigin, JobConfig]:
         """Return the checkpoint ``job:JOB@WHICH`` and the config of its job, found by id or as the newest of that name.

@@ -81,9 +81,9 @@ def build_services(
     ledgers = LedgerCache(bus, jobs.get, archive)
     leader, events, graders = LeaderRpc(bus, runners), JobEvents(bus, jobs), GraderBench(bus, settings)
     checkpoints = Checkpoints(ledgers, settings.data_dir)
-    origins = Origins(jobs, ledgers, settings.data_dir)
-    submissions = Submissions(bus, jobs, members, settings, origins=origins, graders=graders)
     files = FileStore(settings.data_dir / FILES, max_bytes=settings.files_bytes, max_files=settings.max_files)
+    origins = Origins(jobs, ledgers, files.model, settings.data_dir)
+    submissions = Submissions(bus, jobs, members, settings, origins=origins, graders=graders)
     return Services(
         settings=settings,
         jobs=jobs,

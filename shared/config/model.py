@@ -129,7 +129,8 @@ class ModelConfig(StrictModel):
     path: OptionalFileName = None
     """Directory of a Hugging Face causal LM (config.json, safetensors, tokenizer), a hub id, or a checkpoint of
     another job, `job:NAME@final`, by the job's name (its newest job) or id. Alternatives to `final`: `best`,
-    `latest`, `initial`, or a number of updates. The job's `origin` shows the checkpoint that was found."""
+    `latest`, `initial`, or a number of updates. The job's `origin` shows the checkpoint that was found. `./DIR` is
+    relative to the job file, and uploaded if it is small; the id of an uploaded model will do, too."""
     config: ArchitectureConfig | None = None
     """Architecture of a model with random weights."""
     tokenizer: OptionalFileName = None

@@ -14,7 +14,9 @@ from penstock.shared.errors import DataError
 if TYPE_CHECKING:
     import pyarrow
 
-__all__ = ["FILES", "ROWS", "ArrowRows", "JsonLinesRows", "is_uploaded", "open_file", "place_of", "read_json_lines"]
+__all__ = [
+    "FILES", "MODEL", "ROWS", "ArrowRows", "JsonLinesRows", "is_uploaded", "open_file", "place_of", "read_json_lines",
+]  # fmt: skip
 
 
 class JsonLinesRows:
@@ -63,13 +65,13 @@ class ArrowRows:
         return f"{self.name}, row {index + 1}"
 
 
-FILES, ROWS = "files", "rows.jsonl"
-"""Folder of uploaded data sets in the data directory, and the file name of each in its own folder."""
+FILES, ROWS, MODEL = "files", "rows.jsonl", "model"
+"""Folder of uploads in the data directory; in the folder of each the rows of a data set, or the files of a model."""
 _UPLOADED = re.compile(r"file-[0-9a-f]{32}", re.ASCII)
 
 
 def is_uploaded(path: str) -> bool:
-    """Return True if a path in a job file is the id of an uploaded data set."""
+    """Return True if a path in a job file is the id of an uploaded data set or model."""
     return _UPLOADED.fullmatch(path) is not None
 
 

@@ -77,6 +77,10 @@ def learns(stack: Any, job: str) -> None:
     """The sampled reward rose, and the checkpoint that was exported is the best of those that were measured."""
     record = stack.client.get(job)
     assert record.spec["optimizer"]["learning_rate"] in (3e-4, 1e-3, 3e-3)
+    uploads = [file for file in stack.client.files.list() if file.filename == "base.zip"]
+    assert [str(stack.data_dir / "files" / file.id / "model") for file in uploads] == [record.spec["model"]["path"]], (
+        "the folder was uploaded once"
+    )
     series = stack.client.metrics(job)["series"]
     rewards, greedy = (
         [value for value in series[name] if value is not None] for name in ("reward/mean", "eval/greedy")

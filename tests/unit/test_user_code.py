@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
+import zipfile
+from collections.abc import Callable
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from penstock.client import beside
 from penstock.client.beside import MAX_CODE_BYTES, read_job
@@ -19,10 +26,11 @@ from penstock.services.coordinator.files import FileStore
 from penstock.services.coordinator.problems import HttpProblem
 from penstock.services.coordinator.user_code import check_uploaded
 from penstock.services.reward.scorers.function import Function
+from penstock.shared.config.data import FileSource
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.rewards.scorers import FunctionScorer
 from penstock.shared.data.rows import open_rows
-from penstock.shared.errors import ConfigError, ScoringError
+from penstock.shared.errors import ConfigError, NotFound, ScoringError
 
 SOURCE = "def score(prompt, completion, answer, row, *, bonus=0.0):\n    return float(completion == answer) + bonus\n"
 DIGEST = hashlib.sha256(SOURCE.encode()).hexdigest()
@@ -87,9 +95,130 @@ def test_small_data_beside_a_job_file_is_uploaded_once(
     assert open_rows(source)[0] == {"prompt": "1+1=", "answer": "2"}
 
 
-@pytest.mark.parametrize("name", ["rows.parquet", "long.jsonl", "absolute.jsonl", "nothing.jsonl"])
+def test_small_parquet_is_uploaded_as_json_lines_if_json_has_its_types(
+    file: Path, store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = file.parent / "rows.parquet"
+    rows = [{"prompt": "1+1=", "answer": "2", "parts": [1, 1], "level": 0.5}, {"prompt": "2+2=", "answer": "4"}]
+
+    def sent(*rows: dict[str, Any]) -> str:
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), written)
+        text = complete(upload_beside(read_job(file, ["data.eval={type: file, path: ./rows.parquet}"])), answer(store))
+        return str(text.data["data"]["eval"]["path"])
+
+    id = sent(*rows)
+    assert (store.find(id).filename, store.find(id).rows) == ("rows.parquet.jsonl", 2)
+    monkeypatch.setenv("PENSTOCK_DATA_DIR", str(tmp_path / "data"))
+    kept = open_rows(FileSource(path=id))
+    assert [kept[0], kept[1]] == [rows[0], {**rows[1], "parts": None, "level": None}]
+    for value in (b"raw", datetime(2026, 1, 1, tzinfo=UTC), Decimal("0.5")):
+        assert sent({"prompt": "1+1=", "answer": value}) == str(written), "the services read it there"
+    monkeypatch.setattr(beside, "MAX_UPLOAD_BYTES", written.stat().st_size)
+    assert sent({"prompt": "0" * 1_000_000, "answer": "2"}) == str(written), "its lines are longer than the file"
+
+
+def answer(store: FileStore) -> Callable[[Any], Any]:
+    """The replies of a deployment that keeps uploads in ``store``."""
+
+    def send(call: Any) -> Any:
+        if call.path == "/v1/files/code":
+            return one(Code)(store.add_code(SOURCE).model_dump())
+        kind = call.extra_headers["Content-Type"].partition("boundary=")[2].encode()
+        purpose, content = (part.partition(b"\r\n\r\n") for part in call.body.split(b"--" + kind)[1:3])
+        name = content[0].partition(b'filename="')[2].partition(b'"')[0].decode()
+        record = store.add(
+            io.BytesIO(content[2].removesuffix(b"\r\n")), name, purpose[2].strip().decode(), key=call.key
+        )
+        return one(File)(record.model_dump())
+
+    return send
+
+
+MODEL = {"config.json": b"{}", "model.safetensors": bytes(range(256)), "tokenizer.json": b'{"a": 1}'}
+
+
+@pytest.fixture
+def model(file: Path) -> Path:
+    """A model beside the job file."""
+    folder = file.parent / "base"
+    folder.mkdir()
+    for name, content in MODEL.items():
+        (folder / name).write_bytes(content)
+    (folder / "README.md").write_text("Not part of the model.")
+    (folder / ".gitattributes").write_text("")
+    return folder
+
+
+def test_a_small_model_beside_a_job_file_is_uploaded_once(file: Path, model: Path, store: FileStore) -> None:
+    change = ["model={path: ./base, tokenizer: ./base}"]
+    first, again = (complete(upload_beside(read_job(file, change)), answer(store)) for _ in range(2))
+    id = first.data["model"]["path"]
+    assert first.data["model"] == again.data["model"] == {"path": id, "tokenizer": id}
+    kept = store.model(id)
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == MODEL
+    assert parse_job(first.data).model.path == id
+    with pytest.raises(NotFound, match="is a model"):
+        store.content(id)
+    (model / "config.json").write_bytes(b'{"a": 2}')
+    changed = complete(upload_beside(read_job(file, change)), answer(store)).data["model"]["path"]
+    assert changed != id
+    assert (kept / "config.json").read_bytes() == b"{}", "other jobs keep theirs"
+    store.delete(changed)
+    with pytest.raises(NotFound):
+        store.model(changed)
+
+
+@pytest.mark.parametrize("odd", ["long.safetensors", "modeling.py", "weights.bin", "shards/a.json", "", "absolute"])
+def test_other_models_must_lie_where_the_services_see_them(
+    file: Path, model: Path, monkeypatch: pytest.MonkeyPatch, odd: str
+) -> None:
+    monkeypatch.setattr(beside, "MAX_UPLOAD_BYTES", 1000)
+    if not odd:
+        (model / "config.json").unlink()
+    elif odd != "absolute":
+        (model / odd).parent.mkdir(exist_ok=True)
+        (model / odd).write_bytes(bytes(1000 if odd.startswith("long") else 1))
+    text = read_job(file, [f"model={{path: '{model if odd == 'absolute' else './base'}'}}"])
+    assert (text.models, text.data["model"]["path"]) == (frozenset(), str(model))
+
+
+@pytest.mark.parametrize(
+    ("files", "flaw"),
+    [
+        ({"model.safetensors": b"a"}, "a model has a config.json"),
+        ({"config.json": b"{}", "../config.json": b"{}"}, "'../config.json' is no file of a model"),
+        ({"config.json": b"{}", "a/b.json": b"{}"}, "'a/b.json' is no file of a model"),
+        ({"config.json": b"{}", "modeling.py": b""}, "'modeling.py' is no file of a model"),
+        ({"config.json": b"{}", "model.bin": b""}, "'model.bin' is no file of a model"),
+    ],
+)
+def test_an_archive_that_is_no_model_is_refused(store: FileStore, files: dict[str, bytes], flaw: str) -> None:
+    with pytest.raises(HttpProblem, match=re.escape(flaw)):
+        store.add(packed(files), "base.zip", "model")
+    assert store.list_all() == []
+
+
+def test_a_damaged_or_compressed_archive_is_refused(store: FileStore) -> None:
+    whole = packed(MODEL).getvalue()
+    for data in (whole.replace(bytes(range(256)), bytes(256)), whole[:-10], b"", b"{}\n"):
+        with pytest.raises(HttpProblem, match="not a ZIP archive of a model"):
+            store.add(io.BytesIO(data), "base.zip", "model")
+    with pytest.raises(HttpProblem, match="stored, not compressed"):
+        store.add(packed(MODEL, zipfile.ZIP_DEFLATED), "base.zip", "model")
+    assert store.list_all() == []
+
+
+def packed(files: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> io.BytesIO:
+    found = io.BytesIO()
+    with zipfile.ZipFile(found, "w", compression) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return found
+
+
+@pytest.mark.parametrize("name", ["rows.arrow", "long.jsonl", "absolute.jsonl", "nothing.jsonl"])
 def test_other_data_must_lie_where_the_services_see_it(file: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(beside, "MAX_ROWS_BYTES", 100)
+    monkeypatch.setattr(beside, "MAX_UPLOAD_BYTES", 100)
     path = file.parent / name
     if name != "nothing.jsonl":
         path.write_text("{}\n" * (40 if name == "long.jsonl" else 1))

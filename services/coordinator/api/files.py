@@ -17,7 +17,7 @@ from penstock.services.coordinator.api.http.open_file import open_file, reply_of
 from penstock.services.coordinator.api.http.replies import Json
 from penstock.services.coordinator.api.scopes import require
 from penstock.services.coordinator.auth import Caller
-from penstock.services.coordinator.files import CodeRecord, FileRecord
+from penstock.services.coordinator.files import CodeRecord, FileRecord, Purpose
 from penstock.services.coordinator.jobs.job_index import Order
 from penstock.services.coordinator.problems import Flaw, HttpProblem
 from penstock.shared.errors import Conflict, NotFound
@@ -40,8 +40,12 @@ _FORM = {
                     "type": "object",
                     "required": ["file", "purpose"],
                     "properties": {
-                        "file": {"type": "string", "format": "binary", "description": "JSON lines: one row per line"},
-                        "purpose": {"type": "string", "enum": ["fine-tune"]},
+                        "file": {
+                            "type": "string",
+                            "format": "binary",
+                            "description": "JSON lines: one row per line; of a model a ZIP archive, not compressed",
+                        },
+                        "purpose": {"type": "string", "enum": ["fine-tune", "model"]},
                     },
                 }
             }
@@ -82,6 +86,9 @@ class FileDeleted(BaseModel):
 async def upload(request: Request, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep) -> Response:
     """Store a data set: JSON lines, one object per line. Every line is checked; the file is on disk at the reply.
 
+    With the purpose `model` store a model, of which job files name the id as `model.path`: a ZIP archive of
+    `config.json`, weights in safetensors and the tokenizer, without folders and not compressed.
+
     `/v1/limits` states the largest size.
     """
     header = request.headers.get("idempotency-key")
@@ -95,10 +102,11 @@ async def upload(request: Request, caller: Annotated[Caller, require("jobs:write
             raise _flawed(f"/{min(others)[:64]}", "unknown field; there are: file, purpose")
         if not isinstance(source, UploadFile):
             raise _flawed("/file", "is needed: the file to keep, with a name")
-        if form.get("purpose") != "fine-tune":
-            raise _flawed("/purpose", "must be 'fine-tune'")
+        purpose: Purpose = "model" if form.get("purpose") == "model" else "fine-tune"
+        if form.get("purpose") != purpose:
+            raise _flawed("/purpose", "must be 'fine-tune' or 'model'")
         name = (source.filename or "rows.jsonl")[:255]
-        record = await asyncio.to_thread(backend.files.add, source.file, name, "fine-tune", key=key)
+        record = await asyncio.to_thread(backend.files.add, source.file, name, purpose, key=key)
     return Json(record, 200, {"Location": f"/v1/files/{record.id}"})
 
 
@@ -163,18 +171,20 @@ async def get_content(file_id: FileId, backend: BackendDep) -> Response:
 )
 async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
     """Delete a file that no unfinished job reads."""
-    path = str(await asyncio.to_thread(backend.files.content, file_id))
+    record = await asyncio.to_thread(backend.files.find, file_id)
+    path = str((backend.files.model if record.purpose == "model" else backend.files.content)(file_id))
     for job in (await backend.jobs.index()).all():
-        if not job.finished and {file_id, path} & set(_paths(job.record().spec.get("data", {}))):
+        if not job.finished and {file_id, path} & set(_paths(job.record().spec)):
             raise Conflict(f"job '{job.id}' reads file '{file_id}'; cancel it first")
     await asyncio.to_thread(backend.files.delete, file_id)
     return Json(FileDeleted(id=file_id))
 
 
-def _paths(data: Any) -> list[str]:
-    """Return the paths of the sources in the data section of a job file."""
+def _paths(spec: dict[str, Any]) -> list[str]:
+    """Return the paths of the sources in the data section of a job file, and of its model."""
+    data, model = spec.get("data", {}), spec.get("model") or {}
     sources = [source for name in ("train", "eval") for source in _as_list(data.get(name))]
-    return [str(source.get("path")) for source in sources]
+    return [*(str(source.get("path")) for source in sources), str(model.get("path")), str(model.get("tokenizer"))]
 
 
 def _as_list(sources: Any) -> list[Any]:

@@ -1,9 +1,10 @@
 """Files that a job file names by relative paths: code, data and models.
 
 ``path: ./reward.py:score`` becomes ``reward@SHA256:score``, and the file is uploaded before the job is submitted: the
-job uses this content, even if the file changes later. JSON lines of at most MAX_ROWS_BYTES are uploaded too, and their
-path becomes the id of the uploaded file. Other paths that begin with ``./`` or ``../`` are resolved against the folder
-of the job file and not uploaded, so the services must see the same files.
+job uses this content, even if the file changes later. Data sets (JSON lines, Parquet) and the folder of ``model.path``
+are uploaded too if they have at most MAX_UPLOAD_BYTES, and their path becomes the id of the upload. Other paths that
+begin with ``./`` or ``../`` are resolved against the folder of the job file and not uploaded, so the services must see
+the same files.
 """
 
 from __future__ import annotations
@@ -11,43 +12,52 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from penstock.shared.config.base import load_yaml, with_overrides
 from penstock.shared.errors import ConfigError
 
-__all__ = ["MAX_CODE_BYTES", "MAX_ROWS_BYTES", "JobText", "read_job", "with_neighbours"]
+__all__ = [
+    "MAX_CODE_BYTES", "MAX_UPLOAD_BYTES", "JobText", "files_of_model", "read_job", "read_rows", "with_neighbours",
+]  # fmt: skip
 
 MAX_CODE_BYTES = 256 << 10
 """Largest file of code."""
-MAX_ROWS_BYTES = 16 << 20
-"""Largest data set that is uploaded with the job; a larger one must be on a path that the services see."""
+MAX_UPLOAD_BYTES = 16 << 20
+"""Largest data set or model that is uploaded with the job; a larger one must be on a path that the services see."""
 _FUNCTION = re.compile(r"(?P<file>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
 _STEM = re.compile(r"[A-Za-z_]\w*")
-_ROWS = frozenset({".jsonl", ".ndjson"})
+_LINES, _PARQUET = frozenset({".jsonl", ".ndjson"}), ".parquet"
 """Suffixes of files that are uploaded as data sets."""
+_MODEL = frozenset({".json", ".safetensors", ".jinja", ".txt", ".model"})
+_NOTES = frozenset({".md", ""})
+"""Suffixes of the files of a model that are uploaded, and of those that are left out (``.gitattributes`` has none)."""
 _PATHS = frozenset({"path", "tokenizer", "exclude_path"})
 """Keys of job files that hold a path."""
 
 
 @dataclass(frozen=True)
 class JobText:
-    """A job file as it is sent, and its uploads: Python sources by SHA-256, and files of rows.
+    """A job file as it is sent, and its uploads: Python sources by SHA-256, files of rows, and folders of models.
 
-    ``rows`` are absolute paths in ``data``; the ids of the uploaded files replace them.
+    ``rows`` and ``models`` are absolute paths in ``data``; the ids of the uploads replace them.
     """
 
     data: dict[str, Any]
     sources: dict[str, str] = field(default_factory=dict)
     rows: frozenset[str] = frozenset()
+    models: frozenset[str] = frozenset()
 
     def with_uploads(self, ids: Mapping[str, str]) -> JobText:
         """Return the job file with the ids of the uploaded files in place of their paths."""
         data = _each_text(self.data, lambda text: ids.get(text, text))
         assert isinstance(data, dict)
-        return JobText(data, self.sources)
+        return replace(self, data=data, rows=frozenset(), models=frozenset())
 
 
 def read_job(file: Path, overrides: list[str] | None = None) -> JobText:
@@ -65,14 +75,15 @@ def with_neighbours(data: Mapping[str, Any], folder: Path) -> JobText:
     rows: set[str] = set()
     changed = _changed(data, "", folder, sources, rows)
     assert isinstance(changed, dict)
-    return JobText(changed, sources, frozenset(rows))
+    models = {path for path in _relative_paths(data.get("model"), changed.get("model")) if files_of_model(Path(path))}
+    return JobText(changed, sources, frozenset(rows), frozenset(models))
 
 
 def _changed(value: Any, key: str, folder: Path, sources: dict[str, str], rows: set[str]) -> Any:
     if isinstance(value, Mapping):
         changed = {name: _changed(each, str(name), folder, sources, rows) for name, each in value.items()}
-        if value.get("type") == "file" and _is_small_file_of_rows(value.get("path"), changed.get("path")):
-            rows.add(changed["path"])
+        if value.get("type") == "file":
+            rows.update(path for path in _relative_paths(value, changed) if _is_small_file_of_rows(Path(path)))
         return changed
     if isinstance(value, list):
         return [_changed(each, key, folder, sources, rows) for each in value]
@@ -85,11 +96,48 @@ def _changed(value: Any, key: str, folder: Path, sources: dict[str, str], rows: 
     return value
 
 
-def _is_small_file_of_rows(written: Any, path: Any) -> bool:
-    if not isinstance(written, str) or written == path:  # no path, or not relative to the job file
-        return False
-    file = Path(path)
-    return file.suffix in _ROWS and file.is_file() and file.stat().st_size <= MAX_ROWS_BYTES
+def _relative_paths(written: Any, changed: Any) -> list[str]:
+    """Return the absolute ``path`` of a section, if it was written relative to the job file."""
+    if not isinstance(written, Mapping) or not isinstance(path := written.get("path"), str):
+        return []
+    return [] if path == changed["path"] else [changed["path"]]
+
+
+def _is_small_file_of_rows(file: Path) -> bool:
+    return file.suffix in {*_LINES, _PARQUET} and file.is_file() and file.stat().st_size <= MAX_UPLOAD_BYTES
+
+
+def read_rows(file: Path) -> bytes | None:
+    """Read a data set as JSON lines. Return None for Parquet that cannot be converted here without a change: pyarrow is
+    missing, JSON lacks the type of a value (bytes, times, decimals), or the lines have more than MAX_UPLOAD_BYTES.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    if file.suffix != _PARQUET:
+        try:
+            return file.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
+    try:
+        rows = import_module("pyarrow.parquet").read_table(file).to_pylist()
+        plain = orjson.OPT_APPEND_NEWLINE | orjson.OPT_PASSTHROUGH_DATETIME
+        lines = b"".join(orjson.dumps(row, option=plain) for row in rows)
+    except (ImportError, OSError, ValueError, TypeError):  # pyarrow's are OSError and ValueError, orjson's TypeError
+        return None
+    return lines if len(lines) <= MAX_UPLOAD_BYTES else None
+
+
+def files_of_model(folder: Path) -> list[Path]:
+    """Return the files of a small Hugging Face model, sorted by name; [] if ``folder`` is none or contains more: code,
+    pickled weights, folders, or more than MAX_UPLOAD_BYTES."""
+    if not (folder / "config.json").is_file():
+        return []
+    inside = sorted(folder.iterdir())
+    files = [path for path in inside if path.suffix in _MODEL]
+    if any(path.suffix not in _MODEL | _NOTES or not path.is_file() for path in inside):
+        return []
+    return files if sum(path.stat().st_size for path in files) <= MAX_UPLOAD_BYTES else []
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import secrets
+import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
 
-from penstock.client.beside import JobText
+from penstock.client.beside import JobText, files_of_model, read_rows
 from penstock.client.calls import Call, Rows, make, nothing, show
 from penstock.client.results import CheckedGrader, Code, File, GraderRun
 from penstock.client.results.reading import many, one
@@ -34,19 +36,35 @@ def _upload(path: Path, *, same: bool = False) -> Call[File]:
         same: a repeated upload of the same name and content returns the existing file.
     """
     try:
-        data = path.read_bytes()
+        return _form(path.name, path.read_bytes(), "fine-tune", same=same)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def _upload_model(folder: Path) -> Call[File]:
+    """Upload a small model; the same name and content is uploaded once. Raises ConfigError: a file cannot be read."""
+    packed = io.BytesIO()
+    try:
+        with zipfile.ZipFile(packed, "w") as archive:
+            for path in files_of_model(folder):
+                archive.writestr(zipfile.ZipInfo(path.name), path.read_bytes())  # without its date
+    except OSError as error:
+        raise ConfigError(f"cannot read {folder}: {error.strerror or error}") from None
+    return _form(f"{folder.name}.zip", packed.getvalue(), "model", same=True)
+
+
+def _form(name: str, data: bytes, purpose: str, *, same: bool) -> Call[File]:
     boundary = secrets.token_hex(16)
-    name = path.name.replace('"', "_").replace("\\", "_")
+    name = name.replace('"', "_").replace("\\", "_")
     head = (
-        f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n'
+        f'--{boundary}\r\nContent-Disposition: form-data; name="purpose"\r\n\r\n{purpose}\r\n'
         f'--{boundary}\r\nContent-Disposition: form-data; name="file"; filename="{name}"\r\n'
-        "Content-Type: application/jsonl\r\n\r\n"
+        "Content-Type: application/octet-stream\r\n\r\n"
     )
     kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}
     body = b"".join([head.encode(), data, f"\r\n--{boundary}--\r\n".encode()])
-    key = f"rows-{hashlib.sha256(name.encode() + bytes(1) + data).hexdigest()}" if same else None
+    content = hashlib.sha256(name.encode() + bytes(1) + data).hexdigest()
+    key = f"{'rows' if purpose == 'fine-tune' else purpose}-{content}" if same else None
     return Call("POST", "/v1/files", one(File), body=body, timeout_s=_UPLOAD_S, key=key, extra_headers=kind)
 
 
@@ -68,9 +86,14 @@ def upload_beside(text: JobText) -> Steps[JobText]:
     for source in text.sources.values():
         yield upload_code(source)
     ids = {}
-    for path in sorted(text.rows):
-        kept: File = yield _upload(Path(path), same=True)
-        ids[path] = kept.id
+    for path in map(Path, sorted(text.rows)):
+        if (lines := read_rows(path)) is not None:
+            name = path.name if path.suffix != ".parquet" else f"{path.name}.jsonl"
+            kept: File = yield _form(name, lines, "fine-tune", same=True)
+            ids[str(path)] = kept.id
+    for path in map(Path, sorted(text.models)):
+        kept = yield _upload_model(path)
+        ids[str(path)] = kept.id
     return text.with_uploads(ids)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,39 @@ async def test_bad_uploads_are_told_by_line(connect: Any) -> None:
         broken = await client.post("/v1/files", content=b"x", headers={"Content-Type": "multipart/form-data"})
         assert broken.status_code == 400
         assert (await client.get("/v1/files")).json()["data"] == []
+
+
+async def test_a_model_is_uploaded_for_job_files(deployment: Any, connect: Any) -> None:
+    """Its id becomes the directory in which the services read it, and it stays while a job needs it."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("config.json", json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
+    spec = {
+        "name": "own", "data": {"train": {"type": "addition"}, "prompt": {"max_tokens": 8}},
+        "reward": {"scorers": [{"type": "exact"}]}, "algorithm": {"group_size": 4}, "sampling": {"max_new_tokens": 8},
+        "train": {"batch_size": 8, "max_updates": 3},
+    }  # fmt: skip
+    async with connect() as client:
+        made = (await uploaded(client, packed.getvalue(), "model")).json()
+        assert (made["purpose"], made["rows"], made["bytes"]) == ("model", 0, len(packed.getvalue()))
+        job = {**spec, "model": {"path": made["id"], "tokenizer": "char"}}
+        reply = await client.post("/v1/jobs", json=job)
+        assert reply.status_code == 202, reply.text
+        place = Path(reply.json()["spec"]["model"]["path"])
+        assert (place, json.loads((place / "config.json").read_bytes())["model_type"]) == (
+            deployment.data_dir / FILES / made["id"] / "model", "qwen3",
+        )  # fmt: skip
+        used = await client.delete(f"/v1/files/{made['id']}")
+        assert (used.status_code, "reads file" in used.json()["detail"]) == (409, True)
+        assert (await client.get(f"/v1/files/{made['id']}/content")).status_code == 404
+        rows = (await uploaded(client, jsonl(ROWS))).json()["id"]
+        for path, told in ((rows, "is a data set, not a model"), (f"file-{'0' * 32}", "no file")):
+            refused = await client.post("/v1/jobs", json={**job, "model": {"path": path, "tokenizer": "char"}})
+            assert (refused.status_code, told in refused.text) == (422, True), refused.text
+        tuned = await client.post("/v1/fine_tuning/jobs", json=request(made["id"], model=f"job:{reply.json()['id']}@0"))
+        assert (tuned.status_code, "is a model, not a data set" in tuned.text) == (422, True), tuned.text
+        bad = await uploaded(client, jsonl(ROWS), "model")
+        assert (bad.status_code, bad.json()["errors"][0]["pointer"]) == (422, "/file")
 
 
 async def test_uploads_are_bounded_and_the_same_one_twice_is_one_file(connect: Any, deployment: Any) -> None:

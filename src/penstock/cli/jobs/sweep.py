@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from statistics import fmean
@@ -130,7 +130,7 @@ def _file_of(text: JobText, point: Point, seed: int, label: str) -> JobText:
     labels = {"sweep": label, "settings": point.name, "seed": str(seed)}
     data = {**changed, "metadata": {**changed.get("metadata", {}), **labels}}
     parse_job(data, where=f"the job file with {point.name}")
-    return JobText(data, text.sources, text.rows)
+    return replace(text, data=data)
 
 
 def _run(client: Client, files: Sequence[tuple[Point, JobText]], parallel: int) -> None:
