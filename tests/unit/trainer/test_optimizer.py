@@ -62,7 +62,7 @@ def test_steps_follow_the_textbook() -> None:
         torch.testing.assert_close(value.detach().double(), params[name], rtol=1e-5, atol=1e-6)
 
 
-def test_only_a_fresh_optimizer_at_the_full_rate_moves_weights_whatever_their_gradient() -> None:
+def test_only_a_fresh_optimizer_moves_weights_whatever_their_gradient() -> None:
     """Why a job that began with another one's checkpoint got worse at once (docs/api.md), and what prevents it.
 
     The policy was trained and is at a flat place: gradients are 1e-4 of what they were. The moments remember the steep

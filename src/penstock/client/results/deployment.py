@@ -91,7 +91,7 @@ class WebhookTrial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
-    """An uploaded data set of ``rows`` rows. ``sha256`` in hex, ``created_at`` in Unix seconds."""
+    """An uploaded data set of ``rows`` rows, or a model. ``sha256`` in hex, ``created_at`` in Unix seconds."""
 
     id: str
     bytes: int
