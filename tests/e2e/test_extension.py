@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -57,3 +58,6 @@ def test_what_cannot_go_on_says_why(stack: Any) -> None:
     extended = stack.client.extend(copy.id, 3)
     assert "'cosine' had decayed over the run" in extended["notes"][0]
     assert stack.finish(copy.id).status.step == 3
+    rates = stack.client.metrics(copy.id, names="optimizer/lr")["series"]["optimizer/lr"]
+    peak, cosine = record.spec["optimizer"]["learning_rate"], [1.0, 0.5, (1 + math.cos(math.pi * 2 / 3)) / 2]
+    assert rates == pytest.approx([peak * share for share in cosine]), "from two updates, stretched to three"
