@@ -6,8 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from base64 import b64decode
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -85,6 +90,12 @@ def deployments(stack: Any) -> list[JobRecord]:
     return [record for record in found if record.status.phase not in TERMINAL_PHASES]
 
 
+def holders(stack: Any, job: str) -> list[tuple[str, str, int]]:
+    """Service and name of the workers that hold slots for a deployment, and the version that each serves."""
+    rows = stack.client.workers(job)
+    return [(row["service"], row["worker"], row["version"]) for row in rows if "requests" in row]
+
+
 def end(stack: Any, job: str) -> None:
     """Give a deployment's slots back."""
     if stack.status(job).phase not in TERMINAL_PHASES:
@@ -125,6 +136,10 @@ def test_a_deployment_answers_until_it_is_cancelled(stack: Any, trained: str, ht
     assert (record.kind, record.status.phase, record.origin.number) == ("serving", "running", 4)
     shown = next(row for row in http.get("/v1/models").json()["data"] if row["id"] == "adder")
     assert (shown["served"], shown["checkpoint"]) == (True, f"job:{trained}@4")
+    stack.until(
+        lambda: holders(stack, record.id) == [("rollout", "rollout-0", 0)], "the worker says what it holds", 60,
+        lambda: stack.client.workers(record.id),
+    )  # fmt: skip
     before = say(http, "adder")
     text = http.post("/v1/completions", json={"model": "adder", "prompt": "1+2=", "max_tokens": 4, "temperature": 0})
     assert text.json()["choices"][0]["text"] == before
@@ -136,6 +151,7 @@ def test_a_deployment_answers_until_it_is_cancelled(stack: Any, trained: str, ht
         stack.client.submit({"kind": "serving", "name": "adder", "model": {"path": "job:served-from@0"}})
     end(stack, record.id)
     stack.until(lambda: status_of(http, "adder") == 404, "the deployment answers no more")
+    stack.until(lambda: holders(stack, record.id) == [], "the worker has given the slots back")
 
 
 @pytest.mark.usefixtures("adapted")
@@ -231,23 +247,97 @@ def test_an_adapter_is_exported_alone_or_merged(stack: Any, adapted: str, tmp_pa
     assert adapted in (merged / "README.md").read_text()
 
 
-def test_a_hub_that_is_not_there_is_named(stack: Any, trained: str, tmp_path: Path) -> None:
-    """The folder is whole when the hub fails: no network here, so that nothing is uploaded."""
+class Hub(BaseHTTPRequestHandler):
+    """The routes of the hub of an upload: ``server.made`` has what was created, ``server.files`` the contents."""
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+    def do_POST(self) -> None:
+        """Answer a request of huggingface_hub; files are inline, none by LFS."""
+        server: Any = self.server
+        body, at = self.rfile.read(int(self.headers["content-length"] or 0)), f"http://{self.headers['host']}"
+        assert self.headers["authorization"] == "Bearer hf_none"
+        path = urlsplit(self.path).path
+        if path == "/api/repos/create":
+            server.made.append(json.loads(body))
+            self.answer({"url": f"{at}/somebody/adder", "name": "somebody/adder"})
+        elif path == "/api/validate-yaml":
+            self.answer({"errors": [], "warnings": []})
+        elif path.startswith("/api/models/somebody/adder/preupload/"):
+            names = [file["path"] for file in json.loads(body)["files"]]
+            self.answer({"files": [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]})
+        elif path.startswith("/api/models/somebody/adder/commit/"):
+            lines = [json.loads(line) for line in body.splitlines()]
+            files = [line["value"] for line in lines if line["key"] == "file"]
+            server.files |= {file["path"]: b64decode(file["content"]) for file in files}
+            self.answer(
+                {"success": True, "commitOid": "0" * 40, "commitUrl": f"{at}/somebody/adder/commit/0", "hookOutput": ""}
+            )
+        else:
+            self.send_error(404)
+
+    def answer(self, reply: dict[str, Any]) -> None:
+        data = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def hub() -> Iterator[Any]:
+    """A hub on this machine."""
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.made, server.files = [], {}
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def push(stack: Any, job: str, folder: Path, port: int, *words: str) -> subprocess.CompletedProcess[str]:
+    """Export a job to ``folder/model`` and to the hub at a port, in a process: the address is read at the import."""
     script = "import sys; from penstock.cli.app import main; sys.argv[0] = 'penstock'; main()"
-    words = ["export", trained, "--to", str(tmp_path / "model"), "--push-to-hub", "somebody/adder"]
+    command = ["export", job, "--to", str(folder / "model"), "--push-to-hub", "somebody/adder", *words]
     environment = {
         **os.environ, "PENSTOCK_URL": stack.stack.url, "PENSTOCK_API_KEY": KEY, "HF_TOKEN": "hf_none",
-        "HF_ENDPOINT": f"http://127.0.0.1:{free_ports(1)[0]}", "HF_HOME": str(tmp_path / "hub"),
+        "HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(folder / "hub"),
     }  # fmt: skip
     environment.pop("HF_HUB_OFFLINE", None)
-    ran = subprocess.run(
-        [sys.executable, "-c", script, *words],
+    return subprocess.run(
+        [sys.executable, "-c", script, *command],
         env=environment,
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
     )
+
+
+@pytest.mark.long
+def test_a_folder_is_pushed_to_the_hub(stack: Any, trained: str, hub: Any, tmp_path: Path) -> None:
+    """A repository is private unless the user says otherwise."""
+    for number, words in enumerate(((), ("--public",))):
+        folder = tmp_path / str(number)
+        ran = push(stack, trained, folder, hub.server_address[1], *words)
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert f"http://127.0.0.1:{hub.server_address[1]}/somebody/adder" in ran.stdout + ran.stderr
+        written = {path.name: path.read_bytes() for path in (folder / "model").iterdir()}
+        assert "model.safetensors" in hub.files
+        assert hub.files == written
+        hub.files.clear()
+    assert [(made["name"], made["organization"], made["visibility"]) for made in hub.made] == [
+        ("adder", "somebody", "private"), ("adder", "somebody", "public"),
+    ]  # fmt: skip
+
+
+def test_a_hub_that_is_not_there_is_named(stack: Any, trained: str, tmp_path: Path) -> None:
+    """The folder is whole when the hub fails: no network here, so that nothing is uploaded."""
+    ran = push(stack, trained, tmp_path, free_ports(1)[0])
     assert ran.returncode == 4, ran.stdout + ran.stderr
     assert "is written, but the hub did not take it as 'somebody/adder'" in ran.stderr
     assert (tmp_path / "model" / "README.md").exists()
