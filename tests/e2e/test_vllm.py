@@ -146,13 +146,25 @@ def test_vllm_answers_live_requests_and_its_answers_are_trained(stack: Any, make
     stack.check_books(job)
 
 
-def test_a_checkpoint_is_deployed_on_vllm(stack: Any, make_job: Callable[..., Any]) -> None:
-    """Every engine writes the same greedy answer. Workers in vLLM's interpreter start its server with it."""
+def test_a_checkpoint_is_deployed_on_vllm(stack: Any, make_job: Callable[..., Any], tmp_path: Path) -> None:
+    """Every engine writes the same greedy answer. Workers in vLLM's interpreter start its server with it.
+
+    vLLM also loads the folder that ``penstock export`` writes.
+    """
     trained = stack.client.submit(make_job("name=small", "train.max_updates=1", *HEADS)).id
     assert stack.finish(trained, 300).status.phase == "succeeded"
+    exported, checkpoint = tmp_path / "exported", "job:small@final"
+    made = stack.cli("export", "small", "--to", str(exported))
+    assert made.exit_code == 0, made.output
     texts = {}
-    for name, rollout in {"embedded": {}, "vllm": VLLM, "server": SERVER}.items():
-        deployed = {"kind": "serving", "name": f"by-{name}", "model": {"path": "job:small@final"}, "rollout": rollout}
+    for name, rollout, path in (
+        ("embedded", {}, checkpoint), ("vllm", VLLM, checkpoint), ("server", SERVER, checkpoint),
+        ("exported", VLLM, str(exported)),
+    ):  # fmt: skip
+        sampling = {"max_new_tokens": 6}  # a folder has no job whose sampling fits its 32 tokens
+        deployed = {
+            "kind": "serving", "name": f"by-{name}", "model": {"path": path}, "rollout": rollout, "sampling": sampling,
+        }  # fmt: skip
         job = stack.client.submit(deployed).id
         body = {"model": f"by-{name}", "prompt": "1+2=", "max_tokens": 6, "temperature": 0}
         with httpx.Client(base_url=stack.stack.url, headers=HEADERS, timeout=120) as http:
@@ -162,6 +174,7 @@ def test_a_checkpoint_is_deployed_on_vllm(stack: Any, make_job: Callable[..., An
         stack.client.cancel(job)
         stack.finish(job, 120)
     assert texts["vllm"] == texts["server"] == texts["embedded"]
+    assert texts["exported"] == texts["vllm"]
 
 
 @pytest.mark.parametrize("rollout", [VLLM, SERVER], ids=["in process", "server"])
