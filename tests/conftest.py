@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,8 +36,12 @@ EXPERIENCE_BYTES, STREAM_BYTES = 64 << 20, 16 << 20
 WORKERS, WORKER_BYTES = 3, 2 << 30
 """Processes that share the whole suite, and memory of one with what it starts. Two cores have room for three: many
 tests wait for processes of their own, few need a core all the time. The long ones do: two of them share two cores."""
-SLOW_UNTIL = 0.8
+STACK_UNTIL, SLOW_UNTIL = 0.5, 0.8
+"""Shares of the files by which those with tests of the shared stack, and the other slow ones, are over."""
+SHARED_STACK = "stack"
 NURSERY: pytest.StashKey[Any] = pytest.StashKey()
+AFTER_STACK: pytest.StashKey[set[str]] = pytest.StashKey()
+CLOSE_STACK: pytest.StashKey[Callable[[], None]] = pytest.StashKey()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,33 +81,62 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         nursery.close()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests without passes over what is there by then: they would find nothing to free."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Spread files with slow tests, which mostly wait, among the others, which compute; the last fifth has none.
 
     Otherwise all workers would first wait and then compute, and in the end wait for the one that has the last file.
+    Those that use the shared stack are in the first half: it is closed then, for it costs CPU time also while it idles.
     Tests that need a GPU are skipped where there is none.
     """
     gpu = [item for item in items if item.get_closest_marker("gpu")]
     if gpu and not importlib.import_module("torch").cuda.is_available():
         for item in gpu:
             item.add_marker(pytest.mark.skip("no CUDA device here"))
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    stack = {item.path for item in items if uses_stack(item)}
+    slow = {item.path for item in items if item.get_closest_marker("slow")} - stack
     files = dict.fromkeys(item.path for item in items)
     place: dict[Path, float] = {}
-    for share, some in ((SLOW_UNTIL, slow), (1.0, files.keys() - slow)):
+    for share, some in ((STACK_UNTIL, stack), (SLOW_UNTIL, slow), (1.0, files.keys() - slow - stack)):
         own = [path for path in files if path in some]
         place |= {path: share * number / len(own) for number, path in enumerate(own)}
     items.sort(key=lambda item: place[item.path])
 
 
-def pytest_collection_finish() -> None:
-    """Exempt all that was imported and collected from garbage collection: passes over it took a third of the time.
+def uses_stack(item: pytest.Item) -> bool:
+    """A test of the shared stack."""
+    return SHARED_STACK in getattr(item, "fixturenames", ())
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Close the shared stack of this process before the first test that comes after all that use it."""
+    stash = item.config.stash
+    if (close := stash.get(CLOSE_STACK, None)) is not None and item.nodeid in stash[AFTER_STACK]:
+        del stash[CLOSE_STACK]
+        close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note which tests come after those of the shared stack; exempt what there is from garbage collection.
+
+    Passes over all that was imported and collected took a third of the time.
 
     A ``CliRunner`` makes its command of an application once, not for each line: it has 77 of them, whose signatures
     take longer to read than most of them take to run.
     """
     if (testing := sys.modules.get("typer.testing")) is not None:
         testing._get_command = functools.cache(testing._get_command)  # type: ignore[attr-defined]
+    last = max((number for number, item in enumerate(session.items) if uses_stack(item)), default=-1)
+    session.config.stash[AFTER_STACK] = {item.nodeid for item in session.items[last + 1 :]}
     gc.collect()
     gc.freeze()
 
@@ -184,6 +217,12 @@ def nursery(pytestconfig: pytest.Config) -> Iterator[Any]:
     found = module_beside("nursery").Nursery(shared)
     yield found
     found.close()
+
+
+@pytest.fixture(scope="session")
+def close_stack(pytestconfig: pytest.Config) -> Callable[[Callable[[], None]], None]:
+    """``close_stack(close)``: have the shared stack closed as soon as no test of this process needs it any more."""
+    return lambda close: pytestconfig.stash.__setitem__(CLOSE_STACK, close)
 
 
 @pytest.fixture(scope="session")

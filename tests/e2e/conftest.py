@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -50,7 +50,7 @@ WAIT_MS = 60_000
 DESKTOP = {"width": 1440, "height": 1000}
 USER_CODE = Path(__file__).with_name("user_code")
 TASKSETS = Path(__file__).parents[1] / "clients" / "environments"
-LOOK_S = 0.05
+LOOK_S = 0.1
 EXPERIENCE_BYTES, LEDGER_BYTES = 80 << 20, 32 << 20
 """Small enough to be filled by a test."""
 
@@ -323,9 +323,12 @@ def store() -> tempfile.TemporaryDirectory[str]:
 
 
 @pytest.fixture(scope="session")
-def stack(nursery: Any) -> Iterator[Deployment]:
+def stack(nursery: Any, close_stack: Callable[[Callable[[], None]], None]) -> Iterator[Deployment]:
     """One stack for all tests: what they kill is started again."""
-    with store() as path, Deployment(Path(path), nursery.launch) as deployment:
+    with ExitStack() as running:
+        path = running.enter_context(store())
+        deployment = running.enter_context(Deployment(Path(path), nursery.launch))
+        close_stack(running.close)
         yield deployment
 
 
