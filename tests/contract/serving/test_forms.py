@@ -98,8 +98,10 @@ async def test_a_stop_string_and_a_length_end_it_early(writer: Any) -> None:
 )
 async def test_forced_calls(writer: Any, more: dict[str, Any], names: set[str], stream: bool) -> None:
     found: set[str] = set()
-    for seed in range(6):
-        response = await writer.chat("hi", tools=[ADD, STOP], max_tokens=400, seed=seed, stream=stream, **more)
+    for seed in range(20):
+        if found == names:
+            break
+        response = await writer.chat("hi", tools=[ADD, STOP], max_tokens=200, seed=seed, stream=stream, **more)
         assert response.status_code == 200, response.text
         if stream:
             choices = [choice for part in lines_of(response.text) for choice in part["choices"]]
