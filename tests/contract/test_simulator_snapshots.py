@@ -66,6 +66,8 @@ MORE = {
     "pick": OpenEnv(env_id="pick-place-v3", num_envs=3, backend="metaworld", options={"expert": True}),
 }
 EVERY = CASES | MORE
+SHORT_CASES = {"discrete", "mujoco, two processes", "world model", "acrobot"}
+"""One of each way to store a state: what the others store besides is tried by the long tests."""
 BEFORE, AFTER = 7, 12
 """Actions before and after the snapshot; no episode of these cases is over by then."""
 
@@ -73,7 +75,10 @@ BEFORE, AFTER = 7, 12
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=SLOW_TO_START if one.backend in ELSEWHERE else ())
+        pytest.param(
+            name,
+            marks=SLOW_TO_START if one.backend in ELSEWHERE else () if name in SHORT_CASES else [pytest.mark.long],
+        )
         for name, one in EVERY.items()
         if one.backend not in WITHOUT
     ],
@@ -215,7 +220,8 @@ def test_episodes_whose_process_dies_in_a_later_restore_are_lost(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    "name", ["discrete", "mujoco, two processes", pytest.param("metaworld", marks=pytest.mark.long)]
+    "name",
+    ["discrete", *(pytest.param(name, marks=pytest.mark.long) for name in ("mujoco, two processes", "metaworld"))],
 )
 def test_an_episode_of_a_session_without_a_camera_is_filmed_where_it_goes_on(name: str) -> None:
     if name != "discrete" and NO_OPENGL:

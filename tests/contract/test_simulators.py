@@ -72,6 +72,10 @@ CASES = {
 }
 
 
+LONG_CASES = {"continuous", "options", "mujoco pictures, two processes", "world model, anywhere"}
+"""Cases in which the simulators of the others, or those of ``ELSEWHERE``, are opened in another way."""
+
+
 def sims_dir(request: OpenEnv) -> Path:
     """Where the interpreter of a case is; the case is skipped, or fails, where there is none."""
     folder = ServiceSettings().sims_dir.expanduser()
@@ -87,7 +91,13 @@ def sims_dir(request: OpenEnv) -> Path:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=SLOW_TO_START if one.backend in ELSEWHERE else ()) for name, one in CASES.items()],
+    params=[
+        pytest.param(
+            name,
+            marks=SLOW_TO_START if one.backend in ELSEWHERE else [pytest.mark.long] if name in LONG_CASES else (),
+        )
+        for name, one in CASES.items()
+    ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenEnv:
     if request.param.startswith("mujoco pictures") and NO_OPENGL:
@@ -212,7 +222,11 @@ def _fields(request: OpenEnv) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    ["discrete", "pictures", "mujoco, two processes", pytest.param("metaworld", marks=pytest.mark.long), "libero"],
+    [
+        "discrete",
+        "libero",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("pictures", "mujoco, two processes", "metaworld")),
+    ],
 )
 def test_an_episode_is_filmed_and_goes_on_as_without_a_camera(name: str) -> None:
     """An MP4 file of the newest episode; states and rewards are those of the same simulator without a camera."""

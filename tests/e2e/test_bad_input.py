@@ -150,7 +150,7 @@ def test_an_address_that_is_no_bus() -> None:
     ("scorer", "message"),
     [
         ("raises", "raised ValueError: the judge is out to lunch"),
-        ("hangs", "longer than reward.timeout_s (0.3 s)"),
+        pytest.param("hangs", "longer than reward.timeout_s (0.3 s)", marks=pytest.mark.long),
         ("not_a_number", "returned nan; it must return a finite number"),
         ("missing", "'e2e_scorers:missing' cannot be imported"),
     ],

@@ -60,13 +60,12 @@ async def fill(bus: Bus, junk: str) -> None:
                 await bus.publish(junk, b"x" * nbytes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stream", "told"),
     [
         (subjects.EXPERIENCE, "stream EXPERIENCE is full"),
-        pytest.param(
-            subjects.LEDGER, "the bus, for an entry of the ledger (stream LEDGER is full", marks=pytest.mark.long
-        ),
+        (subjects.LEDGER, "the bus, for an entry of the ledger (stream LEDGER is full"),
     ],
     ids=[subjects.EXPERIENCE, subjects.LEDGER],
 )

@@ -233,6 +233,7 @@ def test_soft_actor_critic_goes_on_to_the_same_bytes_after_a_kill(stack: Any) ->
     stack.check_replay(job, at_least=6)
 
 
+@pytest.mark.long
 def test_a_job_begins_with_what_it_was_shown(stack: Any, tmp_path: Path) -> None:
     """Version 0 balances the pole as long as the expert did; it stands in the ledger like any other version."""
 

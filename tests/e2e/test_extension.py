@@ -39,6 +39,7 @@ def test_an_extended_job_is_the_job_that_was_longer_from_the_start(stack: Any) -
     assert phases.count("succeeded") == 2, "who follows the events sees both ends"
 
 
+@pytest.mark.long
 def test_what_cannot_go_on_says_why(stack: Any) -> None:
     job = stack.submit(
         "name=stops", "train.max_updates=4", "optimizer.schedule=cosine",

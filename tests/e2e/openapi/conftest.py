@@ -332,7 +332,7 @@ def _await_fates(front: Front) -> None:
     front.stack.until(lambda: front.stack.status(front.jobs["live"]).step, "an update on verdicts")
 
 
-@pytest.fixture(scope="module", params=["with a key", pytest.param("open", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["with a key", "open"])
 def front(request: pytest.FixtureRequest, seeded: Front) -> Iterator[Front]:
     """The deployment's coordinator, and another one of it that asks for no keys."""
     if request.param == "with a key":

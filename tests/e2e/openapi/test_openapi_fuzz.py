@@ -1,6 +1,6 @@
 """Every operation of the OpenAPI document over a whole deployment, with keys and without: what it promises holds.
 
-Each operation is called once so that it succeeds, then, where the long tests run, with generated requests.
+Each operation is called once so that it succeeds, and then with generated requests.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 schemathesis = pytest.importorskip("schemathesis")
 checks = pytest.importorskip("schemathesis.specs.openapi.checks")
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 SHORT_WAIT_S = 0.05
 """Longest that a generated request may ask to be held."""
@@ -41,7 +41,6 @@ def test_the_document_holds(front: Any) -> None:
     fuzz(front, examples=0)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_the_document_holds_for_many_requests(front: Any) -> None:
     fuzz(front, examples=40 if front.headers else 10)
