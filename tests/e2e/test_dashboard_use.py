@@ -384,7 +384,8 @@ def test_curves_are_smoothed_logarithmic_and_share_a_cursor(stack: Any, page: Pa
     assert all("(-" not in line for curve in (here, there) for line in curve["cursor"]), "each chart shows the line"
     at = here["steps"][here["at"]]
     assert here["legend"][0] == there["legend"][0] == f"update{at}"
-    assert here["legend"][1] == f"reward/mean{series['reward/mean'][steps.index(at)]:.4f}"
+    value = float(here["legend"][1].removeprefix("reward/mean"))
+    assert value == pytest.approx(series["reward/mean"][steps.index(at)], abs=1e-4)
     page.mouse.move(0, 0)
 
     assert curve["distr"] == 1
@@ -407,9 +408,10 @@ def test_two_jobs_that_trained_are_two_curves(stack: Any, page: Page, enter: Any
             for step, value in zip(truth["steps"], truth["series"]["reward/mean"], strict=True)
             if value is not None
         )
-        newest.append(f"{truth['series']['reward/mean'][truth['steps'].index(at)]:.4f} at update {at}")
-    told = (curves.get_attribute("aria-label") or "").split("Newest: ")[1].split("; ")
-    assert told == [f"used {newest[0]}", f"compared {newest[1]}"]
+        newest.append((truth["series"]["reward/mean"][truth["steps"].index(at)], at))
+    shown = re.findall(r"(\w+) ([\d.]+) at update (\d+)", (curves.get_attribute("aria-label") or ""))
+    assert [name for name, _, _ in shown] == ["used", "compared"]
+    assert [(float(value), int(at)) for _, value, at in shown] == [(pytest.approx(v, abs=1e-4), at) for v, at in newest]
     legend = page.locator(".chart[data-title='reward/mean'] .u-legend .u-series")
     assert [re.sub(r"[\d.]+( \(at \d+\))?$", "", row) for row in legend.all_inner_texts()] == [
         "update",
