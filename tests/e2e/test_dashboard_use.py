@@ -234,9 +234,13 @@ def opacity(colour: str) -> float:
 def test_colours_of_tokens_differ_as_their_values_do(stack: Any, page: Page, enter: Any, used: str) -> None:
     """The less likely a token, the stronger; the same for all of one advantage, and of the other sign another hue."""
     rows = stack.client.samples(used, limit=100)
-    praised = max(rows, key=lambda row: row.advantage)
-    blamed = min(rows, key=lambda row: row.advantage)
-    assert praised.advantage > 0 > blamed.advantage
+
+    def spread(row: Any) -> float:
+        logprobs = stack.client.sample(used, row.id).logprobs
+        return float(max(logprobs) - min(logprobs))
+
+    praised = max((row for row in rows if row.advantage > 0), key=spread)
+    blamed = max((row for row in rows if row.advantage < 0), key=spread)
     two = mixed(stack, used)
     hues = {}
     for row in (praised, blamed):
