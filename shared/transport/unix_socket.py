@@ -1,8 +1,8 @@
 """Requests between two processes of one host through a Unix socket, for short requests whose latency matters.
 
-A request is ``size, id`` and a body; a reply is ``size, id, length of the error's name``, that name and a body (sizes in
-bytes, of the body and the name). The socket has an abstract address: the kernel removes it with its process. Both ends
-accept only processes of their own user.
+A request is ``size, id`` and a body; a reply is ``size, id, length of a name``, the name of an error's class ('' for
+none) and a body. Sizes are in bytes, of all that follows the header. The socket has an abstract address, which the
+kernel removes with its process. Both ends accept only processes of their own user.
 """
 
 from __future__ import annotations
