@@ -12,8 +12,8 @@ import ast
 import contextlib
 import hashlib
 import os
-import re
 import shutil
+import struct
 import tempfile
 import threading
 import zipfile
@@ -25,7 +25,7 @@ import uuid6
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.services.coordinator.problems import Flaw, HttpProblem
-from penstock.shared.data.files import MODEL, ROWS, is_uploaded
+from penstock.shared.data.files import MAX_MODEL_FILES, MODEL, MODEL_FILE, ROWS, is_uploaded
 from penstock.shared.data.user_code import code_path
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.bus_clock import bus_time
@@ -37,9 +37,10 @@ RECORD, KEY, KEYS = "file.json", "key", "keys"
 MAX_LINE_BYTES = 8 << 20
 MAX_FLAWS = 20
 MAX_CODE_FILES = 10_000
-MAX_MODEL_FILES = 256
-_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\.(json|safetensors|jinja|txt|model)", re.ASCII)
-"""Names of the files of a model: neither code nor pickles, and nothing outside of its folder."""
+_END, _LOCATOR_BYTES = struct.Struct("<4sHHHHIIH"), 20
+"""End of a ZIP archive, whose sixth field is the size of its directory; a locator before it has 64-bit sizes."""
+MAX_ENTRY_BYTES = 512
+"""Room for a file in the directory of an archive."""
 ABANDONED_S = 3600.0
 """Age after which a half-written upload is removed (seconds): no upload takes so long, so a crash left it."""
 
@@ -250,7 +251,7 @@ def _unpack_model(source: BinaryIO, folder: Path) -> tuple[int, int, str]:
     nbytes = source.tell()
     folder.mkdir()
     try:
-        with zipfile.ZipFile(source) as archive:
+        with _archive(source) as archive:
             entries = archive.infolist()
             names = {entry.filename for entry in entries}
             if "config.json" not in names or len(names) != len(entries) or len(entries) > MAX_MODEL_FILES:
@@ -260,16 +261,38 @@ def _unpack_model(source: BinaryIO, folder: Path) -> tuple[int, int, str]:
             if sum(entry.file_size for entry in entries) > nbytes:
                 raise ValueError("its files overlap")
             for entry in entries:
-                if not _PLAIN.fullmatch(entry.filename):
+                if not MODEL_FILE.fullmatch(entry.filename):
                     raise ValueError(
                         f"'{entry.filename[:80]}' is no file of a model: .json, .safetensors, .jinja, .txt"
                     )
-                _write(folder / entry.filename, archive.read(entry))  # checks the CRC
+                _write(folder / entry.filename, _read(archive, entry))
     except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError, OverflowError) as error:
         detail = f"the file is not a ZIP archive of a model: {error}"
         raise HttpProblem(422, "invalid_file", detail, errors=[Flaw(pointer="/file", detail=detail)]) from None
     _sync(folder)
     return nbytes, 0, digest.hexdigest()
+
+
+def _archive(source: BinaryIO) -> zipfile.ZipFile:
+    """Open an archive. Raises ValueError if its directory is damaged, or too long for so many files."""
+    source.seek(-min(source.tell(), _LOCATOR_BYTES + _END.size), os.SEEK_END)
+    tail = source.read()
+    if len(tail) < _END.size or not tail.startswith(b"PK\5\6", -_END.size) or tail.startswith(b"PK\6\7"):
+        raise ValueError("its end is damaged, or it has a comment or 64-bit sizes")
+    if _END.unpack(tail[-_END.size :])[5] > MAX_MODEL_FILES * MAX_ENTRY_BYTES:
+        raise ValueError(f"a model has a config.json, and at most {MAX_MODEL_FILES} files")
+    try:
+        return zipfile.ZipFile(source)
+    except OSError as error:  # the directory names a place outside of the file
+        raise ValueError(str(error)) from None
+
+
+def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    """Return a file of an archive, whose CRC is checked. Raises ValueError if it lies outside of the archive."""
+    try:
+        return archive.read(entry)
+    except OSError as error:
+        raise ValueError(f"'{entry.filename[:80]}': {error}") from None
 
 
 def _problem(line: bytes) -> str:

@@ -43,8 +43,8 @@ class FileSource(_AnySource):
 
     type: Literal["file"] = "file"
     path: FileName
-    """File or directory as every service sees it, or the id of an uploaded file. The client uploads a JSON lines
-    file of at most 16 MiB that a job file names as `./FILE`."""
+    """File or directory as every service sees it, or the id of an uploaded file. The client uploads a file
+    of at most 16 MiB (JSON lines, Parquet) that a job file names as `./FILE`."""
     limit: int | None = Field(None, ge=1)
     """Use only this many rows from the start; null: all rows."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import math
 import re
+import tempfile
 import zipfile
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -111,7 +113,7 @@ def test_small_parquet_is_uploaded_as_json_lines_if_json_has_its_types(
     monkeypatch.setenv("PENSTOCK_DATA_DIR", str(tmp_path / "data"))
     kept = open_rows(FileSource(path=id))
     assert [kept[0], kept[1]] == [rows[0], {**rows[1], "parts": None, "level": None}]
-    for value in (b"raw", datetime(2026, 1, 1, tzinfo=UTC), Decimal("0.5")):
+    for value in (b"raw", datetime(2026, 1, 1, tzinfo=UTC), Decimal("0.5"), math.nan, math.inf):
         assert sent({"prompt": "1+1=", "answer": value}) == str(written), "the services read it there"
     monkeypatch.setattr(beside, "MAX_UPLOAD_BYTES", written.stat().st_size)
     assert sent({"prompt": "0" * 1_000_000, "answer": "2"}) == str(written), "its lines are longer than the file"
@@ -168,7 +170,16 @@ def test_a_small_model_beside_a_job_file_is_uploaded_once(file: Path, model: Pat
         store.model(changed)
 
 
-@pytest.mark.parametrize("odd", ["long.safetensors", "modeling.py", "weights.bin", "shards/a.json", "", "absolute"])
+def test_the_id_of_a_model_replaces_only_the_path_of_the_model(file: Path, model: Path) -> None:
+    """Other keys name models that the services read where they lie."""
+    text = read_job(file, ["model={path: ./base}", f"algorithm={{type: distillation, teacher: '{model}'}}"])
+    changed = text.with_uploads({str(model): "file-1"}).data
+    assert (changed["model"]["path"], changed["algorithm"]["teacher"]) == ("file-1", str(model))
+
+
+@pytest.mark.parametrize(
+    "odd", ["long.safetensors", "modeling.py", "weights.bin", "shards/a.json", ".a.json", "", "absolute"]
+)
 def test_other_models_must_lie_where_the_services_see_them(
     file: Path, model: Path, monkeypatch: pytest.MonkeyPatch, odd: str
 ) -> None:
@@ -203,6 +214,14 @@ def test_a_damaged_or_compressed_archive_is_refused(store: FileStore) -> None:
     for data in (whole.replace(bytes(range(256)), bytes(256)), whole[:-10], b"", b"{}\n"):
         with pytest.raises(HttpProblem, match="not a ZIP archive of a model"):
             store.add(io.BytesIO(data), "base.zip", "model")
+    beyond = whole[:-6] + (len(whole) + 9).to_bytes(4, "little") + whole[-2:]  # where its directory begins
+    with tempfile.TemporaryFile() as source:
+        source.write(beyond)
+        source.seek(0)
+        with pytest.raises(HttpProblem, match="not a ZIP archive of a model"):
+            store.add(source, "base.zip", "model")
+    with pytest.raises(HttpProblem, match="at most 256 files"):
+        store.add(packed(MODEL | {f"{n:0100}.json": b"" for n in range(1000)}), "base.zip", "model")
     with pytest.raises(HttpProblem, match="stored, not compressed"):
         store.add(packed(MODEL, zipfile.ZIP_DEFLATED), "base.zip", "model")
     assert store.list_all() == []

@@ -10,6 +10,7 @@ the same files.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,9 +18,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from penstock.shared.config.base import load_yaml, with_overrides
+from penstock.shared.data.files import MAX_MODEL_FILES, MODEL_FILE
 from penstock.shared.errors import ConfigError
 
 __all__ = [
@@ -55,8 +55,11 @@ class JobText:
 
     def with_uploads(self, ids: Mapping[str, str]) -> JobText:
         """Return the job file with the ids of the uploaded files in place of their paths."""
-        data = _each_text(self.data, lambda text: ids.get(text, text))
+        of_rows = {path: ids[path] for path in self.rows if path in ids}
+        data = _each_text(self.data, lambda text: of_rows.get(text, text))
         assert isinstance(data, dict)
+        if self.models:
+            data["model"] = _each_text(data["model"], lambda text: ids.get(text, text))
         return replace(self, data=data, rows=frozenset(), models=frozenset())
 
 
@@ -109,7 +112,7 @@ def _is_small_file_of_rows(file: Path) -> bool:
 
 def read_rows(file: Path) -> bytes | None:
     """Read a data set as JSON lines. Return None for Parquet that cannot be converted here without a change: pyarrow is
-    missing, JSON lacks the type of a value (bytes, times, decimals), or the lines have more than MAX_UPLOAD_BYTES.
+    missing, JSON lacks a value (bytes, times, decimals, NaN), or the lines have more than MAX_UPLOAD_BYTES.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -119,13 +122,17 @@ def read_rows(file: Path) -> bytes | None:
             return file.read_bytes()
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
+    lines, size = [], 0
     try:
-        rows = import_module("pyarrow.parquet").read_table(file).to_pylist()
-        plain = orjson.OPT_APPEND_NEWLINE | orjson.OPT_PASSTHROUGH_DATETIME
-        lines = b"".join(orjson.dumps(row, option=plain) for row in rows)
-    except (ImportError, OSError, ValueError, TypeError):  # pyarrow's are OSError and ValueError, orjson's TypeError
+        for batch in import_module("pyarrow.parquet").ParquetFile(file).iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                lines.append(json.dumps(row, allow_nan=False, ensure_ascii=False).encode() + b"\n")
+                size += len(lines[-1])
+            if size > MAX_UPLOAD_BYTES:
+                return None
+    except (ImportError, OSError, ValueError, TypeError, NotImplementedError):  # of pyarrow, or of a value without JSON
         return None
-    return lines if len(lines) <= MAX_UPLOAD_BYTES else None
+    return b"".join(lines)
 
 
 def files_of_model(folder: Path) -> list[Path]:
@@ -136,6 +143,8 @@ def files_of_model(folder: Path) -> list[Path]:
     inside = sorted(folder.iterdir())
     files = [path for path in inside if path.suffix in _MODEL]
     if any(path.suffix not in _MODEL | _NOTES or not path.is_file() for path in inside):
+        return []
+    if len(files) > MAX_MODEL_FILES or not all(MODEL_FILE.fullmatch(path.name) for path in files):
         return []
     return files if sum(path.stat().st_size for path in files) <= MAX_UPLOAD_BYTES else []
 
