@@ -154,26 +154,24 @@ def _shown_live(job: Job) -> Iterator[None]:
         yield
         return
 
-    def picture() -> dict[str, str]:
-        return {"text/html": job._repr_html_(), "text/plain": repr(job)}
-
     def update() -> None:
         with suppress(PenstockError):  # the waiting caller meets the error, if it lasts
-            handle.update(picture(), raw=True)
+            handle.update({"text/html": job._repr_html_(), "text/plain": repr(job)}, raw=True)
 
     def keep_updating() -> None:
+        update()
         while not ended.wait(_LIVE_S):
             update()
 
-    handle = import_module("IPython.display").display(picture(), raw=True, display_id=True)
+    handle = import_module("IPython.display").display({"text/plain": f"<Job {job.id}>"}, raw=True, display_id=True)
     ended, thread = threading.Event(), threading.Thread(target=keep_updating, daemon=True)
     thread.start()
     try:
         yield
+        update()
     finally:
         ended.set()
-        thread.join()
-        update()
+        thread.join(_LIVE_S)
 
 
 def svg_curve(steps: Sequence[int], values: Sequence[float | None]) -> str:

@@ -71,7 +71,7 @@ class Cell:
     def display(self, bundle: dict[str, str], *, raw: bool, display_id: bool) -> Cell:
         assert raw
         assert display_id, "what is updated needs an id"
-        self.pictures.append(bundle["text/html"])
+        self.pictures.append(bundle.get("text/html", ""))
         return self
 
     def update(self, bundle: dict[str, str], *, raw: bool) -> None:
