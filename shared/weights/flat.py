@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Iterable, Iterator
@@ -168,9 +169,9 @@ class _Writing:
         if source.device.type != "cpu" or not source.is_contiguous():
             self._flat[spec.offset : end].view(source.dtype).view(spec.shape).copy_(source)
         elif in_order and spec.nbytes > _BESIDE_BYTES:
-            self._copy_and_hash(source.view(-1).view(torch.uint8).numpy())
+            self._copy_and_hash(_bytes_of(source))
         else:
-            np.copyto(self._buffer[spec.offset : end], source.view(-1).view(torch.uint8).numpy())
+            np.copyto(self._buffer[spec.offset : end], _bytes_of(source))
         padded = end + -end % ALIGN
         self._buffer[end:padded] = 0
         if in_order:
@@ -234,6 +235,16 @@ class _Writing:
             self._hashing = None
         self._hasher.update(self._buffer[self._hashed : stop].data)
         self._hashed = stop
+
+
+def _bytes_of(source: Tensor) -> NDArray[np.uint8]:
+    """Return the memory of a contiguous tensor, uint8 [bytes], valid while the tensor lives.
+
+    Not by ``Tensor.numpy``: torch refuses to free memory that was exported, and FSDP frees what it gathered.
+    """
+    if not source.nbytes:
+        return np.empty(0, np.uint8)
+    return np.frombuffer((ctypes.c_uint8 * source.nbytes).from_address(source.data_ptr()), np.uint8)
 
 
 def _take(free: set[int], number: int) -> bool:

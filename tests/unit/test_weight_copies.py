@@ -76,3 +76,12 @@ def test_a_tensor_that_does_not_fit_ends_the_threads(cores: int) -> None:
     with pytest.raises(WeightsError, match=r"5 tensors of layout .* are missing"):
         fill(np.empty(layout.nbytes, np.uint8), layout, given[:1])
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights")]
+
+
+@pytest.mark.parametrize("size", [0, 1000, 12 << 20])
+def test_what_was_published_can_be_freed(size: int) -> None:
+    """FSDP frees the parameters that it gathered; torch refuses that for memory that NumPy has seen."""
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    layout = layout_of([("w", tensor)])
+    fill(np.zeros(layout.nbytes, np.uint8), layout, [("w", tensor)])
+    tensor.untyped_storage().resize_(0)
