@@ -145,8 +145,11 @@ class EnvService:
         servers: list[Server | UnixServer] = []
         servers.append(await self.bus.serve(subjects.env(name), session.answer, max_concurrent=4))
         if direct is not None:
-            await direct.start()
-            servers.append(direct)
+            try:
+                await direct.start()
+                servers.append(direct)
+            except OSError as error:  # the client falls back to the bus
+                logger.warning("session %s has no Unix socket: %s", name, error)
         serving.set()
         try:
             while not session.closed.is_set() and not session.idle:

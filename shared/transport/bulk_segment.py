@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal, Self
@@ -219,7 +220,7 @@ def _reserve(fd: int, nbytes: int, on_piece: Callable[[], None]) -> None:
 
 def _free_bytes(path: Path) -> int:
     stat = os.statvfs(path)
-    return stat.f_bavail * stat.f_frsize
+    return stat.f_bavail * stat.f_frsize if stat.f_blocks else sys.maxsize  # a tmpfs without a limit has no blocks
 
 
 def map_file(fd: int, access: Access, on_piece: Callable[[], None] = lambda: None) -> mmap.mmap:

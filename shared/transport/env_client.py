@@ -6,6 +6,7 @@ On one host they go through a Unix socket, which takes a quarter of the time of 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -157,9 +158,10 @@ class EnvClient:
         try:
             frame = b"".join(env_frame(CloseRequest(seq=self.seq)))
             if self._direct is not None and self._direct.is_open:
-                await self._direct.request(frame, deadline_s=ATTEMPT_S)
-            else:
-                await self._bus.request(self.subject, frame, deadline_s=ATTEMPT_S)
+                with contextlib.suppress(Unavailable):
+                    await self._direct.request(frame, deadline_s=ATTEMPT_S)
+                    return
+            await self._bus.request(self.subject, frame, deadline_s=ATTEMPT_S)
         finally:
             if self._direct is not None:
                 self._direct.close()

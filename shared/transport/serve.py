@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import NoReturn
 
 from penstock.shared import errors
 from penstock.shared.errors import PenstockError, ProtocolError, Unavailable
@@ -13,7 +12,7 @@ from penstock.shared.protocol.permissions import inbox_of
 from penstock.shared.transport.connection import Connection, Subscription
 from penstock.shared.transport.inbox import Raw
 
-__all__ = ["Server", "answer_of", "error_reply", "raise_error"]
+__all__ = ["Server", "answer_of", "error_of", "error_reply"]
 
 log = logging.getLogger(__name__)
 
@@ -105,10 +104,11 @@ def error_reply(what: str, error: BaseException) -> tuple[str, bytes]:
     return "PenstockError", f"{what} failed inside: {error!r}".encode()
 
 
-def raise_error(name: str, message: bytes) -> NoReturn:
-    """Raise the error of ``error_reply``, as a PenstockError of this name."""
+def error_of(name: str, message: bytes) -> PenstockError:
+    """Return the error that ``error_reply`` described."""
     kind = getattr(errors, name, PenstockError) if name in errors.__all__ else PenstockError
-    raise kind(message.decode("utf-8", "replace"))
+    error: PenstockError = kind(message.decode("utf-8", "replace"))
+    return error
 
 
 def answer_of(reply: Raw) -> bytes:
@@ -116,4 +116,4 @@ def answer_of(reply: Raw) -> bytes:
     name = reply.headers.get(ERROR_HEADER) if reply.headers else None
     if name is None:
         return reply.data
-    raise_error(name, reply.data)
+    raise error_of(name, reply.data)

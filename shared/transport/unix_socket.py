@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from typing import cast
 
 from penstock.shared.errors import Unavailable
-from penstock.shared.transport.serve import error_reply, raise_error
+from penstock.shared.transport.serve import error_of, error_reply
 
 __all__ = ["UnixClient", "UnixServer"]
 
@@ -38,17 +38,23 @@ class UnixServer:
         self._server: asyncio.Server | None = None
         self._connections: set[_Messages] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
 
     async def start(self) -> None:
-        """Accept connections."""
+        """Accept connections. Raises OSError if there is no room for the socket."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listening.bind(f"\0{self.address}")
-        listening.listen(8)
-        listening.setblocking(False)
-        self._server = await asyncio.get_running_loop().create_unix_server(self._connected, sock=listening)
+        try:
+            listening.bind(f"\0{self.address}")
+            listening.listen(8)
+            listening.setblocking(False)
+            self._server = await asyncio.get_running_loop().create_unix_server(self._connected, sock=listening)
+        except OSError:
+            listening.close()
+            raise
 
     async def close(self, deadline_s: float = 5.0) -> None:
         """Accept no more requests; give running ones ``deadline_s`` to finish, then cancel them. Safe to repeat."""
+        self._closing = True
         if self._server is not None:
             self._server.close()
         if self._tasks:
@@ -66,6 +72,8 @@ class UnixServer:
         return connection
 
     def _on_request(self, connection: _Messages, header: tuple[int, ...], body: bytes) -> None:
+        if self._closing:  # the connection ends soon, and the client sees that
+            return
         task = asyncio.create_task(self._answer(connection, header[1], body), name="serve a Unix socket")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -96,7 +104,7 @@ class UnixClient:
         """Connect.
 
         Raises:
-            Unavailable: no process serves the address in this network namespace, or one of another user does.
+            Unavailable: no process of this user serves the address in this network namespace.
         """
         client = cls()
         connecting = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -108,7 +116,7 @@ class UnixClient:
             connecting.close()
             raise Unavailable(f"Unix socket '{address}': {error.strerror or error}") from None
         if not client.is_open:
-            raise Unavailable(f"Unix socket '{address}' belongs to another user")
+            raise Unavailable(f"Unix socket '{address}' belongs to another user, or was closed at once")
         return client
 
     @property
@@ -146,13 +154,10 @@ class UnixClient:
         reply = self._waiting.get(number)
         if reply is None or reply.done():  # its requester gave up
             return
-        if not length:
+        if length:
+            reply.set_exception(error_of(body[:length].decode(), body[length:]))
+        else:
             reply.set_result(body)
-            return
-        try:
-            raise_error(body[:length].decode(), body[length:])
-        except Exception as error:
-            reply.set_exception(error)
 
     def _on_end(self, connection: _Messages) -> None:
         for reply in self._waiting.values():

@@ -161,3 +161,10 @@ def test_making_room_for_a_copy_is_progress(tmp_path: Path, monkeypatch: pytest.
     staged.release()
     copies.close()
     trainer.close()
+
+
+def test_memory_without_a_limit_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a tmpfs has neither blocks nor free ones."""
+    known = os.statvfs(tmp_path)
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result([*known[:2], 0, 0, 0, *known[5:10]]))
+    Segment.create(tmp_path / "segment", 1 << 20).close()
