@@ -322,6 +322,13 @@ def store() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="penstock-e2e-", dir=root)
 
 
+@pytest.fixture(scope="module")
+def stack_folder() -> Iterator[Path]:
+    """For the stacks that the tests of a module start by themselves."""
+    with store() as path:
+        yield Path(path)
+
+
 @pytest.fixture(scope="session")
 def stack(nursery: Any, close_stack: Callable[[Callable[[], None]], None]) -> Iterator[Deployment]:
     """One stack for all tests: what they kill is started again."""

@@ -1,4 +1,4 @@
-"""A job moves between backends while it trains: one run, one optimizer, nothing trained twice or lost."""
+"""A job moves between backends while it trains (docs/backends.md): one run, nothing trained twice or lost."""
 
 from __future__ import annotations
 

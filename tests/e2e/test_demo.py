@@ -1,4 +1,4 @@
-"""The demos as a user runs them, to their ends: what they promise is what happens."""
+"""The demos of README.md, docs/cli.md and docs/embodied.md, to their ends: what they promise is what happens."""
 
 from __future__ import annotations
 

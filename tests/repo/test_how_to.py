@@ -18,8 +18,8 @@ import yaml
 from penstock.shared.config.environment import EnvironmentConfig
 
 ROOT = Path(__file__).parents[2]
-PAGES = ROOT / "docs" / "how-to"
-EXECUTED = sorted(page.name for page in PAGES.glob("*.md") if "```console" in page.read_text())
+PAGES = ROOT / "docs/how-to"
+EXECUTED = sorted(page.name for page in PAGES.glob("*.md") if re.search("^```(console|diff)", page.read_text(), re.M))
 FENCE = re.compile(r"^```(\w+)(?: title=\"[^\"]+\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

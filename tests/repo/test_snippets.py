@@ -1,100 +1,109 @@
-"""Snippets of the pages can be used: job files parse, commands have these options, clients have these methods."""
+"""Snippets of the pages can be used: job files parse, commands have these options, clients have these methods.
+
+``tests/e2e/test_manual.py`` does them; none is left out of both, but for those that ``tests/manual.py`` names.
+"""
 
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import re
 import shlex
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import yaml
-from typer.core import TyperGroup
 from typer.exceptions import TyperException
-from typer.main import get_group
 
-from penstock.cli import app
 from penstock.client import Client
-from penstock.shared.config.jobs.amendable import with_patch
 from penstock.shared.config.jobs.kinds import parse_job
+from tests.manual import (
+    BASES,
+    FILLED,
+    LANGUAGES,
+    NOT_RUN,
+    NOT_RUN_LIKE,
+    PAGES,
+    PARTS,
+    ROOT,
+    RUN_WHOLE,
+    UNLABELLED,
+    Snippet,
+    is_mention,
+    kind_of,
+    parsed,
+    snippets,
+    text_of,
+    to_run,
+    whole_job,
+)
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
-FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MODEL = {"path": "/models/policy"}
-PROMPTS = {
-    "name": "a", "model": MODEL, "data": {"train": {"type": "addition"}}, "reward": {"scorers": [{"type": "exact"}]},
-    "train": {"batch_size": 64, "max_updates": 9},
-}  # fmt: skip
-BASES: dict[str, dict[str, Any]] = {
-    "rl": PROMPTS,
-    "evaluation": {
-        "kind": "evaluation", "name": "a", "model": MODEL, "reward": PROMPTS["reward"],
-        "data": {"eval": {"type": "addition"}},
-    },
-    "serving": {"kind": "serving", "name": "a", "model": MODEL},
-    "online_rl": {
-        "kind": "online_rl", "name": "a", "model": MODEL, "algorithm": {"type": "reinforce_pp"},
-        "train": {"batch_size": 64, "max_lag": 2}, "online": {"metrics": {"accepted": {"type": "boolean"}}},
-        "data": {"eval": {"type": "addition"}}, "reward": PROMPTS["reward"], "evaluation": {"every": 1},
-    },
-    "embodied": {
-        "kind": "embodied", "name": "a", "policy": {"type": "gaussian"}, "algorithm": {"type": "ppo"},
-        "environment": {"backend": "gymnasium", "task": "CartPole-v1", "horizon": 100},
-        "train": {"batch_size": 64, "max_updates": 9},
-    },
-}  # fmt: skip
-"""A valid job of each kind, for fences that show a section of one."""
-CALLED = re.compile(r"^(?:\$ )?(penstock [^#\n]*)", re.MULTILINE)
-INTERNAL = {"job-rl.md", "job-online.md", "job-embodied.md", "job-evaluation.md", "job-serving.md"}
-"""Made from the code."""
+ALL = list(chain.from_iterable(map(snippets, PAGES)))
+DECISIONS = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs/adr").glob("*.md"))]
 
 
-class Snippet(NamedTuple):
-    """A fence of a page."""
-
-    page: str
-    place: int
-    text: str
+def of_kind(*kinds: str, pages: list[str] = PAGES) -> list[Any]:
+    """Snippets of some kinds, as parameters."""
+    found = [(page, place, one) for page in pages for place, one in enumerate(snippets(page)) if one.kind in kinds]
+    return [pytest.param(one, id=f"{page}-{place}") for page, place, one in found]
 
 
-def snippets(*languages: str) -> list[Snippet]:
-    found = []
-    for page in PAGES:
-        for place, (language, text) in enumerate(FENCE.findall(page.read_text(encoding="utf-8"))):
-            if language in languages and page.name not in INTERNAL:
-                whole = text.replace("{ ... }", "{type: object, properties: {}}").replace("[…]", "[...]")
-                whole = re.sub(r"\./(\w+)\.py:", r"\1:", whole)  # what the client makes of code beside the file
-                found.append(Snippet(str(page.relative_to(ROOT)), place, whole))
-    return found
+# -- nothing is left out ----------------------------------------------------------------------------------------------
 
 
-def named(one: Any) -> str:
-    return f"{one.page}-{one.place}"
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_shows_nothing_that_is_not_found(page: str) -> None:
+    """Its fences have languages that are known, and command lines are marked as such."""
+    fences = [(info.partition(" ")[0], fence) for info, fence, inline in PARTS.findall(text_of(page)) if not inline]
+    assert {language for language, _ in fences} <= LANGUAGES.keys()
+    assert text_of(page).count("```") == 2 * len(fences), "fences stand at the left margin"
+    assert [fence for language, fence in fences if LANGUAGES[language] is None and UNLABELLED.search(fence)] == []
 
 
-def kind_of(shown: dict[str, Any]) -> str:
-    """The kind of job that a fence is about."""
-    if "kind" in shown:
-        return str(shown["kind"])
-    environment = shown.get("environment", {})
-    if "policy" in shown or {"task", "backend"} & environment.keys() or "demonstrations" in shown.get("warm_start", {}):
-        return "embodied"
-    return "online_rl" if "online" in shown or "baseline" in shown.get("algorithm", {}) else "rl"
+@pytest.mark.parametrize("table", [NOT_RUN, FILLED], ids=["NOT_RUN", "FILLED"])
+def test_what_a_table_names_is_on_a_page(table: dict[str, str]) -> None:
+    assert table.keys() - {one.name for one in ALL} == set(), "no page has these any more"
 
 
-@pytest.mark.parametrize("shown", snippets("yaml"), ids=named)
+def test_patterns_and_pages_that_are_not_run_are_there() -> None:
+    assert [one for one in NOT_RUN_LIKE if not any(re.fullmatch(one, shown.name) for shown in ALL)] == []
+    assert RUN_WHOLE.keys() <= set(PAGES)
+
+
+@pytest.mark.parametrize("shown", [one for one in ALL if "run by" in one.not_run], ids=lambda one: one.name[:40])
+def test_what_another_test_runs_is_named_there(shown: Snippet) -> None:
+    """A page, or its folder, where the snippet is a fence; the words of a command that stands in a sentence."""
+    (path,) = re.findall(r"run by (\S+)", shown.not_run)
+    source = text_of(path)
+    if shown.inline:
+        verbs = [word for word in shown.text.split()[1:] if word.islower()]
+        assert [word for word in verbs if f'"{word}"' not in source] == [], path
+    else:
+        assert shown.page in source or f'"{Path(shown.page).parent}"' in source, path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_run_is_of_a_kind_that_can_be(page: str) -> None:
+    """``tests/e2e/manual_reader.py`` does these; other programs and patches are named in a table."""
+    for one in to_run(page):
+        assert one.kind in {"python", "command", "job", "section", "call"}, one
+        if one.kind == "command":
+            assert re.match(r"(penstock|make|curl|sh|python -m) |[A-Z_]+=\$\(", one.text), one
+
+
+def test_every_kind_is_run() -> None:
+    assert {one.kind for page in PAGES for one in to_run(page)} == {"python", "command", "job", "section", "call"}
+    assert {"penstock", "make", "curl", "sh"} <= {one.text.split()[0] for page in PAGES for one in to_run(page)}
+
+
+# -- what is shown is valid -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shown", of_kind("job", "section"))
 def test_a_job_file_of_a_page_is_one(shown: Snippet) -> None:
-    data = yaml.safe_load(shown.text)
-    if "observations" in data:  # a section of a section
-        data = {"environment": {"tools": [{"type": "calculator"}], **data}}
-    if "name" not in data:
-        base = BASES[kind_of(data)]
-        data = {**with_patch(base, data), **{name: data[name] for name in ("model",) if name in data}}
-    parse_job(data, where=shown.page)
+    text = re.sub(r"\./(\w+)\.py:", r"\1:", shown.text)  # what the client makes of code beside the file
+    parse_job(whole_job(text), where=shown.page)
 
 
 @pytest.mark.parametrize("kind", BASES)
@@ -103,29 +112,18 @@ def test_what_sections_are_tried_in_is_valid(kind: str) -> None:
     parse_job(BASES[kind], where=kind)
 
 
-@pytest.mark.parametrize("shown", snippets("bash", "console", "", "text"), ids=named)
+@pytest.mark.parametrize("shown", of_kind("command", "mention", pages=[*PAGES, *DECISIONS]))
 def test_a_command_of_a_page_has_these_options(shown: Snippet) -> None:
-    for found in CALLED.findall(shown.text.replace("\\\n", " ")):
-        for line in re.split(r"\s(?:&&|\||;)\s", found):
-            words = shlex.split(line)
-            if words[:1] == ["penstock"]:
-                parsed(words[1:])
-
-
-@functools.cache
-def group() -> Any:
-    """The command line: typer reads all signatures for it."""
-    return get_group(app)
-
-
-def parsed(words: list[str]) -> None:
-    """Read a command line as ``penstock`` does, and do nothing. Raises TyperException."""
-    command: Any = group()
-    while isinstance(command, TyperGroup):
-        assert words[:1] != [], "names no command"
-        assert words[0] in command.commands, f"there is no command '{words[0]}'"
-        command, words = command.commands[words[0]], words[1:]
-    command.make_context("penstock", list(words))
+    """A mention names a command that there is, or several of one group (``a|b``), and only options that it has."""
+    for line in re.split(r"\s(?:&&|\||;)\s", FILLED.get(shown.text, shown.text)):
+        program, *words = shlex.split(line, comments=True)
+        if program != "penstock":
+            continue
+        several = next((word for word in words if "|" in word), "")
+        for verb in several.split("|"):
+            one = [verb if word == several else "1" if word in ("VERSION", "LETTER") else word for word in words]
+            if not is_mention(shlex.join(["penstock", *one])):
+                parsed(one)
 
 
 def test_commands_that_are_none_are_noticed() -> None:
@@ -135,11 +133,15 @@ def test_commands_that_are_none_are_noticed() -> None:
             parsed(words)
     with pytest.raises(AssertionError, match="no command"):
         parsed(["ckpt", "list"])
+    assert is_mention("penstock submit --dry-run")
+    assert is_mention("penstock quarantine ls|show ITEM")
+    assert not is_mention("penstock submit job.yaml --dryrun")
+    assert not is_mention("penstock subscribe")
 
 
-@pytest.mark.parametrize("shown", snippets("python"), ids=named)
+@pytest.mark.parametrize("shown", of_kind("python"))
 def test_a_program_of_a_page_is_one(shown: Snippet) -> None:
-    tree = ast.parse(shown.text)
+    tree = ast.parse(shown.text.replace("[…]", "[...]"))
     if "from penstock.client import Client" not in shown.text:
         return
     found = [call for call in ast.walk(tree) if isinstance(call, ast.Call) and words_of(call.func)[:1] == ["client"]]

@@ -1,0 +1,265 @@
+"""The snippets of the manual: what a reader can do there, found and named; the reason for each that no test runs.
+
+``tests/repo/test_snippets.py`` reads all of them; ``tests/e2e/test_manual.py`` does them on a deployment.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from typer.core import TyperGroup
+from typer.exceptions import TyperException
+from typer.main import get_group
+
+from penstock.cli import app
+from penstock.shared.config.jobs.amendable import with_patch
+
+ROOT = Path(__file__).resolve().parents[1]
+LAST = ("docs/api.md", "docs/cli.md")
+"""Pages that change the number of workers, and what others read."""
+FILES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/how-to").glob("*.md")]
+PAGES = sorted((str(path.relative_to(ROOT)) for path in FILES), key=lambda page: (page in LAST, page))
+"""Pages of the manual; decisions (``docs/adr``) tell of one moment, and nobody does what they say."""
+
+MODEL = {"path": "/models/policy"}
+PROMPTS = {
+    "name": "a", "model": MODEL, "data": {"train": {"type": "addition"}}, "reward": {"scorers": [{"type": "exact"}]},
+    "train": {"batch_size": 64, "max_updates": 9},
+}  # fmt: skip
+BASES: dict[str, dict[str, Any]] = {
+    "rl": PROMPTS,
+    "evaluation": {
+        "kind": "evaluation", "name": "a", "model": MODEL, "reward": PROMPTS["reward"],
+        "data": {"eval": {"type": "addition"}},
+    },
+    "serving": {"kind": "serving", "name": "a", "model": MODEL},
+    "online_rl": {
+        "kind": "online_rl", "name": "a", "model": MODEL, "algorithm": {"type": "reinforce_pp"},
+        "train": {"batch_size": 64, "max_lag": 2}, "online": {"metrics": {"accepted": {"type": "boolean"}}},
+        "data": {"eval": {"type": "addition"}}, "reward": PROMPTS["reward"], "evaluation": {"every": 1},
+    },
+    "embodied": {
+        "kind": "embodied", "name": "a", "policy": {"type": "gaussian"}, "algorithm": {"type": "ppo"},
+        "environment": {"backend": "gymnasium", "task": "CartPole-v1", "horizon": 100},
+        "train": {"batch_size": 64, "max_updates": 9},
+    },
+}  # fmt: skip
+"""A valid job of each kind, for fences that show a section of one."""
+
+GIGABYTES = "downloads gigabytes"
+DOCKER = "needs Docker"
+OTHER_HOSTS = "leaves out the addresses of other machines"
+NOT_RUN = {
+    "penstock up": "run by tests/e2e/test_local_stack.py",
+    "penstock demo": "run by tests/e2e/test_demo.py",
+    "penstock demo SHOW": "run by tests/e2e/test_demo.py",
+    "penstock demo online": "run by tests/e2e/test_demo.py",
+    "penstock demo online --hostile": "run by tests/e2e/test_demo.py",
+    "penstock demo robot": "run by tests/e2e/test_demo.py",
+    "pytest -n0 -m vllm": GIGABYTES,
+    "python -S -c": "leaves out its program",
+    "python3 -m venv": "leaves out its folder",
+    "penstock submit examples/algorithms/opo.yaml --dry-run": "a file that the patches of its page add",
+    "penstock amend JOB --set backend.type=megatron --set backend.tensor_parallel=2": (
+        "needs two ranks; run by tests/e2e/test_backend_changes.py"
+    ),
+    "penstock dlq show JOB LETTER": "needs a dead letter; run by tests/contract/front/test_views.py",
+    "penstock dlq replay JOB LETTER": "needs a dead letter; run by tests/contract/front/test_views.py",
+    "penstock dlq drop JOB LETTER": "needs a dead letter; run by tests/contract/front/test_views.py",
+    "penstock quarantine show ITEM": "needs feedback that is held; run by tests/contract/feedback/test_clients.py",
+    "penstock quarantine release ITEM": "needs feedback that is held; run by tests/contract/feedback/test_clients.py",
+    "penstock quarantine drop ITEM": "needs feedback that is held; run by tests/contract/feedback/test_clients.py",
+    "penstock ckpt promote JOB": "needs promotion; run by tests/contract/front/test_versions.py",
+    "penstock ckpt promote JOB VERSION": "needs promotion; run by tests/contract/front/test_versions.py",
+    "make screenshots": "trains several jobs for minutes, and writes into the manual",
+    "job.metrics().to_pandas()": "needs pandas, which nothing else here needs",
+    'client.post_interaction("my-agent", prompt_token_ids=…, token_ids=…, logprobs=…, policy_version=17, reward=0.7)': (
+        "leaves out the tokens"
+    ),
+    'client.post("/feedback")': "leaves out the body",
+    "def score(prompt: str, completion: str, answer: str | None, row: dict, *, bonus: float = 0.0) -> float:": (
+        "run by tests/e2e/test_user_code.py"
+    ),
+    "name: own-reward": "run by tests/e2e/test_user_code.py",
+    "penstock submit job.yaml --follow": "run by tests/e2e/test_user_code.py",
+    "def verify(secret: str, headers: dict[str, str], body: bytes) -> bool:": (
+        "run by tests/contract/test_web_scorers.py"
+    ),
+}
+"""First line of each snippet that no page runs in ``tests/e2e/test_manual.py``, and the reason."""
+NOT_RUN_LIKE = {
+    r".*\bdocker .*": DOCKER,
+    r"pip install .*": GIGABYTES,
+    r"penstock .*\b(vllm|vllm_server|sglang)\b.*": GIGABYTES,
+    r"\{ cat .*vllm.*": GIGABYTES,
+    r"penstock engines install NAME": GIGABYTES,
+    r"penstock sims install (metaworld|maniskill|libero)\b.*": GIGABYTES,
+    r"penstock submit examples/maniskill-.*": GIGABYTES,
+    r"penstock sims install (gymnasium|NAME.*)": "run by tests/integration/test_sims.py",
+    r"python3 -m venv .* && .*": GIGABYTES,
+    r"python -m penstock\.services\.(trainer|coordinator)": "a service, which `penstock up` starts",
+    r"torchrun .*": OTHER_HOSTS,
+    r"PENSTOCK_WORKER_ID=.*….*": OTHER_HOSTS,
+    r"nats stream .*": "needs the command line of NATS",
+    r"(\w+=\S+ )*pytest .*": "run by tests/repo/test_how_to.py",
+    r"--- .*": "run by tests/repo/test_how_to.py",
+}
+"""The same for all snippets whose first line is like a pattern."""
+RUN_WHOLE = {"docs/how-to/own-model.md": "run by tests/e2e/test_own_model.py"}
+"""Pages whose fences another test does from the first to the last."""
+
+GRADE = """penstock grade grader.yaml --sample 3 --item '{"answer": "3"}'"""
+FILLED = {
+    "penstock grade FILE --sample TEXT --item JSON": GRADE,
+    "penstock grade GRADER": GRADE,
+    "penstock demo SHOW": "penstock demo robot",
+    "penstock amend JOB": "penstock amend JOB --set train.max_updates=300",
+    "penstock extend JOB": "penstock extend JOB --max-updates 3",
+    "penstock export JOB": "penstock export JOB --to exported",
+    "penstock users consent USER": "penstock users consent eve --no-train",
+    "penstock users erase USER": "penstock users erase eve",
+    "penstock users status USER": "penstock users status eve",
+    "penstock sims world-model train FILE": "penstock sims world-model train seen.demonstrations --out model",
+}
+"""What a reader would write for usage lines that leave out an option."""
+LANGUAGES = {
+    "python": "python", "bash": "command", "console": "command", "yaml": "yaml", "diff": "diff",
+    "json": None, "text": None, "": None,
+}  # fmt: skip
+"""Languages of fences, and the kind of what they hold; bodies of requests, output and diagrams cannot be done."""
+PROGRAMS = "penstock|curl|make|pip|docker|python3?|pytest|sh|torchrun|nats|jq|git|kubectl|helm"
+PARTS = re.compile(r"^```([^\n]*)\n(.*?)^```$|`([^`\n]+)`", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(rf"(\w+=(\$\([^)]*\)|\S+) )*({PROGRAMS}) |[A-Z_]+=\$\(")
+CALL = re.compile(r"(client|job|penstock)(\.\w+)+\(")
+UNLABELLED = re.compile(r"^(\$ )?(\w+=\S+ )*(penstock|curl|make|pip|docker) ", re.MULTILINE)
+
+
+class Snippet(NamedTuple):
+    """Something that a reader can do.
+
+    ``kind`` is python, command, mention (a command that leaves out its arguments), job (a whole job file), section
+    (of one), diff or call; ``title`` the file that a fence is; ``inline``: it stands in a sentence.
+    """
+
+    page: str
+    kind: str
+    text: str
+    title: str = ""
+    inline: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its first line; of a command without blanks and a comment that say nothing."""
+        first = self.text.splitlines()[0]
+        return " ".join(re.sub(r"\s#\s.*", "", first).split()) if self.kind == "command" else first
+
+    @property
+    def not_run(self) -> str:
+        """The reason why ``tests/e2e/test_manual.py`` does not run it, or ''."""
+        if not self.inline and self.page in RUN_WHOLE:
+            return RUN_WHOLE[self.page]
+        like = (reason for pattern, reason in NOT_RUN_LIKE.items() if re.fullmatch(pattern, self.name))
+        return NOT_RUN.get(self.name) or next(like, "")
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+@functools.cache
+def snippets(page: str) -> tuple[Snippet, ...]:
+    """Everything on a page that can be done, in order."""
+    return tuple(_snippets(page))
+
+
+def _snippets(page: str) -> Iterator[Snippet]:
+    for info, fence, inline in PARTS.findall(text_of(page)):
+        if inline:
+            if COMMAND.match(inline):
+                whole = inline in FILLED or not is_mention(inline)
+                yield Snippet(page, "command" if whole else "mention", inline, inline=True)
+            elif CALL.match(inline):
+                yield Snippet(page, "call", inline, inline=True)
+            continue
+        language, _, rest = info.partition(" ")
+        title = "".join(re.findall(r'title="([^"]+)"', rest))
+        kind = LANGUAGES[language]
+        if kind == "command":
+            for line in re.sub(r"\\\n|(?<=\|)\n", " ", fence).splitlines():
+                if shlex.split(line, comments=True):
+                    yield Snippet(page, "command", line.removeprefix("$ "))
+        elif kind == "yaml":
+            whole = re.search(r"^name:", fence, re.MULTILINE)
+            yield Snippet(page, "job" if whole else "section", fence, title)
+        elif kind is not None:
+            yield Snippet(page, kind, fence, title)
+
+
+def to_run(page: str) -> list[Snippet]:
+    return [one for one in snippets(page) if not one.not_run and one.kind != "mention"]
+
+
+# -- command lines ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def group() -> Any:
+    """The command line: typer reads all signatures for it."""
+    return get_group(app)
+
+
+def parsed(words: list[str]) -> None:
+    """Read a command line as ``penstock`` does, and do nothing. Raises TyperException."""
+    command: Any = group()
+    while isinstance(command, TyperGroup):
+        assert words[:1] != [], "names no command"
+        assert words[0] in command.commands, f"there is no command '{words[0]}'"
+        command, words = command.commands[words[0]], words[1:]
+    command.make_context("penstock", list(words))
+
+
+def is_mention(text: str) -> bool:
+    """A sentence names a command without all that it needs: an argument, a verb, one of several verbs (``a|b``)."""
+    program, *words = shlex.split(text, comments=True)
+    if program != "penstock":
+        return (len(words) < 2 and program not in ("make", "sh")) or "|" in "".join(words)
+    if any("|" in word for word in words):
+        return True
+    try:
+        parsed(words)
+    except AssertionError as error:
+        return str(error) == "names no command"
+    except TyperException as error:
+        return type(error).__name__ in ("MissingParameter", "BadOptionUsage")  # their module is private
+    return False
+
+
+# -- job files --------------------------------------------------------------------------------------------------------
+
+
+def whole_job(text: str) -> dict[str, Any]:
+    """The job of a fence: itself, or a valid one of its kind with the sections that it shows."""
+    text = text.replace("{ ... }", "{type: object, properties: {}}").replace("[…]", "[...]")
+    data: dict[str, Any] = yaml.safe_load(text)
+    if "observations" in data:  # a section of a section
+        data = {"environment": {"tools": [{"type": "calculator"}], **data}}
+    if "name" in data:
+        return data
+    base = BASES[kind_of(data)]
+    return {**with_patch(base, data), **{name: data[name] for name in ("model",) if name in data}}
+
+
+def kind_of(shown: dict[str, Any]) -> str:
+    """The kind of job that a fence is about."""
+    if "kind" in shown:
+        return str(shown["kind"])
+    environment = shown.get("environment", {})
+    if "policy" in shown or {"task", "backend"} & environment.keys() or "demonstrations" in shown.get("warm_start", {}):
+        return "embodied"
+    return "online_rl" if "online" in shown or "baseline" in shown.get("algorithm", {}) else "rl"
