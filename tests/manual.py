@@ -83,6 +83,7 @@ NOT_RUN = {
         "leaves out the tokens"
     ),
     'client.post("/feedback")': "leaves out the body",
+    "class Ticket(BaseModel):": "a small model does not come to the end of such an answer",
     "def score(prompt: str, completion: str, answer: str | None, row: dict, *, bonus: float = 0.0) -> float:": (
         "run by tests/e2e/test_user_code.py"
     ),
@@ -105,6 +106,7 @@ NOT_RUN_LIKE = {
     r"python3 -m venv .* && .*": GIGABYTES,
     r"python -m penstock\.services\.(trainer|coordinator)": "a service, which `penstock up` starts",
     r"torchrun .*": OTHER_HOSTS,
+    r"data: .* type: verifiers .*": "names an interpreter with the library verifiers, which downloads gigabytes",
     r"PENSTOCK_WORKER_ID=.*….*": OTHER_HOSTS,
     r"nats stream .*": "needs the command line of NATS",
     r"(\w+=\S+ )*pytest .*": "run by tests/repo/test_how_to.py",
@@ -127,7 +129,7 @@ FILLED = {
     "penstock users status USER": "penstock users status eve",
     "penstock sims world-model train FILE": "penstock sims world-model train seen.demonstrations --out model",
 }
-"""What a reader would write for usage lines that leave out an option."""
+"""Usage lines that leave out an option, as a reader would write them."""
 LANGUAGES = {
     "python": "python", "bash": "command", "console": "command", "yaml": "yaml", "diff": "diff",
     "json": None, "text": None, "": None,
@@ -155,7 +157,9 @@ class Snippet(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its first line; of a command without blanks and a comment that say nothing."""
+        """Its first line; of a command without blanks and a comment that say nothing; a whole section in one line."""
+        if self.kind == "section":
+            return " ".join(self.text.split())
         first = self.text.splitlines()[0]
         return " ".join(re.sub(r"\s#\s.*", "", first).split()) if self.kind == "command" else first
 
@@ -245,7 +249,9 @@ def is_mention(text: str) -> bool:
 
 def whole_job(text: str) -> dict[str, Any]:
     """The job of a fence: itself, or a valid one of its kind with the sections that it shows."""
-    text = text.replace("{ ... }", "{type: object, properties: {}}").replace("[…]", "[...]")
+    text = text.replace("{ ... }", "{type: object, properties: {item: {type: string}}, required: [item]}").replace(
+        "[…]", "[...]"
+    )
     data: dict[str, Any] = yaml.safe_load(text)
     if "observations" in data:  # a section of a section
         data = {"environment": {"tools": [{"type": "calculator"}], **data}}

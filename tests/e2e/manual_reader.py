@@ -36,11 +36,13 @@ SMALLER: dict[str, tuple[str, ...]] = {
                  "evaluation.episodes=2", "limits.byte_budget=67108864"),
 }  # fmt: skip
 """Changes that make a job file small, by the kind of job."""
+FEW = 4
+"""Updates of a job that is small as it is."""
 FEWER = {
     r"--episodes \d+": "--episodes 4", r"--seeds \d+": "--seeds 1", r"--max-updates \d+": "--max-updates 3",
-    r"rollout=\d": "rollout=2", r"--trainer-ranks \d": "--trainer-ranks 2",
+    r"rollback JOB \d+": "rollback JOB initial", r"rollout=\d": "rollout=2", r"--trainer-ranks \d": "--trainer-ranks 2",
 }  # fmt: skip
-"""What is made less in a command line."""
+"""Numbers that are made less in a command line."""
 ADDED = {
     "sims world-model train": "--epochs 2 --hidden 8",
     "bench ingest": "--seconds 0.5 --kills 0 --connections 4",
@@ -107,7 +109,7 @@ class Deployments:
 
 
 class Scene(NamedTuple):
-    """What all readers share: a deployment, a job that has ended there, where others listen, folders of models."""
+    """Facts that all readers share: a deployment, a job that has ended there, the address of others, models."""
 
     stack: Any
     ended: str
@@ -151,6 +153,7 @@ class Reader:
         """End what runs, and close the connections that the programs of the page leave open."""
         import openai
 
+        self.own.close()
         self.end_jobs(set())
         for one in {id(one): one for one in self.opened}.values():
             if isinstance(one, penstock.Job | openai.OpenAI):
@@ -168,7 +171,6 @@ class Reader:
         if AGENT in text:
             self.serve_agent()
         if "fine_tuned_model" in text:
-            self.stack.finish(self.names["job"].id)
             self.names["job"] = self.names["client"].fine_tuning.jobs.retrieve(self.names["job"].id)
         self.let_names(text)
         code = self.here(text).replace('api_key="…"', f'api_key="{KEY}"').replace("[…]", "messages")
@@ -176,6 +178,8 @@ class Reader:
             exec(compile(code, "snippet", "exec", dont_inherit=True), self.names)
         finally:
             self.opened += self.names.values()
+        if "fine_tuning.jobs.create(" in text:
+            self.stack.finish(self.names["job"].id)
 
     def let_names(self, text: str) -> None:
         """Bring what a program takes for granted: the imports of an excerpt, the key, a client of OpenAI."""
@@ -261,7 +265,7 @@ class Reader:
             self.until_it_ends_or_serves(done.stdout.split()[0])
 
     def stands_for(self, word: str, words: list[str], verb: str) -> str:
-        """What a reader would write for a word in capitals."""
+        """Return the word that a reader would write for one in capitals."""
         job = re.compile(r"^(JOB|NAME|\$BEST)(?=@|$)")
         if job.match(word) and words[:2] not in (["keys", "create"], ["sims", "install"]):
             return job.sub(self.job_for(verb), word)
@@ -341,7 +345,7 @@ class Reader:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             assert process.stdout is not None
             line = process.stdout.readline()
-            process.send_signal(2)
+            process.terminate()
         assert "running" in line, line
         assert self.stack.client.find("agent").status.phase == "running"
 
@@ -365,6 +369,9 @@ class Reader:
         job = whole_job(self.here(text).replace("device: cuda, ", ""))
         if job.get("kind", "rl") == "rl" and job["data"]["train"] == {"type": "addition"}:
             job["data"]["train"] = {"type": "file", "path": "./train.jsonl"}  # with the fields that scorers ask for
+        shown = [one for one in snippets(self.page) if one.kind == "job"]
+        if job.get("kind") == "embodied" and "environment" not in text and shown:
+            job = {**yaml.safe_load(shown[0].text), **yaml.safe_load(self.here(text))}  # in the simulator of the page
         file = Path("section.yaml")
         file.write_text(self.here(yaml.safe_dump(job)), encoding="utf-8")
         done = self.stack.cli("submit", str(file), "--dry-run")
@@ -377,6 +384,8 @@ class Reader:
             self.world_model()
         file.write_text(self.here(text), encoding="utf-8")
         data = yaml.safe_load(text)
+        if data.get("train", {}).get("max_updates", FEW + 1) <= FEW:
+            return []
         changes = list(SMALLER[data.get("kind", "rl")])
         if data.get("environment", {}).get("image"):
             changes.append("environment.horizon=10")

@@ -111,7 +111,7 @@ def models(deployment: Any, ended: str, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="module")
 def scene(deployment: Any, ended: str, own: Deployments, address: str, models: Path) -> Scene:
-    """What the readers share."""
+    """Facts that the readers share."""
     return Scene(deployment, ended, own, address, models)
 
 
