@@ -270,7 +270,7 @@ class Reader:
         if job.match(word) and words[:2] not in (["keys", "create"], ["sims", "install"]):
             return job.sub(self.job_for(verb), word)
         more: dict[str, Callable[[], str]] = {
-            "WHICH": lambda: "1" if verb == "ckpt rm" else "initial", "NAMES": lambda: "reward/mean",
+            "WHICH": lambda: "initial", "NAMES": lambda: "reward/mean",
             "WANTED": lambda: "rollout=1", "TEXT": lambda: "3+4=", "METRIC": lambda: "accepted",
             "VALUE": lambda: "true", "URL": lambda: self.address, "USER": lambda: "eve",
             "TARGET": lambda: self.target(words), "SOURCE": lambda: self.target(["backup"]),
@@ -284,7 +284,7 @@ class Reader:
     def job_for(self, verb: str) -> str:
         """A job that a command is about: one that runs, one of its own, or the one that has ended."""
         if verb in SPENT:
-            job: str = self.stack.submit("train.max_updates=2", "checkpoint.every=1", name="spare")
+            job: str = self.stack.submit("train.max_updates=2", name="spare")
             self.stack.finish(job)
             return job
         if verb not in RUNNING:
@@ -313,7 +313,7 @@ class Reader:
         if group == "files":
             return str(client.files.upload(Path("train.jsonl")).id)
         if group == "keys":
-            return str(client.keys.create("spare").id)
+            return str(client.keys.create("spare", ["jobs:read"]).id)
         if group == "webhooks":
             return str(client.webhooks.create(self.address).id)
         return str(client.feedback("accepted", True, inference=self.target([group])).feedback_id)
