@@ -125,6 +125,7 @@ FILLED = {
     "penstock record FILE": "penstock record FILE --random",
     "penstock amend JOB": "penstock amend JOB --set train.max_updates=300",
     "penstock extend JOB": "penstock extend JOB --max-updates 3",
+    "penstock keys create NAME": "penstock keys create NAME --scopes jobs:read",
     "penstock export JOB": "penstock export JOB --to exported",
     "penstock users consent USER": "penstock users consent eve --no-train",
     "penstock users erase USER": "penstock users erase eve",

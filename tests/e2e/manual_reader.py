@@ -37,7 +37,7 @@ SMALLER: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Changes that make a job file small, by the kind of job."""
 FEW = 4
-"""Updates of a job that is small as it is."""
+"""Updates of a job that is small as it is: fewer may train nothing that a metric covers."""
 FEWER = {
     r"--episodes \d+": "--episodes 4", r"--seeds \d+": "--seeds 1", r"--max-updates \d+": "--max-updates 3",
     r"rollback JOB \d+": "rollback JOB initial", r"rollout=\d": "rollout=2", r"--trainer-ranks \d": "--trainer-ranks 2",
