@@ -62,6 +62,8 @@ NOT_RUN = {
     "penstock demo online": "run by tests/e2e/test_demo.py",
     "penstock demo online --hostile": "run by tests/e2e/test_demo.py",
     "penstock demo robot": "run by tests/e2e/test_demo.py",
+    "penstock doctor": "run by tests/integration/test_doctor.py",
+    "penstock sweep FILE": "run by tests/e2e/test_sweep.py",
     "pytest -n0 -m vllm": GIGABYTES,
     "python -S -c": "leaves out its program",
     "python3 -m venv": "leaves out its folder",
