@@ -168,6 +168,8 @@ def _shown_live(job: Job) -> Iterator[None]:
     thread.start()
     try:
         yield
+        ended.set()
+        thread.join()
         update()
     finally:
         ended.set()
