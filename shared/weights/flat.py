@@ -244,7 +244,8 @@ def _bytes_of(source: Tensor) -> NDArray[np.uint8]:
     """
     if not source.nbytes:
         return np.empty(0, np.uint8)
-    return np.frombuffer((ctypes.c_uint8 * source.nbytes).from_address(source.data_ptr()), np.uint8)
+    memory = (ctypes.c_uint8 * source.nbytes).from_address(source.data_ptr())
+    return np.frombuffer(memoryview(memory), np.uint8)
 
 
 def _take(free: set[int], number: int) -> bool:
