@@ -25,7 +25,8 @@ import uuid6
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from penstock.services.coordinator.problems import Flaw, HttpProblem
-from penstock.shared.data.files import MAX_MODEL_FILES, MODEL, MODEL_FILE, ROWS, is_uploaded
+from penstock.shared.config.model import MAX_MODEL_FILES, MODEL_FILE
+from penstock.shared.data.files import MODEL, ROWS, is_uploaded
 from penstock.shared.data.user_code import code_path
 from penstock.shared.errors import NotFound
 from penstock.shared.protocol.bus_clock import bus_time

@@ -13,6 +13,8 @@ from penstock.shared.errors import ConfigError
 
 __all__ = [
     "CHECKPOINT_NAMES",
+    "MAX_MODEL_FILES",
+    "MODEL_FILE",
     "REFERENCE",
     "ArchitectureConfig",
     "ExpertsConfig",
@@ -61,6 +63,9 @@ class MoEConfig(StrictModel):
 
 REFERENCE = "job:"
 """Prefix of a model path that refers to a checkpoint of a job."""
+MAX_MODEL_FILES = 256
+MODEL_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\.(json|safetensors|jinja|txt|model)", re.ASCII)
+"""Names of the files of an uploaded model: neither code nor pickles, and nothing outside of its folder."""
 CHECKPOINT_NAMES = ("initial", "latest", "newest", "final", "best")
 """Checkpoints of a job that have a name beside their number."""
 _REFERENCE = re.compile(r"job:([A-Za-z0-9][A-Za-z0-9._-]{0,62})@((?:step:)?[A-Za-z0-9_]{1,32})", re.ASCII)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 __all__ = [
-    "FILES", "MAX_MODEL_FILES", "MODEL", "MODEL_FILE", "ROWS", "ArrowRows", "JsonLinesRows", "is_uploaded", "open_file",
+    "FILES", "MODEL", "ROWS", "ArrowRows", "JsonLinesRows", "is_uploaded", "open_file",
     "place_of", "read_json_lines",
 ]  # fmt: skip
 
@@ -68,9 +68,6 @@ class ArrowRows:
 
 FILES, ROWS, MODEL = "files", "rows.jsonl", "model"
 """Folder of uploads in the data directory; in the folder of each the rows of a data set, or the files of a model."""
-MAX_MODEL_FILES = 256
-MODEL_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}\.(json|safetensors|jinja|txt|model)", re.ASCII)
-"""Names of the files of an uploaded model: neither code nor pickles, and nothing outside of its folder."""
 _UPLOADED = re.compile(r"file-[0-9a-f]{32}", re.ASCII)
 
 

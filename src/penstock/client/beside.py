@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.shared.config.base import load_yaml, with_overrides
-from penstock.shared.data.files import MAX_MODEL_FILES, MODEL_FILE
+from penstock.shared.config.model import MAX_MODEL_FILES, MODEL_FILE
 from penstock.shared.errors import ConfigError
 
 __all__ = [
