@@ -50,6 +50,8 @@ class Measures:
         """Batch of the newest row of an update, and sequence of its ledger entry."""
         self._warned = False
         self._not_before = 0.0
+        self._far_updates = 0
+        """Number of newest updates in a row whose lag/logprob exceeds train.max_mismatch."""
 
     def begin(self, state: LedgerState, *, held_out: Sequence[SourceSummary], now: float) -> None:
         """Start to measure a run in state ``state``; call ``resume`` next."""
@@ -71,6 +73,7 @@ class Measures:
                 if not self._is_older(row, state):
                     self._evaluated(int(row["step"]), int(row["version"]), values)
             else:
+                self._count_far(values)
                 self.health.take(int(row["batch"]), values)
                 self.reward = values.get("reward/mean", self.reward)
 
@@ -81,6 +84,7 @@ class Measures:
             self.plan.done.discard(state.updates)  # the reward of these weights is unknown
         self.goals.roll_back(state)
         self.health.roll_back(state)
+        self._far_updates = 0
 
     def _is_known(self, state: LedgerState) -> bool:
         """Return True if the newest version needs no comparison, or is served with the reward that the gate needs."""
@@ -118,16 +122,31 @@ class Measures:
         return {**report.metrics, **self.tally.row(batch, int(trained), now), **live}
 
     def disproof(self, report: Report) -> str:
-        """Return why an update shows that its tokens were not sampled by the weights that they name, or ''."""
-        known = [report.metrics[name] for name in ("mismatch/logprob", "lag/logprob") if name in report.metrics]
-        bound, found = self.config.train.max_mismatch, max(known, default=0.0)
-        if bound is None or self.config.algorithm.type == "sac" or found <= bound:  # sac: old transitions
+        """Return why an update shows that its tokens were not sampled by the weights that they name, or ''.
+
+        A large update of the policy also raises lag/logprob, but only in the ``max_lag`` batches that versions before
+        it sampled: one more in a row is needed.
+        """
+        train = self.config.train
+        self._count_far(report.metrics)
+        if train.max_mismatch is None or self.config.algorithm.type == "sac":  # sac: old transitions
             return ""
+        found = report.metrics.get("mismatch/logprob", 0.0)
+        if found <= train.max_mismatch:
+            if self._far_updates <= train.max_lag or "lag/logprob" not in report.metrics:
+                return ""
+            found = report.metrics["lag/logprob"]
         return (
             f"update {report.batch}: sampler and trainer differ by {found:.2f} nats per token, more than "
-            f"train.max_mismatch {bound:g}: what the engines serve is not what they say. Look at their logs, start "
-            "them anew, and resume the job, or roll it back"
+            f"train.max_mismatch {train.max_mismatch:g}: what the engines serve is not what they say. Look at their "
+            "logs, start them anew, and resume the job, or roll it back"
         )
+
+    def _count_far(self, values: Mapping[str, float]) -> None:
+        """Count updates in a row whose tokens of older versions differ by more than the bound."""
+        bound, lag = self.config.train.max_mismatch, values.get("lag/logprob")
+        if bound is not None and lag is not None:
+            self._far_updates = 0 if lag <= bound else self._far_updates + 1
 
     def after_update(self, event: BatchTrained, entry: int, state: LedgerState) -> None:
         """Write the metrics of an update committed in ledger entry ``entry``, and judge goals and health."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import msgspec
+import pytest
 
 from penstock.services.coordinator.leader.measures import Measures
 from penstock.services.coordinator.leader.outbox import Outbox
@@ -38,6 +39,51 @@ def row(kind: str, step: int, *, batch: int | None = None, **values: float) -> d
     batch = step if batch is None else batch
     text = msgspec.json.encode({"kind": kind, "step": step, "batch": batch, "version": step, "values": shown})
     return cast(dict[str, Any], msgspec.json.decode(text))
+
+
+def trained(number: int, **metrics: float) -> Report:
+    values = {name.replace("_", "/"): value for name, value in metrics.items()}
+    return Report(kind="trained", epoch=1, batch=number, revision=1, version=number, digest="w", metrics=values)
+
+
+def measures_with_lag(max_lag: int) -> Measures:
+    measures = Measures(JobConfig.parse(JOB | {"train": JOB["train"] | {"max_lag": max_lag}}), cast(Outbox, None))
+    measures.begin(LedgerState(), held_out=HELD_OUT, now=0.0)
+    return measures
+
+
+@pytest.mark.parametrize("max_lag", [1, 3])
+def test_one_large_update_of_the_policy_is_no_disproof(max_lag: int) -> None:
+    """Batches that versions before the update sampled differ; there are at most max_lag of them in a row."""
+    measures = measures_with_lag(max_lag)
+    for start in (1, 20):
+        for number in range(start, start + max_lag):
+            assert measures.disproof(trained(number, lag_logprob=1.5)) == ""
+        assert measures.disproof(trained(start + max_lag, lag_logprob=0.9)) == ""
+
+
+@pytest.mark.parametrize("metrics", [{"mismatch_logprob": 0.0, "lag_logprob": 2.0}, {"lag_logprob": float("nan")}])
+def test_tokens_of_other_weights_than_those_they_name_are_a_disproof(metrics: dict[str, float]) -> None:
+    measures = measures_with_lag(2)
+    for number in (1, 2):
+        assert measures.disproof(trained(number, **metrics)) == ""
+    assert measures.disproof(trained(3)) == "", "an update without such tokens says nothing"
+    assert "update 4: sampler and trainer differ by" in measures.disproof(trained(4, **metrics))
+    assert measures.disproof(trained(5, mismatch_logprob=0.1)) == ""
+    assert "update 6" in measures.disproof(trained(6, **metrics)), "it did not get better"
+    assert measures.disproof(trained(7, lag_logprob=0.1)) == ""
+
+
+def test_another_leader_goes_on_to_count_updates_that_differ() -> None:
+    measures = measures_with_lag(1)
+    measures.resume([row("train", 1, lag_logprob=1.5)], LedgerState(last_trained=1))
+    assert "update 2" in measures.disproof(trained(2, lag_logprob=1.5))
+    measures.roll_back(LedgerState(last_trained=1))
+    assert measures.disproof(trained(2, lag_logprob=1.5)) == ""
+
+
+def test_a_mismatch_at_one_version_is_a_disproof_at_once() -> None:
+    assert "differ by 1.20 nats" in measures_with_lag(3).disproof(trained(1, mismatch_logprob=1.2, lag_logprob=0.1))
 
 
 def test_another_leader_knows_points_goals_and_totals() -> None:
