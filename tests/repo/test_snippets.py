@@ -194,3 +194,9 @@ def test_methods_that_the_manual_lists_are_there() -> None:
                     missing.append(f"{what}: {name}")
     assert METHODS.count("\n") > 8
     assert missing == []
+
+
+def test_keys_of_the_api_are_read_or_spelled() -> None:
+    """A client that gets the three dots of an ellipsis fails on a character that is not ASCII."""
+    texts = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+    assert [page for page, text in texts.items() if re.search(r'api_key="[^"]*[^\x00-\x7f]', text)] == []

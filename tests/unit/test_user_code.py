@@ -70,6 +70,15 @@ def test_a_job_file_names_its_code_by_content_and_its_data_from_its_folder(file:
     assert parse_job(text.data).name == "own"
 
 
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [("model", "tokenizer"), ("algorithm", "teacher"), ("warm_start", "demonstrations"), ("model", "path")],
+)
+def test_paths_are_seen_from_the_job_file(file: Path, section: str, key: str) -> None:
+    text = read_job(file, [f"{section}={{{key}: ../there}}"])
+    assert text.data[section][key] == str(file.parents[1] / "there")
+
+
 def test_small_data_beside_a_job_file_is_uploaded_once(
     file: Path, store: FileStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request
@@ -170,12 +171,16 @@ async def get_content(file_id: FileId, backend: BackendDep) -> Response:
     "/{file_id}", response_model=FileDeleted, dependencies=WRITE, responses={409: {"description": "In use."}}
 )
 async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
-    """Delete a file that no unfinished job reads."""
-    record = await asyncio.to_thread(backend.files.find, file_id)
-    path = str((backend.files.model if record.purpose == "model" else backend.files.content)(file_id))
+    """Delete a file that no unfinished job reads, and on which no adapter of a finished one lies."""
+    await asyncio.to_thread(backend.files.find, file_id)
     for job in (await backend.jobs.index()).all():
-        if not job.finished and {file_id, path} & set(_paths(job.record().spec)):
+        spec = job.record().spec
+        if not any(file_id in PurePath(path).parts for path in _paths(spec)):
+            continue
+        if not job.finished:
             raise Conflict(f"job '{job.id}' reads file '{file_id}'; cancel it first")
+        if (spec.get("model") or {}).get("lora"):
+            raise Conflict(f"the adapters of job '{job.id}' need model '{file_id}'; delete the job first")
     await asyncio.to_thread(backend.files.delete, file_id)
     return Json(FileDeleted(id=file_id))
 

@@ -125,8 +125,8 @@ async function lagOf(path, signal) {
   const { data } = await get(`${path}/metrics/names`, signal);
   const names = data.map(({ name }) => name).filter((name) => /^lag\/share_\d+$/.test(name));
   if (!names.length) return make("p", { class: "hint" }, "Nothing was trained yet.");
-  const from = Math.max(0, lastOf(data, names) - LAG_UPDATES + 1);
-  const { steps, series } = await get(`${path}/metrics?max_points=${LAG_UPDATES}&step_from=${from}&names=${encodeURIComponent(names.join())}`, signal);
+  const last = lastOf(data, names), from = Math.max(0, last - LAG_UPDATES + 1);
+  const { steps, series } = await get(`${path}/metrics?max_points=${LAG_UPDATES}&step_from=${from}&step_to=${last}&names=${encodeURIComponent(names.join())}`, signal);
   const found = names.map((name) => [Number(name.split("_")[1]), series[name] ?? []]).sort(([one], [other]) => one - other);
   const measured = steps.filter((_, place) => found.some(([, values]) => typeof values[place] === "number")).length;
   const rows = found.map(([lag, values]) => [lag, values.reduce((sum, value) => sum + (value ?? 0), 0) / (measured || 1)]);

@@ -37,7 +37,7 @@ _LINES, _PARQUET = frozenset({".jsonl", ".ndjson"}), ".parquet"
 _MODEL = frozenset({".json", ".safetensors", ".jinja", ".txt", ".model"})
 _NOTES = frozenset({".md", ""})
 """Suffixes of the files of a model that are uploaded, and of those that are left out (``.gitattributes`` has none)."""
-_PATHS = frozenset({"path", "tokenizer", "exclude_path"})
+_PATHS = frozenset({"path", "tokenizer", "exclude_path", "teacher", "demonstrations"})
 """Keys of job files that hold a path."""
 
 

@@ -124,6 +124,11 @@ async def test_a_model_is_uploaded_for_job_files(deployment: Any, connect: Any) 
         used = await client.delete(f"/v1/files/{made['id']}")
         assert (used.status_code, "reads file" in used.json()["detail"]) == (409, True)
         assert (await client.get(f"/v1/files/{made['id']}/content")).status_code == 404
+        tuned = await client.post("/v1/jobs", json=job | {"name": "adapted", "model": job["model"] | {"lora": {}}})
+        for one in (reply, tuned):
+            await client.post(f"/v1/jobs/{one.json()['id']}/cancel?force=true")
+        adapted = await client.delete(f"/v1/files/{made['id']}")
+        assert (adapted.status_code, "delete the job first" in adapted.text) == (409, True), adapted.text
         rows = (await uploaded(client, jsonl(ROWS))).json()["id"]
         for path, told in ((rows, "is a data set, not a model"), (f"file-{'0' * 32}", "no file")):
             refused = await client.post("/v1/jobs", json={**job, "model": {"path": path, "tokenizer": "char"}})
