@@ -95,6 +95,8 @@ class Link:
         with suppress(OSError):
             there, back = await asyncio.open_connection("127.0.0.1", self._target_port)
             self._writers |= {writer, back}
+            if self.is_cut:  # while it was opened
+                self.cut()
             try:
                 await asyncio.gather(_pump(reader, back), _pump(there, writer))
             finally:
