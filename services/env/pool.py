@@ -70,7 +70,7 @@ class EnvPool:
         if request.state_ids.shape != env_ids.shape or (request.state_ids < 0).any():
             raise ProtocolError("state_ids: one number from 0 per environment is needed")
         started = self._simulator.reset(env_ids, request.state_ids)
-        return self._started(request.seq, env_ids, request.state_ids, started)
+        return self._started(request, request.state_ids, started)
 
     def step(self, request: StepRequest) -> StepReply:
         """Execute a chunk of actions. An environment stops at the first end of its episode.
@@ -94,7 +94,7 @@ class EnvPool:
         """Wait for the simulator, and return the reply."""
         request, env_ids, following = begun.request, begun.request.env_ids, begun.following
         chunk = self._simulator.finish_step(begun.stepping)
-        reply = self._book(request.seq, env_ids, chunk)
+        reply = self._book(request, chunk)
         if request.auto_reset:
             fresh = reply.ended & ~_mask(chunk.not_started, len(env_ids))
             self._begin(env_ids[fresh], following[fresh])
@@ -144,7 +144,7 @@ class EnvPool:
             raise ProtocolError("snapshots: this is none, or one of another version")
         self._running_B[env_ids] = False
         started = self._simulator.restore(env_ids, [part[BOOK.size :] for part in parts])
-        reply = self._started(request.seq, env_ids, np.asarray([book[1] for book in books], np.int64), started)
+        reply = self._started(request, np.asarray([book[1] for book in books], np.int64), started)
         kept = np.flatnonzero(~reply.lost)
         self._restored_B[env_ids[kept]] = True
         for columns, place in ((self._returns_B, 2), (self._lengths_B, 3), (self._succeeded_B, 4)):
@@ -158,15 +158,16 @@ class EnvPool:
         return FilmReply(seq=request.seq, film=np.frombuffer(data, np.uint8), reasons=[reason] if reason else [])
 
     def _started(
-        self, seq: int, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64], started: Started
+        self, request: ResetRequest | RestoreRequest, state_ids: NDArray[np.int64], started: Started
     ) -> ResetReply:
         """Begin or lose the episodes that the simulator began or lost."""
+        env_ids = request.env_ids
         lost = _mask(started.lost, len(env_ids))
         self._begin(env_ids[~lost], state_ids[~lost])
         self._lose(env_ids[lost])
         return ResetReply(
-            seq=seq,
-            observations=started.observations,
+            seq=request.seq,
+            observations=started.observations if request.observe else {},
             episode_ids=self._episode_ids_B[env_ids],
             state_hashes=started.state_hashes,
             tasks=started.tasks,
@@ -174,8 +175,9 @@ class EnvPool:
             reasons=_reasons(len(env_ids), started.lost),
         )
 
-    def _book(self, seq: int, env_ids: NDArray[np.int32], chunk: Chunk) -> StepReply:
+    def _book(self, request: StepRequest, chunk: Chunk) -> StepReply:
         """Record the results of a chunk. The next episodes are not begun yet."""
+        env_ids = request.env_ids
         n = len(env_ids)
         broken, unstarted = _mask(chunk.lost, n), _mask(chunk.not_started, n)
         ended = (chunk.terminated | chunk.truncated).any(axis=1) & ~broken
@@ -187,8 +189,8 @@ class EnvPool:
         self.num_steps += int(chunk.valid.sum())
         self.num_ended += int(ended.sum())
         reply = StepReply(
-            seq=seq,
-            observations=chunk.observations,
+            seq=request.seq,
+            observations=chunk.observations if request.observe else {},
             rewards=chunk.rewards,
             terminated=chunk.terminated,
             truncated=chunk.truncated,

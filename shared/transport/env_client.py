@@ -1,16 +1,20 @@
 """Client of a simulator session: requests in order, repeated if the bus loses them.
 
-On one host they go through a Unix socket, which takes half a millisecond less; if it fails, by the bus.
+On one host they go through a Unix socket, which takes half a millisecond less; if it fails, by the bus. Observations
+are then read where the simulators write them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import math
+import mmap
+import os
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,9 +27,11 @@ from penstock.shared.protocol.embodied.environment import (
     Body,
     CloseRequest,
     EnvOpened,
+    EnvSpec,
     FilmReply,
     FilmRequest,
     KeepRequest,
+    Memory,
     OpenEnv,
     ResetReply,
     ResetRequest,
@@ -49,6 +55,7 @@ __all__ = ["EnvClient"]
 log = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=Body)
+Observed = TypeVar("Observed", ResetReply, StepReply)
 
 RETRY_S = 0.05
 ATTEMPT_S = 10.0
@@ -70,6 +77,8 @@ class EnvClient:
         self.subject = subjects.env(opened.session)
         self._blob: Blob | None = None
         self.spec = opened.spec
+        self._everyone = np.arange(opened.spec.num_envs)
+        self._observations = None if opened.memory is None else _mapped(opened.memory, opened.spec)
         self.seq = 0
         """Number of the next request."""
 
@@ -101,9 +110,14 @@ class EnvClient:
         """True while requests go through a Unix socket."""
         return self._direct is not None and self._direct.is_open
 
+    @property
+    def is_mapped(self) -> bool:
+        """True if observations are read in the memory of the env service, without a copy."""
+        return self._observations is not None
+
     async def reset(self, request: ResetRequest, *, deadline_s: float = 60.0) -> ResetReply:
         """Start episodes. Raises as ``step``."""
-        return await self._ask(request, ResetReply, deadline_s)
+        return await self._observe(request, ResetReply, deadline_s)
 
     async def step(self, request: StepRequest, *, deadline_s: float = 60.0) -> StepReply:
         """Execute a chunk of actions.
@@ -112,7 +126,7 @@ class EnvClient:
             ProtocolError, Conflict: the request does not fit the environments and is not numbered.
             Unavailable: no process serves the session for 10 s, or it does not answer until the deadline.
         """
-        return await self._ask(request, StepReply, deadline_s)
+        return await self._observe(request, StepReply, deadline_s)
 
     async def snapshot(self, env_ids: NDArray[np.int32], *, deadline_s: float = 60.0) -> list[bytes]:
         """Store the running episodes of ``env_ids`` [n], which continue; return n snapshots for ``restore``.
@@ -140,7 +154,7 @@ class EnvClient:
             snapshots=np.frombuffer(b"".join(snapshots), np.uint8),
             sizes=np.asarray([len(snapshot) for snapshot in snapshots], np.int64),
         )
-        return await self._ask(request, ResetReply, deadline_s)
+        return await self._observe(request, ResetReply, deadline_s)
 
     async def film(self, env_id: int, *, deadline_s: float = 60.0) -> tuple[bytes, str]:
         """Return the newest episode of an environment as an MP4 file, and the reason if there is none. Raises as
@@ -166,6 +180,17 @@ class EnvClient:
             if self._direct is not None:
                 self._direct.close()
             self._release()
+
+    async def _observe(
+        self, body: ResetRequest | StepRequest | RestoreRequest, kind: type[Observed], deadline_s: float
+    ) -> Observed:
+        """Send a request whose reply has observations; take them from the memory of the session if it is mapped."""
+        if self._observations is None:
+            return await self._ask(body, kind, deadline_s)
+        reply = await self._ask(dataclasses.replace(body, observe=False), kind, deadline_s)
+        rows = slice(None) if np.array_equal(body.env_ids, self._everyone) else body.env_ids
+        observations = {name: array[rows] for name, array in self._observations.items()}
+        return dataclasses.replace(reply, observations=observations)
 
     async def _ask(
         self, body: ResetRequest | StepRequest | FilmRequest | SnapshotRequest | RestoreRequest, kind: type[B],
@@ -200,6 +225,27 @@ class EnvClient:
         if self._blob is not None:
             self._blob.release()
             self._blob = None
+
+
+def _mapped(memory: Memory, spec: EnvSpec) -> dict[str, NDArray[Any]] | None:
+    """Map the current observations [B, ...] of a session, by name; None if its memory cannot be opened here."""
+    try:
+        descriptor = os.open(memory.path, os.O_RDONLY)
+    except OSError:  # the process has another number in this container, or another user
+        return None
+    try:
+        found = os.fstat(descriptor)
+        if (found.st_ino, found.st_size) != (memory.inode, memory.size):
+            return None
+        mapping = mmap.mmap(descriptor, memory.size, prot=mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+    arrays = {}
+    for name, one in spec.observations.items():
+        count = spec.num_envs * math.prod(one.shape)
+        flat = np.frombuffer(mapping, np.dtype(one.dtype), count, memory.offsets[name])
+        arrays[name] = flat.reshape(spec.num_envs, *one.shape)
+    return arrays
 
 
 async def _repeated(send: Callable[[float], Awaitable[bytes]], deadline_s: float, *, gone_s: float = math.inf) -> bytes:

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import gymnasium
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from penstock.services.coordinator.queries.logfiles import read_logs
 from penstock.services.env.service import EnvService
 from penstock.services.env.session import _readable
 from penstock.services.env.simulators.child import Channel
+from penstock.services.env.simulators.process import ProcessSimulator
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Conflict, ProtocolError, Unavailable
 from penstock.shared.protocol import subjects
@@ -358,6 +360,67 @@ async def test_requests_that_no_socket_takes_go_by_the_bus(
             assert not client.is_direct
             request = ResetRequest(seq=0, env_ids=np.zeros(1, np.int32), state_ids=np.ones(1, np.int64))
             assert (await client.reset(request)).seq == 0
+            await client.close()
+
+
+async def test_observations_of_the_same_host_are_read_where_they_are_written(bus: Bus, tmp_path: Path) -> None:
+    """They equal those of a client that gets them in its replies: all rows and some, of two processes, one killed."""
+    elsewhere = ServiceSettings(shm_dir=tmp_path, host_id="elsewhere")
+    async with run_env(bus) as service:
+        await eventually(lambda: ready(service))
+        with FrameMail(ServiceSettings(shm_dir=tmp_path)) as near, FrameMail(elsewhere) as far:
+            request = OpenEnv(env_id="CartPole-v1", num_envs=4, num_processes=2, options={"max_episode_steps": 3})
+            clients = [await EnvClient.open(bus, mail, request, job=JOB) for mail in (near, far)]
+            assert [client.is_mapped for client in clients] == [True, False]
+            everyone, some = np.arange(4, dtype=np.int32), np.asarray([3, 1], np.int32)
+
+            async def compare(ask: Callable[[EnvClient], Awaitable[StepReply | ResetReply]]) -> StepReply | ResetReply:
+                one, other = [await ask(client) for client in clients]
+                np.testing.assert_array_equal(one.observations["state"], other.observations["state"])
+                return one
+
+            def step(ids: np.ndarray, *, auto_reset: bool = False) -> Callable[[EnvClient], Awaitable[StepReply]]:
+                return lambda client: client.step(
+                    StepRequest(seq=client.seq, auto_reset=auto_reset, env_ids=ids,
+                                actions=np.ones((len(ids), 1), np.int64), next_state_ids=np.zeros(0, np.int64))
+                )  # fmt: skip
+
+            first = await compare(
+                lambda client: client.reset(ResetRequest(seq=0, env_ids=everyone, state_ids=np.arange(4)))
+            )
+            assert first.observations["state"].any(axis=1).all()
+            await compare(step(everyone))
+            await compare(step(some))
+            ended = await compare(step(some, auto_reset=True))
+            assert isinstance(ended, StepReply) and ended.ended.all()
+            assert not np.array_equal(ended.final_observations["state"], ended.observations["state"])
+            for child in psutil.Process().children():
+                child.kill()
+            lost = await compare(step(some))
+            assert lost.lost.all() and not lost.observations["state"].any()  # type: ignore[union-attr]
+            again = np.asarray([1, 3], np.int32)
+            await compare(
+                lambda client: client.reset(ResetRequest(seq=client.seq, env_ids=again, state_ids=np.arange(2)))
+            )
+            for client in clients:
+                await client.close()
+
+
+@pytest.mark.parametrize("wrong", [{"inode": 1}, {"size": 1}, {"descriptor": 1 << 20}])
+async def test_memory_that_is_another_one_is_not_read(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, int]
+) -> None:
+    """In another container the number of the process may be that of another process."""
+    true = ProcessSimulator.memory.fget
+    assert true is not None
+    monkeypatch.setattr(ProcessSimulator, "memory", property(lambda self: msgspec.structs.replace(true(self), **wrong)))
+    async with run_env(bus) as service:
+        await eventually(lambda: ready(service))
+        with FrameMail(ServiceSettings(shm_dir=tmp_path)) as mail:
+            client = await EnvClient.open(bus, mail, OpenEnv(env_id="CartPole-v1", num_envs=1), job=JOB)
+            assert not client.is_mapped
+            request = ResetRequest(seq=0, env_ids=np.zeros(1, np.int32), state_ids=np.ones(1, np.int64))
+            assert (await client.reset(request)).observations["state"].any()
             await client.close()
 
 

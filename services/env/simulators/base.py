@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.shared.protocol.embodied.environment import EnvSpec
+from penstock.shared.protocol.embodied.environment import EnvSpec, Memory
 
 __all__ = ["Chunk", "Named", "Simulator", "Started", "Stepping", "Stored"]
 
@@ -96,6 +96,10 @@ class Simulator(Protocol):
     @property
     def spec(self) -> EnvSpec:
         """Shapes, dtypes and bounds of observations and actions."""
+
+    @property
+    def memory(self) -> Memory:
+        """Memory in which the current observations of all environments stay until the next call."""
 
     def reset(self, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64]) -> Started:
         """Start an episode in each of ``env_ids`` [n].

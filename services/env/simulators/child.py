@@ -5,8 +5,9 @@ The interpreter that runs this file has the simulator, but not necessarily Penst
 
 Messages over the socket: ``u32 header bytes | u32 array bytes | JSON header | arrays``, little endian, each padded to
 eight bytes; the header lists dtype and shape of each array. Observations are not sent over the socket: the child
-writes them into memory that it shares with the service, by name: ``[B, ...]`` for the current observations and
-``[B, ...]`` for the last observations of ended episodes.
+writes them into memory of the session, whose descriptor the service sends once it knows their shapes. By name it holds
+``[B, ...]`` for the current observations and ``[B, ...]`` for the last observations of ended episodes; B counts the
+environments of all processes of the session, and each process writes its own rows.
 
 An environment that raises an error loses only its own episode: the child creates it again at its next reset.
 
@@ -242,9 +243,17 @@ def _rebuilt(node: Any, arrays: list[NDArray[Any] | None]) -> Any:
 
 
 class SharedObservations:
-    """Current and final observations of B environments, in memory shared by child and service."""
+    """Current and final observations of B environments, in memory that the processes of a session share.
 
-    def __init__(self, descriptor: int, spaces: Mapping[str, Sequence[Any]], num_envs: int) -> None:
+    Args:
+        descriptor: the memory, at least ``layout(...)[0]`` bytes.
+        spaces: shape and dtype of one observation, by name.
+        rows: environments whose observations are kept; by default all.
+    """
+
+    def __init__(
+        self, descriptor: int, spaces: Mapping[str, Sequence[Any]], num_envs: int, rows: slice = slice(None)
+    ) -> None:
         size, places = self.layout(spaces, num_envs)
         self._memory = mmap.mmap(descriptor, size)
         self.current: dict[str, NDArray[Any]] = {}
@@ -255,7 +264,7 @@ class SharedObservations:
             for which, start in zip((self.current, self.final), places[name], strict=True):
                 count = num_envs * int(np.prod(shape, dtype=np.int64))
                 flat = np.frombuffer(self._memory, np.dtype(dtype), count, start)
-                which[name] = flat.reshape((num_envs, *shape))
+                which[name] = flat.reshape((num_envs, *shape))[rows]
 
     @staticmethod
     def layout(spaces: Mapping[str, Sequence[Any]], num_envs: int) -> tuple[int, dict[str, tuple[int, int]]]:
@@ -279,9 +288,12 @@ class Host:
         first = self._environments[0]
         assert first is not None
         self.spec = first.spec
-        self.descriptor = os.memfd_create("penstock-observations")
-        os.ftruncate(self.descriptor, SharedObservations.layout(self.spec["observations"], num_envs)[0])
-        self._shared = SharedObservations(self.descriptor, self.spec["observations"], num_envs)
+        self._shared: SharedObservations
+
+    def share(self, descriptor: int, *, first: int, total: int) -> None:
+        """Write observations into this memory of ``total`` environments; the own ones begin with row ``first``."""
+        rows = slice(first, first + len(self._environments))
+        self._shared = SharedObservations(descriptor, self.spec["observations"], total, rows)
 
     def handle(self, header: Message, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
         """Execute one request and return the reply."""
@@ -512,7 +524,11 @@ def main(arguments: Sequence[str]) -> None:
         channel.send({"error": reason_of(error)})
         return
     channel.send({"error": "", "spec": host.spec})
-    socket.send_fds(channel.socket, [b"f"], [host.descriptor])
+    _, descriptors, _, _ = socket.recv_fds(channel.socket, 1, 1)
+    shared = channel.receive()
+    if shared is None:
+        return
+    host.share(descriptors[0], **shared[0])
     while (message := channel.receive()) is not None:
         try:
             header, arrays = host.handle(*message)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from penstock.services.env.simulators.base import Chunk, Named, Started, Stepping, Stored
 from penstock.services.env.simulators.child import Channel, Message, SharedObservations
 from penstock.shared.errors import ConfigError, ProtocolError, Unavailable
-from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec, OpenEnv
+from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec, Memory, OpenEnv
 
 __all__ = ["ProcessSimulator"]
 
@@ -65,11 +65,19 @@ class ProcessSimulator:
             for number in range(num_processes):  # start all before waiting for the first
                 self._children[number] = self._launch(number)
             specs = [child.opened(OPEN_LIMIT_S) for child in self._children if child is not None]
+            self._memory = _Memory(specs[0]["observations"], request.num_envs)
         except BaseException:
-            self.close()
+            self._end_processes()
             raise
+        for child, first in zip(self._children, self._first, strict=True):
+            assert child is not None
+            child.share(self._memory, first)
         self.spec = _spec_of(request, specs[0])
-        self._blank = {name: (one.shape, np.dtype(one.dtype)) for name, one in self.spec.observations.items()}
+
+    @property
+    def memory(self) -> Memory:
+        """See ``Simulator.memory``."""
+        return self._memory.description
 
     def reset(self, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64]) -> Started:
         """See ``Simulator.reset``. Processes that ended are started again."""
@@ -162,6 +170,12 @@ class ProcessSimulator:
 
     def close(self) -> None:
         """Ask all processes to exit, and kill those that do not."""
+        self._end_processes()
+        self._memory.close()
+
+    # -- processes ---------------------------------------------------------------------------------------------------
+
+    def _end_processes(self) -> None:
         children = [child for child in self._children if child is not None]
         self._children = [None] * len(self._children)
         for child in children:
@@ -169,8 +183,6 @@ class ProcessSimulator:
         until = time.monotonic() + CLOSE_LIMIT_S
         for child in children:
             child.end(max(0.0, until - time.monotonic()))
-
-    # -- processes ---------------------------------------------------------------------------------------------------
 
     def _launch(self, number: int) -> _Child:
         return _Child(self._python, self._backend, self._request, self._sizes[number])
@@ -181,11 +193,15 @@ class ProcessSimulator:
             return
         child = self._launch(number)
         try:
-            child.opened(OPEN_LIMIT_S)
+            spec = child.opened(OPEN_LIMIT_S)
+            if spec["observations"] != self._memory.spaces:
+                child.end(0.0)
+                raise ConfigError("its observations are others now")
         except ConfigError as error:
             raise Unavailable(
                 f"the simulator of '{self._request.env_id}' broke ({self._why[number]}) and does not start: {error}"
             ) from None
+        child.share(self._memory, self._first[number])
         self._children[number] = child
 
     def _ask(
@@ -248,6 +264,7 @@ class ProcessSimulator:
             )
             child.end(0.0)
             self._children[number] = None
+            self._memory.clear(slice(self._first[number], self._first[number] + self._sizes[number]))
             lost.update(dict.fromkeys(places.tolist(), self._why[number]))
             return None
         if header.get("error"):
@@ -270,17 +287,45 @@ class ProcessSimulator:
 
     def _gather(self, env_ids: NDArray[np.int32], *, final: bool) -> Named:
         """Return observations of these environments from the shared memory; zeros for processes that ended."""
-        only = self._children[0]
-        if len(self._children) == 1 and only is not None and env_ids.tobytes() == self._everyone:
-            return dict(only.shared.final if final else only.shared.current)
-        found = {name: np.zeros((len(env_ids), *shape), dtype) for name, (shape, dtype) in self._blank.items()}
-        for number in self._numbers(env_ids):
-            child, places = self._children[number], self._places(env_ids, number)
-            if child is not None:
-                source = child.shared.final if final else child.shared.current
-                for name, array in found.items():
-                    array[places] = source[name][env_ids[places] - self._first[number]]
-        return found
+        shared = self._memory.shared.final if final else self._memory.shared.current
+        if env_ids.tobytes() == self._everyone:
+            return dict(shared)
+        return {name: array[env_ids] for name, array in shared.items()}
+
+
+class _Memory:
+    """Memory of the observations of all environments of a session.
+
+    Raises:
+        ConfigError: they take more bytes than a file may have.
+    """
+
+    def __init__(self, spaces: Message, num_envs: int) -> None:
+        size, places = SharedObservations.layout(spaces, num_envs)
+        self.spaces, self.num_envs = spaces, num_envs
+        self.descriptor = os.memfd_create("penstock-observations")
+        try:
+            os.ftruncate(self.descriptor, size)
+            self.shared = SharedObservations(self.descriptor, spaces, num_envs)
+        except (OSError, ValueError) as error:
+            os.close(self.descriptor)
+            raise ConfigError(f"no memory of {size} bytes for observations: {error}") from None
+        self.description = Memory(
+            process=os.getpid(), descriptor=self.descriptor, inode=os.fstat(self.descriptor).st_ino, size=size,
+            offsets={name: current for name, (current, _) in places.items()},
+        )  # fmt: skip
+
+    def clear(self, rows: slice) -> None:
+        """Write zeros into these rows."""
+        for which in (self.shared.current, self.shared.final):
+            for array in which.values():
+                array[rows] = 0
+
+    def close(self) -> None:
+        """Close the memory; arrays and mappings of it stay valid. Safe to repeat."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -331,8 +376,6 @@ class _Child:
                 ours.close()
                 raise ConfigError(f"interpreter '{python}' does not start: {error.strerror or error}") from None
         self._channel = Channel(ours)
-        self._num_envs = num_envs
-        self.shared: SharedObservations
 
     @property
     def socket(self) -> socket.socket:
@@ -349,10 +392,6 @@ class _Child:
             header, _ = self.receive(time.monotonic() + limit_s)
             if header["error"]:
                 raise ConfigError(f"environment cannot be made: {header['error']}")
-            _, descriptors, _, _ = socket.recv_fds(self._channel.socket, 1, 1)
-            spec: Message = header["spec"]
-            self.shared = SharedObservations(descriptors[0], spec["observations"], self._num_envs)
-            os.close(descriptors[0])
         except ConfigError:
             self.end(0.0)
             raise
@@ -362,7 +401,15 @@ class _Child:
         except OSError as error:
             self.end(0.0)
             raise ConfigError(f"the environments cannot be made: {error}; its log says why") from None
+        spec: Message = header["spec"]
         return spec
+
+    def share(self, memory: _Memory, first: int) -> None:
+        """Send the memory for its observations, which begin with row ``first``. Errors are ignored as in ``send``."""
+        self._channel.socket.settimeout(OPEN_LIMIT_S)
+        with contextlib.suppress(OSError):
+            socket.send_fds(self._channel.socket, [b"f"], [memory.descriptor])
+            self._channel.send({"first": first, "total": memory.num_envs})
 
     def send(self, header: Message, *arrays: NDArray[Any]) -> None:
         """Send a request. Errors are ignored, because reading the reply reports a dead process."""

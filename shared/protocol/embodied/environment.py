@@ -36,6 +36,7 @@ __all__ = [
     "FilmReply",
     "FilmRequest",
     "KeepRequest",
+    "Memory",
     "OpenEnv",
     "Picture",
     "ResetReply",
@@ -128,15 +129,38 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes can be stored and continued, bit for bit."""
 
 
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Shared memory with the current observations of a session, for processes of the same host and user.
+
+    The observations of all B environments with the name ``name`` are [B, ...] at byte ``offsets[name]``. They are those
+    of the last reply until the next request is sent.
+    """
+
+    process: int
+    descriptor: int
+    """Its open file in that process."""
+    inode: int
+    size: int
+    """Bytes."""
+    offsets: dict[str, int]
+
+    @property
+    def path(self) -> str:
+        """Path of the open file. It is another one if ``process`` is a number of another host or container."""
+        return f"/proc/{self.process}/fd/{self.descriptor}"
+
+
 class EnvOpened(msgspec.Struct, frozen=True, kw_only=True):
     """Reply to ``OpenEnv``: the session, whose subject is ``subjects.env(session)``.
 
     ``socket`` is the address of a Unix socket that answers the same requests for processes of the same host; '': none.
+    ``memory`` is where such a process can read observations; None: nowhere.
     """
 
     session: str
     spec: EnvSpec
     socket: str = ""
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -145,12 +169,14 @@ class ResetRequest:
     episodes.
 
     ``seq`` numbers the requests of a session from 0. The server answers a repeated request from memory; a rejected
-    request does not increase the number.
+    request does not increase the number. With ``observe`` False the reply has no ``observations``: the client reads
+    them in the session's ``Memory``.
     """
 
     seq: int
     env_ids: NDArray[np.int32]
     state_ids: NDArray[np.int64]
+    observe: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -179,7 +205,7 @@ class StepRequest:
     """Request to execute a chunk: ``actions`` [n, C, ...].
 
     ``next_state_ids`` [n] serve ``auto_reset``; none: [0], each state id then advances by the number of environments.
-    Restored episodes need them.
+    Restored episodes need them. ``observe`` as in ``ResetRequest``.
     """
 
     seq: int
@@ -187,6 +213,7 @@ class StepRequest:
     env_ids: NDArray[np.int32]
     actions: NDArray[Any]
     next_state_ids: NDArray[np.int64]
+    observe: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -278,13 +305,15 @@ class SnapshotReply:
 class RestoreRequest:
     """Request to continue stored episodes in n environments, as new episodes that keep their length and return.
 
-    ``snapshots`` and ``sizes`` are as in ``SnapshotReply``; the reply is a ``ResetReply``.
+    ``snapshots`` and ``sizes`` are as in ``SnapshotReply``; the reply is a ``ResetReply``. ``observe`` as in
+    ``ResetRequest``.
     """
 
     seq: int
     env_ids: NDArray[np.int32]
     snapshots: NDArray[np.uint8]
     sizes: NDArray[np.int64]
+    observe: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
