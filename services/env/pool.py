@@ -199,7 +199,7 @@ class EnvPool:
             ended=ended,
             lost=broken | unstarted,
             reasons=_reasons(n, chunk.not_started | chunk.lost),
-            final_observations={name: array[ended] for name, array in chunk.final_observations.items()},
+            final_observations=chunk.look(ended, final=True),
             state_ids=self._state_ids_B[env_ids],
             episode_ids=self._episode_ids_B[env_ids],
             next_episode_ids=self._episode_ids_B[env_ids],

@@ -24,7 +24,7 @@ from penstock.shared.protocol.embodied.environment import (
     EnvSpec,
     FilmRequest,
     KeepRequest,
-    Memory,
+    ObservationMemory,
     OpenEnv,
     ResetRequest,
     RestoreRequest,
@@ -79,7 +79,7 @@ class EnvSession:
         """Reply to request ``_seq``, kept until the next request: first as a frame, then as a message."""
         self._used = time.monotonic()
         self._small = False
-        """Replies with observations are so small that they are copied in the event loop."""
+        """Replies are so small that they are copied in the event loop."""
         self._simulator: Simulator | None = None
         self._pool: EnvPool | None = None
 
@@ -104,7 +104,7 @@ class EnvSession:
                 await self.close()
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> ObservationMemory:
         """Memory with the observations of the open session."""
         assert self._simulator is not None
         return self._simulator.memory
@@ -196,7 +196,7 @@ class EnvSession:
         """Step the environments. Small messages are written and read here: a hand-over to the thread and back takes
         as long as the step of a simple simulator.
         """
-        if (body.observe and not self._small) or body.actions.size > INLINE_ACTIONS:
+        if not self._small or body.actions.size > INLINE_ACTIONS:
             return await self._in_thread(pool.step, body)
         begun = pool.begin_step(body)
         if await _readable(begun.stepping.sockets, begun.stepping.until):
@@ -217,7 +217,7 @@ class EnvSession:
         return self._simulator
 
     def _close_simulator(self) -> None:
-        simulator, self._simulator = self._simulator, None
+        simulator, self._simulator, self._pool = self._simulator, None, None
         if simulator is not None:
             simulator.close()
 

@@ -13,6 +13,7 @@ import logging
 import math
 import mmap
 import os
+import stat
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ from penstock.shared.protocol.embodied.environment import (
     FilmReply,
     FilmRequest,
     KeepRequest,
-    Memory,
+    ObservationMemory,
     OpenEnv,
     ResetReply,
     ResetRequest,
@@ -65,7 +66,7 @@ restart of the broker."""
 
 
 class EnvClient:
-    """One session. The arrays of a reply are valid until the next request, because large ones are in shared memory.
+    """One session. The arrays of a reply are valid until the next request, because they may be in shared memory.
 
     Make one with ``open``; ``close`` it, or the env service closes it after its idle time.
     """
@@ -78,7 +79,9 @@ class EnvClient:
         self._blob: Blob | None = None
         self.spec = opened.spec
         self._everyone = np.arange(opened.spec.num_envs)
-        self._observations = None if opened.memory is None else _mapped(opened.memory, opened.spec)
+        self._observations: dict[str, NDArray[Any]] | None = None
+        if opened.memory is not None and direct is not None and direct.peer:
+            self._observations = _mapped(opened.memory, direct.peer, opened.spec)
         self.seq = 0
         """Number of the next request."""
 
@@ -179,6 +182,7 @@ class EnvClient:
         finally:
             if self._direct is not None:
                 self._direct.close()
+            self._observations = None
             self._release()
 
     async def _observe(
@@ -227,24 +231,25 @@ class EnvClient:
             self._blob = None
 
 
-def _mapped(memory: Memory, spec: EnvSpec) -> dict[str, NDArray[Any]] | None:
-    """Map the current observations [B, ...] of a session, by name; None if its memory cannot be opened here."""
+def _mapped(memory: ObservationMemory, process: int, spec: EnvSpec) -> dict[str, NDArray[Any]] | None:
+    """Map the current observations [B, ...] of a session that ``process`` serves, by name; None if that fails."""
     try:
-        descriptor = os.open(memory.path, os.O_RDONLY)
-    except OSError:  # the process has another number in this container, or another user
+        descriptor = os.open(f"/proc/{process}/fd/{memory.descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or (found.st_ino, found.st_size) != (memory.inode, memory.size):
+                raise FileNotFoundError("it is another file")
+            mapping = mmap.mmap(descriptor, memory.size, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        arrays = {}
+        for name, one in spec.observations.items():
+            count = spec.num_envs * math.prod(one.shape)
+            flat = np.frombuffer(mapping, np.dtype(one.dtype), count, memory.offsets[name])
+            arrays[name] = flat.reshape(spec.num_envs, *one.shape)
+    except (OSError, ValueError, KeyError) as error:
+        log.info("observations of '%s' are sent, because their memory cannot be read: %r", spec.env_id, error)
         return None
-    try:
-        found = os.fstat(descriptor)
-        if (found.st_ino, found.st_size) != (memory.inode, memory.size):
-            return None
-        mapping = mmap.mmap(descriptor, memory.size, prot=mmap.PROT_READ)
-    finally:
-        os.close(descriptor)
-    arrays = {}
-    for name, one in spec.observations.items():
-        count = spec.num_envs * math.prod(one.shape)
-        flat = np.frombuffer(mapping, np.dtype(one.dtype), count, memory.offsets[name])
-        arrays[name] = flat.reshape(spec.num_envs, *one.shape)
     return arrays
 
 

@@ -124,6 +124,11 @@ class UnixClient:
         """False once the connection has ended."""
         return self._connection.is_open
 
+    @property
+    def peer(self) -> int:
+        """Process that serves the address; 0 if this process cannot see it."""
+        return self._connection.peer
+
     async def request(self, data: bytes, *, deadline_s: float) -> bytes:
         """Send a request and return the reply.
 
@@ -176,6 +181,8 @@ class _Messages(asyncio.Protocol):
         self._header, self._on_message, self._on_end = header, on_message, on_end
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
+        self.peer = 0
+        """Process at the other end; 0 if it is not in a namespace of this process."""
 
     @property
     def is_open(self) -> bool:
@@ -184,7 +191,7 @@ class _Messages(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's class does not inherit from it
         connected: socket.socket = transport.get_extra_info("socket")
-        _, user, _ = _PEER.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+        self.peer, user, _ = _PEER.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
         if user != os.getuid():
             transport.abort()  # type: ignore[attr-defined]
 

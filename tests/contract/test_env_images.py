@@ -21,6 +21,7 @@ from penstock.shared.config.service import ServiceSettings
 from penstock.shared.errors import ConfigError, Unavailable
 from penstock.shared.protocol.codec import MAX_INLINE_BYTES
 from penstock.shared.protocol.embodied.environment import OpenEnv, ResetRequest, StepRequest
+from penstock.shared.transport import env_client
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.env_client import EnvClient
@@ -63,6 +64,7 @@ def step_request(seq: int, actions: NDArray[np.float32]) -> StepRequest:
 
 HOSTS = {
     "same host": ({"host_id": "here"}, {"host_id": "here"}),
+    "same host, other container": ({"host_id": "here"}, {"host_id": "here"}),
     "other host": ({"host_id": "there", "bulk_host": "127.0.0.1"}, {"host_id": "here", "bulk_host": "127.0.0.1"}),
 }
 
@@ -70,9 +72,11 @@ HOSTS = {
 @pytest.mark.parametrize("hosts", list(HOSTS))
 @pytest.mark.parametrize("action_shape", [(1,), LARGE_ACTION], ids=["small actions", "large actions"])
 async def test_images_arrive_as_the_environment_made_them(
-    bus: Bus, hosts: str, action_shape: tuple[int, ...], tmp_path: Path
+    bus: Bus, hosts: str, action_shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole episodes, byte for byte, each end with its final image and the first one of the next episode."""
+    if hosts == "same host, other container":
+        monkeypatch.setattr(env_client, "_mapped", lambda *_: None)
     shm_dir = tmp_path / "shm"
     shm_dir.mkdir()
     theirs, ours = ({**one, "shm_dir": shm_dir} for one in HOSTS[hosts])
@@ -83,6 +87,7 @@ async def test_images_arrive_as_the_environment_made_them(
     async with run_env(bus, **theirs) as service:
         with FrameMail(settings) as mail:
             client = await EnvClient.open(bus, mail, request, job=JOB)
+            assert client.is_mapped == (hosts == "same host")
             expected = np.stack([env.reset(seed=seed)[0] for seed, env in enumerate(local)])
             reply = await client.reset(reset_request(0, *range(num_envs)))
             assert reply.observations["state"].nbytes == num_envs * 921_600 > MAX_INLINE_BYTES
@@ -133,10 +138,13 @@ CLIENT = """
 import asyncio, sys
 from penstock.shared.config.service import ServiceSettings
 from penstock.shared.protocol.embodied.environment import OpenEnv, ResetRequest
+from penstock.shared.transport import env_client
 from penstock.shared.transport.bulk_message import FrameMail
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.env_client import EnvClient
 import numpy as np
+
+env_client._mapped = lambda *_: None  # the images are sent
 
 async def main():
     settings = ServiceSettings(host_id="here")

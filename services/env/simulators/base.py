@@ -10,12 +10,19 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.shared.protocol.embodied.environment import EnvSpec, Memory
+from penstock.shared.protocol.embodied.environment import EnvSpec, ObservationMemory
 
-__all__ = ["Chunk", "Named", "Simulator", "Started", "Stepping", "Stored"]
+__all__ = ["Chunk", "Look", "Named", "Simulator", "Started", "Stepping", "Stored"]
 
 Named = dict[str, NDArray[Any]]
 """Observations by name, each [n, ...]. Valid until the next call of the simulator."""
+
+
+class Look(Protocol):
+    """Reads the observations of a request's n environments. Valid until the next call of the simulator."""
+
+    def __call__(self, rows: NDArray[np.bool_] | None = None, *, final: bool = False) -> Named:
+        """Return current or final observations, of the n ``rows`` that are True; None: all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -23,16 +30,21 @@ class Started:
     """Results of starting n episodes.
 
     Attributes:
-        observations: [n, ...], the first observations.
+        look: reads observations.
         state_hashes: uint64 [n], hashes of the simulator's states.
         tasks: n task descriptions; '' if a task has none.
         lost: reasons why episodes did not begin, by row of the request.
     """
 
-    observations: Named
+    look: Look
     state_hashes: NDArray[np.uint64]
     tasks: list[str]
     lost: dict[int, str]
+
+    @property
+    def observations(self) -> Named:
+        """First observations [n, ...]."""
+        return self.look()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -53,8 +65,7 @@ class Chunk:
     """Results of C actions in n environments.
 
     Attributes:
-        observations: [n, ...], after the chunk; the first ones of the next episode in rows where one began.
-        final_observations: [n, ...], last ones of the episodes that ended; other rows are undefined.
+        look: reads observations.
         rewards: float32 [n, C]; terminated, truncated, success: bool [n, C].
         valid: int32 [n], number of executed actions; an environment stops at the end of its episode.
         state_hashes, tasks: as in ``Started``, for the episodes that began.
@@ -62,8 +73,7 @@ class Chunk:
         not_started: reasons why the next episode did not begin after one that ended, by row of the request.
     """
 
-    observations: Named
-    final_observations: Named
+    look: Look
     rewards: NDArray[np.float32]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
@@ -73,6 +83,16 @@ class Chunk:
     tasks: list[str]
     lost: dict[int, str]
     not_started: dict[int, str]
+
+    @property
+    def observations(self) -> Named:
+        """Observations [n, ...] after the chunk; the first ones of the next episode in rows where one began."""
+        return self.look()
+
+    @property
+    def final_observations(self) -> Named:
+        """Last observations [n, ...] of the episodes that ended; other rows are undefined."""
+        return self.look(final=True)
 
 
 class Stepping(Protocol):
@@ -98,7 +118,7 @@ class Simulator(Protocol):
         """Shapes, dtypes and bounds of observations and actions."""
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> ObservationMemory:
         """Memory in which the current observations of all environments stay until the next call."""
 
     def reset(self, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64]) -> Started:

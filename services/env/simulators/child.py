@@ -290,10 +290,10 @@ class Host:
         self.spec = first.spec
         self._shared: SharedObservations
 
-    def share(self, descriptor: int, *, first: int, total: int) -> None:
+    def share(self, descriptor: int, *, spaces: Mapping[str, Sequence[Any]], first: int, total: int) -> None:
         """Write observations into this memory of ``total`` environments; the own ones begin with row ``first``."""
         rows = slice(first, first + len(self._environments))
-        self._shared = SharedObservations(descriptor, self.spec["observations"], total, rows)
+        self._shared = SharedObservations(descriptor, spaces, total, rows)
 
     def handle(self, header: Message, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
         """Execute one request and return the reply."""
@@ -525,10 +525,14 @@ def main(arguments: Sequence[str]) -> None:
         return
     channel.send({"error": "", "spec": host.spec})
     _, descriptors, _, _ = socket.recv_fds(channel.socket, 1, 1)
-    shared = channel.receive()
-    if shared is None:
-        return
-    host.share(descriptors[0], **shared[0])
+    message = channel.receive()
+    try:
+        if message is not None:
+            host.share(descriptors[0], **message[0])
+            os.close(descriptors[0])
+            channel.send({"error": ""})
+    except (OSError, ValueError, IndexError) as error:
+        channel.send({"error": f"no memory for observations: {reason_of(error)}"})
     while (message := channel.receive()) is not None:
         try:
             header, arrays = host.handle(*message)

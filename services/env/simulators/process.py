@@ -7,6 +7,7 @@ limit is killed. The episodes of a killed or dead process are lost; the next res
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,15 @@ from numpy.typing import NDArray
 from penstock.services.env.simulators.base import Chunk, Named, Started, Stepping, Stored
 from penstock.services.env.simulators.child import Channel, Message, SharedObservations
 from penstock.shared.errors import ConfigError, ProtocolError, Unavailable
-from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec, Memory, OpenEnv
+from penstock.shared.protocol.embodied.environment import ArraySpec, EnvSpec, ObservationMemory, OpenEnv
 
 __all__ = ["ProcessSimulator"]
 
 CHILD = Path(__file__).with_name("child.py")
 OPEN_LIMIT_S = 180.0
 """Timeout to create environments; importing a simulator's libraries alone may take many seconds."""
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Of the memory of observations: a process that shortens it would kill all that read it."""
 CLOSE_LIMIT_S = 2.0
 """Time that children get to exit before they are killed."""
 
@@ -65,17 +69,21 @@ class ProcessSimulator:
             for number in range(num_processes):  # start all before waiting for the first
                 self._children[number] = self._launch(number)
             specs = [child.opened(OPEN_LIMIT_S) for child in self._children if child is not None]
-            self._memory = _Memory(specs[0]["observations"], request.num_envs)
+            self.spec = _spec_of(request, specs[0])
+            self._memory = _SharedMemory(specs[0]["observations"], request.num_envs)
         except BaseException:
             self._end_processes()
             raise
-        for child, first in zip(self._children, self._first, strict=True):
-            assert child is not None
-            child.share(self._memory, first)
-        self.spec = _spec_of(request, specs[0])
+        try:
+            for child, first, spec in zip(self._children, self._first, specs, strict=True):
+                assert child is not None
+                child.share(self._memory, first, spec)
+        except BaseException:
+            self.close()
+            raise
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> ObservationMemory:
         """See ``Simulator.memory``."""
         return self._memory.description
 
@@ -90,8 +98,7 @@ class ProcessSimulator:
             for place, task in zip(places.tolist(), header["tasks"], strict=True):
                 tasks[place] = task
             lost.update(_at(places, header["lost"]))
-        observations = self._gather(env_ids, final=False)
-        return Started(observations=observations, state_hashes=hashes, tasks=tasks, lost=lost)
+        return Started(look=partial(self._look, env_ids), state_hashes=hashes, tasks=tasks, lost=lost)
 
     def step(
         self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
@@ -128,8 +135,7 @@ class ProcessSimulator:
             not_started.update(_at(places, header["not_started"]))
         rewards, terminated, truncated, success, valid, hashes = columns
         return Chunk(
-            observations=self._gather(env_ids, final=False),
-            final_observations=self._gather(env_ids, final=True),
+            look=partial(self._look, env_ids),
             rewards=rewards, terminated=terminated, truncated=truncated, success=success, valid=valid,
             state_hashes=hashes, tasks=tasks, lost=lost, not_started=not_started,
         )  # fmt: skip
@@ -158,8 +164,7 @@ class ProcessSimulator:
                 places = self._places(env_ids, number)
                 lost.update(dict.fromkeys(places.tolist(), self._why[number]))
                 hashes[places] = 0
-        observations = self._gather(env_ids, final=False)
-        return Started(observations=observations, state_hashes=hashes, tasks=tasks, lost=lost)
+        return Started(look=partial(self._look, env_ids), state_hashes=hashes, tasks=tasks, lost=lost)
 
     def film(self, env_id: int) -> tuple[bytes, str]:
         """See ``Simulator.film``."""
@@ -170,8 +175,10 @@ class ProcessSimulator:
 
     def close(self) -> None:
         """Ask all processes to exit, and kill those that do not."""
-        self._end_processes()
-        self._memory.close()
+        try:
+            self._end_processes()
+        finally:
+            self._memory.close()
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -193,15 +200,11 @@ class ProcessSimulator:
             return
         child = self._launch(number)
         try:
-            spec = child.opened(OPEN_LIMIT_S)
-            if spec["observations"] != self._memory.spaces:
-                child.end(0.0)
-                raise ConfigError("its observations are others now")
+            child.share(self._memory, self._first[number], child.opened(OPEN_LIMIT_S))
         except ConfigError as error:
             raise Unavailable(
                 f"the simulator of '{self._request.env_id}' broke ({self._why[number]}) and does not start: {error}"
             ) from None
-        child.share(self._memory, self._first[number])
         self._children[number] = child
 
     def _ask(
@@ -285,15 +288,16 @@ class ProcessSimulator:
         first = self._first[number]
         return np.flatnonzero((env_ids >= first) & (env_ids < first + self._sizes[number]))
 
-    def _gather(self, env_ids: NDArray[np.int32], *, final: bool) -> Named:
-        """Return observations of these environments from the shared memory; zeros for processes that ended."""
+    def _look(self, env_ids: NDArray[np.int32], rows: NDArray[np.bool_] | None = None, *, final: bool = False) -> Named:
+        """Read observations of these environments in the shared memory; zeros for processes that ended."""
         shared = self._memory.shared.final if final else self._memory.shared.current
-        if env_ids.tobytes() == self._everyone:
+        if rows is None and env_ids.tobytes() == self._everyone:
             return dict(shared)
-        return {name: array[env_ids] for name, array in shared.items()}
+        chosen = env_ids if rows is None else env_ids[rows]
+        return {name: array[chosen] for name, array in shared.items()}
 
 
-class _Memory:
+class _SharedMemory:
     """Memory of the observations of all environments of a session.
 
     Raises:
@@ -303,15 +307,16 @@ class _Memory:
     def __init__(self, spaces: Message, num_envs: int) -> None:
         size, places = SharedObservations.layout(spaces, num_envs)
         self.spaces, self.num_envs = spaces, num_envs
-        self.descriptor = os.memfd_create("penstock-observations")
+        self.descriptor = os.memfd_create("penstock-observations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.descriptor, size)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, SEALS)
             self.shared = SharedObservations(self.descriptor, spaces, num_envs)
         except (OSError, ValueError) as error:
             os.close(self.descriptor)
             raise ConfigError(f"no memory of {size} bytes for observations: {error}") from None
-        self.description = Memory(
-            process=os.getpid(), descriptor=self.descriptor, inode=os.fstat(self.descriptor).st_ino, size=size,
+        self.description = ObservationMemory(
+            descriptor=self.descriptor, inode=os.fstat(self.descriptor).st_ino, size=size,
             offsets={name: current for name, (current, _) in places.items()},
         )  # fmt: skip
 
@@ -326,6 +331,7 @@ class _Memory:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+            del self.shared
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -404,12 +410,27 @@ class _Child:
         spec: Message = header["spec"]
         return spec
 
-    def share(self, memory: _Memory, first: int) -> None:
-        """Send the memory for its observations, which begin with row ``first``. Errors are ignored as in ``send``."""
-        self._channel.socket.settimeout(OPEN_LIMIT_S)
-        with contextlib.suppress(OSError):
+    def share(self, memory: _SharedMemory, first: int, spec: Message) -> None:
+        """Have the process, whose environments have this spec, write observations into ``memory``, from row ``first``.
+
+        Raises:
+            ConfigError: it cannot, or its observations have other names, shapes or dtypes.
+        """
+        try:
+            if spec["observations"] != memory.spaces:
+                raise ConfigError(f"two processes of one session observe {spec['observations']} and {memory.spaces}")
+            self._channel.socket.settimeout(OPEN_LIMIT_S)
             socket.send_fds(self._channel.socket, [b"f"], [memory.descriptor])
-            self._channel.send({"first": first, "total": memory.num_envs})
+            self._channel.send({"spaces": memory.spaces, "first": first, "total": memory.num_envs})
+            header, _ = self.receive(time.monotonic() + OPEN_LIMIT_S)
+            if header["error"]:
+                raise ConfigError(header["error"])
+        except ConfigError:
+            self.end(0.0)
+            raise
+        except OSError as error:  # TimeoutError is one
+            self.end(0.0)
+            raise ConfigError(f"the environments cannot be made: {error}; its log says why") from None
 
     def send(self, header: Message, *arrays: NDArray[Any]) -> None:
         """Send a request. Errors are ignored, because reading the reply reports a dead process."""

@@ -1,6 +1,7 @@
 """Simulators over the bus: open a session, reset and step its environments.
 
-Arrays travel as frames; an array above 1 MiB is replaced by a claim check of the bulk plane.
+Arrays travel as frames; a frame above 1 MiB is replaced by a claim check of the bulk plane. Observations need not
+travel to a client that can read the ``ObservationMemory`` of the session.
 
 Semantics, for every simulator: ``step`` executes up to C actions of a chunk and stops an environment at its first
 termination or truncation; rewards after that are 0 and not ``valid``. The observations at that moment are in
@@ -36,7 +37,7 @@ __all__ = [
     "FilmReply",
     "FilmRequest",
     "KeepRequest",
-    "Memory",
+    "ObservationMemory",
     "OpenEnv",
     "Picture",
     "ResetReply",
@@ -71,8 +72,8 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True):
 class OpenEnv(msgspec.Struct, frozen=True, kw_only=True):
     """Request for a session of ``num_envs`` copies of ``env_id``, which closes after ``idle_s`` without a request.
 
-    ``host`` is the host id of the requester. On the same host it may send its requests through a Unix socket, and
-    observations above 1 MiB reach it through shared memory; otherwise by NATS and TCP.
+    ``host`` is the host id of the requester. On the same host it may send its requests through a Unix socket and read
+    observations in the memory of the simulators; otherwise they travel by NATS, and above 1 MiB by the bulk plane.
     """
 
     env_id: str
@@ -129,38 +130,32 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes can be stored and continued, bit for bit."""
 
 
-class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """Shared memory with the current observations of a session, for processes of the same host and user.
+class ObservationMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Shared memory with the current observations of a session, for a client that has its Unix socket.
 
     The observations of all B environments with the name ``name`` are [B, ...] at byte ``offsets[name]``. They are those
     of the last reply until the next request is sent.
     """
 
-    process: int
     descriptor: int
-    """Its open file in that process."""
+    """Number of the open file in the process that serves the session."""
     inode: int
     size: int
     """Bytes."""
     offsets: dict[str, int]
-
-    @property
-    def path(self) -> str:
-        """Path of the open file. It is another one if ``process`` is a number of another host or container."""
-        return f"/proc/{self.process}/fd/{self.descriptor}"
 
 
 class EnvOpened(msgspec.Struct, frozen=True, kw_only=True):
     """Reply to ``OpenEnv``: the session, whose subject is ``subjects.env(session)``.
 
     ``socket`` is the address of a Unix socket that answers the same requests for processes of the same host; '': none.
-    ``memory`` is where such a process can read observations; None: nowhere.
+    ``memory`` is where a process that has connected to it can read observations; None: nowhere.
     """
 
     session: str
     spec: EnvSpec
     socket: str = ""
-    memory: Memory | None = None
+    memory: ObservationMemory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -170,7 +165,7 @@ class ResetRequest:
 
     ``seq`` numbers the requests of a session from 0. The server answers a repeated request from memory; a rejected
     request does not increase the number. With ``observe`` False the reply has no ``observations``: the client reads
-    them in the session's ``Memory``.
+    them in the session's ``ObservationMemory``.
     """
 
     seq: int
@@ -339,13 +334,15 @@ Body = (
     | RestoreRequest | CloseRequest | KeepRequest
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Body)}
-_FIELDS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _KINDS.values()}
+_FIELDS = {kind: {field.name: field.default for field in dataclasses.fields(kind)} for kind in _KINDS.values()}
+"""Names and defaults of the fields of all messages. A field that has its default is left out, as older versions do."""
 B = TypeVar("B", bound=Body)
 
 
 def env_frame(body: Body) -> list[Buffer]:
     """Encode ``body`` as one frame, in buffers that alias its arrays."""
-    tree = {name: getattr(body, name) for name in _FIELDS[type(body)]}
+    fields = _FIELDS[type(body)].items()
+    tree = {name: value for name, default in fields if (value := getattr(body, name)) is not default}
     return encode_frame({"schema": SCHEMA, "kind": type(body).__name__, **tree})
 
 
@@ -366,7 +363,10 @@ def decode_env(data: bytes | memoryview, *kinds: type[B]) -> B:
     kind = _KINDS.get(str(tree.pop("kind", "")))
     if kind is None or kind not in kinds:
         raise ProtocolError(f"expected {' or '.join(k.__name__ for k in kinds)}, got another message")
-    if tree.keys() != set(_FIELDS[kind]):
+    fields = _FIELDS[kind]
+    if tree.keys() != fields.keys() and (
+        tree.keys() - fields or any(fields[name] is dataclasses.MISSING for name in fields.keys() - tree)
+    ):
         raise ProtocolError(f"{kind.__name__} has the fields {sorted(tree)}; it needs {sorted(_FIELDS[kind])}")
     for name, value in tree.items():
         if problem := _problem(name, value):
