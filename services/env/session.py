@@ -48,7 +48,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 INLINE_BYTES = 1 << 18
-"""Limit of the bytes of a reply that the event loop copies; larger ones are made in the thread."""
+"""Limit of the bytes of a reply that the event loop copies; larger ones are made in the thread, and their observations
+are left out for clients that read them in the simulator's memory."""
 INLINE_ACTIONS = 1 << 13
 """Limit of the numbers in a request that the event loop sends; with its reply it fits into the buffers of a socket."""
 
@@ -104,10 +105,10 @@ class EnvSession:
                 await self.close()
 
     @property
-    def memory(self) -> ObservationMemory:
-        """Memory with the observations of the open session."""
+    def memory(self) -> ObservationMemory | None:
+        """Memory with the observations of the open session; None if they are small: sending them takes no longer."""
         assert self._simulator is not None
-        return self._simulator.memory
+        return None if self._small else self._simulator.memory
 
     @property
     def idle(self) -> bool:

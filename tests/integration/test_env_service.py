@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from penstock.services.coordinator.queries.logfiles import read_logs
+from penstock.services.env import session
 from penstock.services.env.service import EnvService
 from penstock.services.env.session import _readable
 from penstock.services.env.simulators.child import Channel
@@ -326,8 +327,8 @@ async def test_requests_of_the_same_host_do_not_pass_through_the_bus(
             await step()
             await client.keep()
             assert client.is_direct and not passed
-            (session,) = service.sessions.values()
-            message, direct = session._message, client._direct
+            (served,) = service.sessions.values()
+            message, direct = served._message, client._direct
             assert direct is not None
 
             async def lost() -> bytes:
@@ -336,7 +337,7 @@ async def test_requests_of_the_same_host_do_not_pass_through_the_bus(
                 direct.close()
                 return reply
 
-            monkeypatch.setattr(session, "_message", lost)
+            monkeypatch.setattr(served, "_message", lost)
             assert (await step()).seq == client.seq - 1
             assert not client.is_direct and passed
             assert service.status()[JOB]["steps"] == 2
@@ -363,8 +364,11 @@ async def test_requests_that_no_socket_takes_go_by_the_bus(
             await client.close()
 
 
-async def test_observations_of_the_same_host_are_read_where_they_are_written(bus: Bus, tmp_path: Path) -> None:
-    """They equal those of a client that gets them in its replies: all rows and some, of two processes, one killed."""
+async def test_observations_of_the_same_host_are_read_where_they_are_written(
+    bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They equal those of a client that gets them in its replies: all rows and some, of two processes, both killed."""
+    monkeypatch.setattr(session, "INLINE_BYTES", 0)
     elsewhere = ServiceSettings(shm_dir=tmp_path, host_id="elsewhere")
     async with run_env(bus) as service:
         await eventually(lambda: ready(service))
@@ -412,6 +416,7 @@ async def test_memory_that_is_another_one_is_not_read(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, int]
 ) -> None:
     """In another container the number of the process may be that of another process."""
+    monkeypatch.setattr(session, "INLINE_BYTES", 0)
     true = ProcessSimulator.memory.fget
     assert true is not None
     monkeypatch.setattr(ProcessSimulator, "memory", property(lambda self: msgspec.structs.replace(true(self), **wrong)))
