@@ -108,7 +108,7 @@ def test_the_keyboard_is_enough_from_the_login_to_a_comparison(
     walk(page, "Colour by", back=True)
     page.keyboard.press("ArrowDown")
     page.get_by_text(
-        re.compile(r"One version, \d, chose every token.|Each version of the policy has a colour")
+        re.compile(r"One version, \d+, chose every token.|Each version of the policy has a colour")
     ).wait_for()
     assert page.evaluate(FOCUSED)["name"] == "Colour by"
     walk(page, "compare")
