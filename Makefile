@@ -11,7 +11,7 @@ NO_SECRETS := PENSTOCK_API_KEYS=x $(foreach role,COORDINATOR ROLLOUT ENV REWARD 
 CLIENTS ?= $(sort $(basename $(notdir $(wildcard tests/clients/requirements/*.txt))))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock lint format type imports check test test-long mutants chaos e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-robot-test compose-vllm-test up down \
+.PHONY: help setup lock lint format type imports check test test-long mutants chaos fuzz e2e clients clients-venvs docs docs-serve screenshots reference compose-config compose-test compose-robot-test compose-vllm-test up down \
 	demo newcomer bench bench-bus bench-update-path bench-ledger bench-takeover bench-embodied bench-jobs bench-page bench-weights bench-weight-transports bench-vs-trl bench-trainer bench-gsm8k bench-gsm8k-tool bench-algorithms bench-ingest bench-attacks bench-steps bench-serving bench-engine bench-engine-curves bench-long-prompts bench-online bench-sac bench-length bench-rambling fresh package release clean
 
 help:  ## this list
@@ -59,6 +59,9 @@ mutants: $(BIN)/pytest  ## change one rule of the core at a time: do the tests n
 
 chaos: $(BIN)/pytest  ## four jobs under a random schedule of faults (SEED=1 MINUTES=15 ARGS="--kinds kill,stop")
 	$(BIN)/python -m tests.chaos --seed $(or $(SEED),1) --minutes $(or $(MINUTES),15) $(ARGS)
+
+fuzz: $(BIN)/pytest  ## more generated requests to the API, and more orders of events at the coordinator, than in the long tests
+	PENSTOCK_FUZZ=full $(BIN)/pytest -m long tests/e2e/openapi tests/property/test_coordinator_machine.py
 
 test-long: $(BIN)/pytest  ## the long ones
 	$(BIN)/pytest -m long

@@ -7,6 +7,7 @@ lose (the leader's memory, in-flight work). Hypothesis reorders, duplicates, del
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -29,6 +30,8 @@ from penstock.shared.protocol.ids import Draw
 from penstock.shared.protocol.messages import Report
 from penstock.shared.protocol.trajectory import GroupHeader
 
+EXAMPLES = 2000 if os.environ.get("PENSTOCK_FUZZ") == "full" else 500
+"""Of the long test; more by ``make fuzz``."""
 GROUP = 2
 JOB = "job_machine"
 
@@ -662,6 +665,6 @@ TestCoordinatorMachine.settings = settings(max_examples=100, stateful_step_count
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 class TestCoordinatorMachineAtLength(CoordinatorMachine.TestCase):  # type: ignore[misc, name-defined]
-    """10^5 steps."""
+    """Up to 25,000 steps; 10^5 by ``make fuzz``."""
 
-    settings = settings(max_examples=2000, stateful_step_count=50, deadline=None)
+    settings = settings(max_examples=EXAMPLES, stateful_step_count=50, deadline=None)
