@@ -55,7 +55,6 @@ NO_OPENGL = not (find_library("OSMesa") or find_library("EGL_mesa"))
 CASES = {
     "discrete": OpenEnv(env_id="CartPole-v1", num_envs=3),
     "continuous": OpenEnv(env_id="Pendulum-v1", num_envs=3),
-    "options": OpenEnv(env_id="CartPole-v1", num_envs=3, options={"sutton_barto_reward": True}),
     "mujoco, two processes": OpenEnv(env_id="Hopper-v5", num_envs=3, num_processes=2),
     "metaworld": REACH,
     "pictures": OpenEnv(env_id="CartPole-v1", num_envs=3, picture=SMALL),
@@ -72,7 +71,7 @@ CASES = {
 }
 
 
-LONG_CASES = {"continuous", "options", "mujoco pictures, two processes", "world model, anywhere"}
+LONG_CASES = {"continuous", "mujoco pictures, two processes", "world model, anywhere"}
 """Cases in which the simulators of the others, or those of ``ELSEWHERE``, are opened in another way."""
 
 
@@ -225,11 +224,14 @@ def _fields(request: OpenEnv) -> dict[str, Any]:
     [
         "discrete",
         "libero",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("pictures", "mujoco, two processes", "metaworld")),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("pictures", "metaworld")),
     ],
 )
 def test_an_episode_is_filmed_and_goes_on_as_without_a_camera(name: str) -> None:
-    """An MP4 file of the newest episode; states and rewards are those of the same simulator without a camera."""
+    """An MP4 file of the newest episode; states and rewards are those of the same simulator without a camera.
+
+    Films of MuJoCo's own environments are in ``test_simulator_snapshots.py``.
+    """
     if name not in ("discrete", "pictures") and NO_OPENGL:
         pytest.skip("no OpenGL library: apt-get install -y libosmesa6")
     request = OpenEnv(**{**_fields(CASES[name]), "num_envs": 1})
