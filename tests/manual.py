@@ -79,6 +79,12 @@ NOT_RUN = {
     "penstock quarantine drop ITEM": "needs feedback that is held; run by tests/contract/feedback/test_clients.py",
     "penstock ckpt promote JOB": "needs promotion; run by tests/contract/front/test_versions.py",
     "penstock ckpt promote JOB VERSION": "needs promotion; run by tests/contract/front/test_versions.py",
+    "penstock backup /backups/2026-11-23": "run by tests/e2e/test_backup.py",
+    "penstock restore /backups/2026-11-23 --data-dir /new": "run by tests/e2e/test_backup.py",
+    "penstock up --data-dir /new": "run by tests/e2e/test_backup.py",
+    "penstock submit examples/own-engine.yaml --follow": "run by tests/e2e/test_user_code.py",
+    "penstock metrics own-engine reward/mean mismatch/logprob": "run by tests/e2e/test_user_code.py",
+    "penstock why own-engine": "about the job before it; tests/e2e/test_user_code.py asks why",
     "make screenshots": "trains several jobs for minutes, and writes into the manual",
     'client.post_interaction("my-agent", prompt_token_ids=…, token_ids=…, logprobs=…, policy_version=17, reward=0.7)': (
         "leaves out the tokens"
@@ -120,6 +126,8 @@ RUN_WHOLE = {"docs/how-to/own-model.md": "run by tests/e2e/test_own_model.py"}
 """Pages whose fences another test does from the first to the last."""
 
 GRADE = """penstock grade grader.yaml --sample 3 --item '{"answer": "3"}'"""
+PICTURES = "penstock submit examples/gym-pendulum-images-ppo.yaml"
+TOKENS = "penstock submit examples/metaworld-reach-grpo-tokens.yaml"
 FILLED = {
     "penstock grade FILE --sample TEXT --item JSON": GRADE,
     "penstock grade GRADER": GRADE,
@@ -133,8 +141,17 @@ FILLED = {
     "penstock users erase USER": "penstock users erase eve",
     "penstock users status USER": "penstock users status eve",
     "penstock sims world-model train FILE": "penstock sims world-model train seen.demonstrations --out model",
+    f"{PICTURES} --follow": f"{PICTURES} --dry-run",
+    PICTURES: f"{PICTURES} --dry-run",
+    f"{TOKENS} --set seed=1": f"{TOKENS} --set seed=1 --dry-run",
+    "penstock metrics metaworld-reach-grpo-tokens success/rate eval/success --json": (
+        "penstock metrics JOB success/rate eval/success --json"
+    ),
 }
-"""Usage lines that leave out an option, as a reader would write them."""
+"""Usage lines that leave out an option, as a reader would write them; and the origin of numbers in ``results.md``.
+
+Policies are trained on pictures by ``tests/e2e/test_embodied.py``, and in MetaWorld by the reader of ``embodied.md``.
+"""
 LANGUAGES = {
     "python": "python", "bash": "command", "console": "command", "yaml": "yaml", "diff": "diff",
     "json": None, "text": None, "": None,

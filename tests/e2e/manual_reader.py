@@ -55,7 +55,7 @@ RUNNING = ("amend", "scale", "why", "workers", "pause", "cancel", "resume", "ckp
 """Commands that are about a job that runs; others are about one that has ended."""
 SPENT = ("rm", "extend", "ckpt rm")
 """Commands after which a job is another: about one of their own."""
-PATHS = re.compile(r"(?<![\w.:/])/(models|data|backups|new)(?=[/\s]|$)", re.MULTILINE)
+PATHS = re.compile(r"(?<![\w.:/])/(models|data)(?=[/\s]|$)", re.MULTILINE)
 """Folders of a reader's machine."""
 SUMS = [(f"{i % 10}+{i // 10}=", str(i % 10 + i // 10)) for i in range(32)]
 ROWS = [

@@ -1,4 +1,7 @@
-"""A deployment is backed up while it runs, wiped, and restored on another path, and its jobs go on."""
+"""A deployment is backed up while it runs, wiped, and restored on another path, and its jobs go on.
+
+The commands are those of docs/operations.md.
+"""
 
 from __future__ import annotations
 
