@@ -8,6 +8,7 @@ import gc
 import importlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,8 @@ tests wait for processes of their own, few need a core all the time. The long on
 STACK_UNTIL, SLOW_UNTIL = 0.5, 0.8
 """Shares of the files by which those with tests of the shared stack, and the other slow ones, are over."""
 SHARED_STACK = "stack"
+ONLY = re.compile(r"(long|vllm)\b(?!.*\bor\b)")
+"""Expressions of ``-m`` that select none but tests with that mark."""
 NURSERY: pytest.StashKey[Any] = pytest.StashKey()
 AFTER_STACK: pytest.StashKey[set[str]] = pytest.StashKey()
 CLOSE_STACK: pytest.StashKey[Callable[[], None]] = pytest.StashKey()
@@ -89,6 +92,17 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without the mark where only tests that have it are wanted: to import all takes half a minute.
+
+    No test gets its mark from another file: ``tests/repo/test_continuous_integration.py``.
+    """
+    wanted = ONLY.match(config.option.markexpr)
+    if wanted is None or not collection_path.match("test_*.py"):
+        return None
+    return None if f"mark.{wanted[1]}" in collection_path.read_text(encoding="utf-8") else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

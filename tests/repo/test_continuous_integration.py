@@ -85,3 +85,9 @@ def test_what_needs_vllm_is_marked() -> None:
     for path in asking:
         assert {"vllm", "long"} <= {*re.findall(r"mark\.(\w+)", path.read_text(encoding="utf-8"))}, path
     assert 'tests -m "long and not vllm"\n' in SCRIPT and "tests -n0 -m vllm\n" in SCRIPT
+
+
+def test_long_tests_and_those_of_vllm_are_marked_in_their_own_files() -> None:
+    """``tests/conftest.py`` does not import the other files where only these tests are wanted."""
+    helpers = {*(ROOT / "tests").rglob("*.py")} - {*TESTS}
+    assert [path for path in helpers if re.search(r"mark\.(long|vllm)", path.read_text(encoding="utf-8"))] == []
