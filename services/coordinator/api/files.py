@@ -179,7 +179,7 @@ async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
             continue
         if not job.finished:
             raise Conflict(f"job '{job.id}' reads file '{file_id}'; cancel it first")
-        if (spec.get("model") or {}).get("lora"):
+        if (spec.get("model") or {}).get("lora") is not None:
             raise Conflict(f"the adapters of job '{job.id}' need model '{file_id}'; delete the job first")
     await asyncio.to_thread(backend.files.delete, file_id)
     return Json(FileDeleted(id=file_id))
