@@ -62,14 +62,16 @@ submit() { # submit: the job file on stdin; sets `job`
 }
 
 until_step() { # until_step N SECONDS: wait until the job has made N updates
-  local step phase end=$((SECONDS + $2))
+  local step phase message end=$((SECONDS + $2))
   while ((SECONDS < end)); do
-    read -r phase step < <(call "/v1/jobs/$job" | field 'd["status"]["phase"] + " " + str(d["status"]["step"])')
-    [[ $phase == failed || $phase == cancelled ]] && fail "the job is $phase at step $step"
+    read -r phase step message < <(
+      call "/v1/jobs/$job" | field '"{phase} {step} {message}".format_map(d["status"]).replace("\n", " ")'
+    )
+    [[ $phase == failed || $phase == cancelled || $phase == paused ]] && fail "the job is $phase at step $step: $message"
     ((step >= $1)) && return
     sleep 0.2
   done
-  fail "the job is at step $step, not at $1, after $2 s"
+  fail "the job is $phase at step $step, not at $1, after $2 s: $message"
 }
 
 until_success() { # wait for the end of a job that has made its last update
