@@ -66,7 +66,8 @@ def up(directory: Path) -> UpState:
     assert told["processes"].keys() == state.processes.keys()
     assert f"penstock down --data-dir {directory}" in result.stderr
     assert str(directory / "api.key") in result.stderr
-    assert f"the page is at {state.url}/\n" in result.stderr
+    assert result.stderr.count(f"the page is at {state.url}/\n") == 1, result.stderr
+    assert "Ctrl-C" not in result.stderr
     assert f"next: penstock submit {EXAMPLES / 'addition.yaml'} --follow\n" in result.stderr
     return state
 

@@ -35,6 +35,8 @@ DEMO = "addition.yaml"
 """Job file of the demo."""
 DEMO_STREAMS = StreamSizes(experience_bytes=256 << 20, stream_bytes=128 << 20)
 """Sizes for a few minutes of one small job, even with a hostile key; the folder may be in memory."""
+READY = "ready (Ctrl-C stops everything)"
+"""Line before the address of the page, which a detached deployment does not repeat."""
 READY_S = 120.0
 DOWN_S = 60.0
 
@@ -162,7 +164,7 @@ async def _serve(options: StackOptions, *, as_json: bool) -> None:
         if not stop.is_set():
             if as_json:
                 show_line(_facts(stack.url, os.getpid(), options.data_dir, stack.processes))
-            note("ready (Ctrl-C stops everything)")
+            note(READY)
             _note_next(stack.url)
             await _first(stop, stack.broken())
         note("stopping; services finish what they have in hand (Ctrl-C again: at once)")
@@ -213,7 +215,7 @@ def _detached(options: StackOptions, rollouts: int, engine: str | None, *, as_js
     seen = time.monotonic()
     shown = start
     while time.monotonic() < seen + READY_S + 10:  # new log lines extend the deadline: a large store opens slowly
-        before, shown = shown, _copy_new_lines(log, shown)
+        before, shown = shown, _copy_new_lines(log, shown, until=READY)
         seen = time.monotonic() if shown > before else seen
         if process.poll() is not None:
             _copy_new_lines(log, shown)
@@ -237,9 +239,12 @@ def _facts(url: str, pid: int, data_dir: Path, processes: dict[str, int]) -> dic
     return {"url": url, "pid": pid, "data_dir": str(data_dir), "processes": processes}
 
 
-def _copy_new_lines(log: Path, start: int) -> int:
+def _copy_new_lines(log: Path, start: int, *, until: str = "") -> int:
+    """Print the whole lines of a log from byte ``start``, but none from one that begins with ``until``; return the
+    byte behind the last one."""
     data = log.read_bytes()[start:]
-    end = data.rfind(b"\n") + 1
+    last = data.find(until.encode()) if until else -1
+    end = data.rfind(b"\n") + 1 if last < 0 else last
     if end:
         note(data[:end].decode("utf-8", "replace").rstrip("\n"))
     return start + end
