@@ -115,15 +115,16 @@ class EnvService:
         request, envelope = unpack(data, OpenEnv)
         session = EnvSession(envelope.job, request, self._mail, self.settings.sims_dir)
         spec = await session.open()
-        memory, name = session.memory, secrets.token_hex(8)
+        name = secrets.token_hex(8)
+        opened = EnvOpened(session=name, spec=spec)
         self.sessions[name] = session
-        direct = UnixServer(session.answer) if request.host == self.settings.host_id else None
+        direct = None
+        if request.host == self.settings.host_id:
+            direct = UnixServer(session.answer)
+            opened = EnvOpened(session=name, spec=spec, socket=direct.address, memory=session.memory)
         serving = asyncio.Event()
         self._tasks.create_task(self._serve(name, session, direct, serving))
         await serving.wait()
-        opened = EnvOpened(session=name, spec=spec)
-        if direct is not None:
-            opened = EnvOpened(session=name, spec=spec, socket=direct.address, memory=memory)
         return pack(opened, job=envelope.job, id=envelope.id, trace=envelope.trace)
 
     async def _on_describe(self, data: bytes) -> bytes:

@@ -33,7 +33,7 @@ from penstock.shared.config.base import with_overrides
 from penstock.shared.errors import PenstockError, Unavailable
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.embodied.episode_group import decode_any_group
-from penstock.shared.protocol.events import Event, Finished, decode_events
+from penstock.shared.protocol.events import BatchTrained, Checkpointed, Event, Finished, LineageForked, decode_events
 from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 from penstock.shared.runtime.ledger import ledger_archive, read_ledger
 from penstock.shared.transport.bus import Bus, Message
@@ -261,6 +261,28 @@ class Deployment:
         equation = {name: audit["equation"][name] for name in draws}
         assert equation == draws
         return audit
+
+    def updates_to_repeat(self, job: str) -> int:
+        """The number of updates that a trainer that dies now has to train again."""
+        newest = {
+            type(event): event.number for event in self.ledger(job) if isinstance(event, BatchTrained | Checkpointed)
+        }
+        return newest[BatchTrained] - newest[Checkpointed]
+
+    def check_updates(self, job: str, total: int, *, trainers: int) -> None:
+        """The job ended by itself and counts every update once, also those that a restarted trainer repeated.
+
+        ``trainers`` is the least number of trainers, and two coordinators led it.
+        """
+        record = self.finish(job, 200)
+        assert (record.status.phase, record.status.step) == ("succeeded", total), record.status
+        self.check_books(job)
+        events = self.ledger(job)
+        trained = [event for event in events if isinstance(event, BatchTrained)]
+        assert [event.number for event in trained] == list(range(1, total + 1))
+        assert not any(isinstance(event, LineageForked) for event in events), "a restarted trainer gave other digests"
+        assert len({event.trainer_epoch for event in trained}) >= trainers
+        assert len({event.writer_epoch for event in events}) >= 2, "the coordinator came back with a higher epoch"
 
     def check_replay(self, job: str, at_least: int) -> None:
         """Training the log again gives the digests that the ledger recorded, for ``at_least`` updates."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.shared.protocol.events import BatchSealed, BatchTrained, Checkpointed, Event, LineageForked
+from penstock.shared.protocol.events import BatchSealed, BatchTrained, Checkpointed, Event
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -26,19 +26,13 @@ PACED = {"scorers": [{"type": "function", "path": "e2e_scorers:paced"}], "proces
 
 
 def check_end(stack: Any, job: str, total: int, *, trainers: int) -> None:
-    """The job ended by itself, every update counts once, and a restarted trainer repeated what the ledger has."""
-    record = stack.finish(job)
-    assert (record.status.phase, record.status.step) == ("succeeded", total), record.status
-    stack.check_books(job)
+    """The job ended, every update counts once, and it used the temperatures that were asked for."""
+    stack.check_updates(job, total, trainers=trainers)
     events = stack.ledger(job)
-    trained = [event for event in events if isinstance(event, BatchTrained)]
-    assert [event.number for event in trained] == list(range(1, total + 1))
-    assert not any(isinstance(event, LineageForked) for event in events), "a restarted trainer gave other digests"
-    assert len({event.digest for event in trained}) > total / 2, "the updates changed the weights"
-    assert len({event.trainer_epoch for event in trained}) >= trainers
+    digests = {event.digest for event in events if isinstance(event, BatchTrained)}
+    assert len(digests) > total / 2, "the updates changed the weights"
     sealed = [group for event in events if isinstance(event, BatchSealed) for group in event.groups]
     assert {group.temperature for group in sealed} == {1.0, WARMER}
-    assert len({event.writer_epoch for event in events}) >= 2, "the coordinator came back with a higher epoch"
     stack.check_replay(job, at_least=1)
     stack.until(lambda: not list(stack.shm.glob(f"*{job}*")), "no weights of a finished job in shared memory", 10)
 
@@ -61,13 +55,7 @@ def repeated(events: list[Event]) -> list[int]:
 
 def between_checkpoints(stack: Any, job: str) -> None:
     """Wait until a trainer that dies now has batches to train again."""
-
-    def behind() -> int:
-        events = stack.ledger(job)
-        numbers = {kind: [e.number for e in events if isinstance(e, kind)][-1] for kind in (BatchTrained, Checkpointed)}
-        return int(numbers[BatchTrained] - numbers[Checkpointed])
-
-    stack.until(lambda: 2 <= behind() <= EVERY - 3, "updates after a checkpoint")
+    stack.until(lambda: 2 <= stack.updates_to_repeat(job) <= EVERY - 3, "updates after a checkpoint")
 
 
 def end(stack: Any, job: str) -> int:

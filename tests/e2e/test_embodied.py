@@ -20,7 +20,7 @@ from penstock.shared.data.demonstrations import write_demonstrations
 from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.embodied.environment import EnvSpec, OpenEnv
-from penstock.shared.protocol.events import BatchTrained, Checkpointed, JobStarted, LineageForked
+from penstock.shared.protocol.events import BatchTrained, JobStarted, LineageForked
 from penstock.shared.runtime.lease import LeaseRecord
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -118,7 +118,7 @@ def test_any_process_may_die_in_mid_episode(stack: Any) -> None:
     for victim in VICTIMS:
         stack.reach(job, stack.status(job).step + FURTHER)
         if victim == "trainer-0":
-            stack.until(lambda: updates_since_checkpoint(stack, job) >= 2, "updates to train again")
+            stack.until(lambda: stack.updates_to_repeat(job) >= 2, "updates to train again")
         if victim == "simulators":
             kill_simulators(stack, job)
         else:
@@ -146,29 +146,12 @@ def test_any_process_may_hang_in_mid_episode(stack: Any, victim: str) -> None:
     stack.check_replay(job, at_least=5)
 
 
-def updates_since_checkpoint(stack: Any, job: str) -> int:
-    """The number of updates that a trainer that dies now has to repeat."""
-    events = stack.ledger(job)
-    trained, saved = (
-        max(event.number for event in events if isinstance(event, kind)) for kind in (BatchTrained, Checkpointed)
-    )
-    return int(trained - saved)
-
-
 def check_end(stack: Any, job: str) -> None:
     """The job goes on, ends after a few more updates, and each update counts once; restarted processes took over."""
     stack.reach(job, stack.status(job).step + FURTHER)
     total = int(stack.status(job).step) + LAST
     stack.client.amend(job, {"train": {"max_updates": total}})
-    record = stack.finish(job, 200)
-    assert (record.status.phase, record.status.step) == ("succeeded", total), record.status
-    stack.check_books(job)
-    events = stack.ledger(job)
-    trained = [event for event in events if isinstance(event, BatchTrained)]
-    assert [event.number for event in trained] == list(range(1, total + 1))
-    assert not any(isinstance(event, LineageForked) for event in events), "a trainer gave other digests"
-    assert len({event.trainer_epoch for event in trained}) >= 2
-    assert len({event.writer_epoch for event in events}) >= 2, "the coordinator came back with a higher epoch"
+    stack.check_updates(job, total, trainers=2)
     stack.check_replay(job, at_least=5)
 
 

@@ -402,7 +402,8 @@ async def test_observations_of_the_same_host_are_read_where_they_are_written(
                 if any("simulators/child.py" in word for word in child.cmdline()):
                     child.kill()
             lost = await compare(step(some))
-            assert lost.lost.all() and not lost.observations["state"].any()  # type: ignore[union-attr]
+            assert isinstance(lost, StepReply) and lost.lost.all()
+            assert not lost.observations["state"].any()
             again = np.asarray([1, 3], np.int32)
             await compare(
                 lambda client: client.reset(ResetRequest(seq=client.seq, env_ids=again, state_ids=np.arange(2)))

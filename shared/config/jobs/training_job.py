@@ -56,7 +56,7 @@ class RunConfig(StrictModel):
     max_mismatch: float | None = Field(1.0, gt=0)
     """Pause the job after an update whose `mismatch/logprob` exceeds this, or after `max_lag` + 1 updates in a row
     whose `lag/logprob` does (nats per token or action dimension): the sampling policy differs from the trained one.
-    One version of lag adds about 0.01, one very large update of the policy up to 2 in `max_lag` batches, a cache of
+    One version of lag adds about 0.01, one very large update of the policy up to 2.4 in `max_lag` batches, a cache of
     old weights about 2 in every batch. Not applied to `sac`, which trains on old transitions; null: never pause."""
 
 
