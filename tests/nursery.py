@@ -292,6 +292,7 @@ def become_interpreter(code: str, *streams: int) -> None:
 
 def imports(names: Sequence[str]) -> None:
     """Import them, as far as they are installed."""
+    gc.disable()  # passes over what is new would take half of the time
     from penstock.shared.errors import ConfigError
 
     for name in names:
@@ -301,6 +302,7 @@ def imports(names: Sequence[str]) -> None:
             continue
     gc.collect()
     gc.freeze()  # or the memory that all share would be copied by the first collection
+    gc.enable()
 
 
 def make_interpreter(directory: Path) -> None:

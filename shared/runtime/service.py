@@ -94,6 +94,7 @@ def run_service(factory: ServiceFactory) -> None:
         sys.stderr.write(f"{factory.name}: {error}\n")
         sys.exit(EXIT_CONFIG)
     gc.freeze()  # imported objects stay: without this a full collection blocks the loop of a worker for 0.25 s
+    gc.enable()
     code = _run(serve_process(factory, settings))
     if code == EXIT_FAILED:
         _leave_threads(code)
