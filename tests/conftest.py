@@ -214,6 +214,7 @@ def nats_server(store_dir: Path) -> Iterator[NatsServer]:
     """A server of this test alone, so that it may be killed; starts in about 20 ms. Synced, as in production."""
     with NatsServer(store_dir / "nats") as server:
         yield server
+        server.kill()  # an orderly end would take longer than the start, and nobody reads its store any more
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ NOT_RUN = {
     "penstock ckpt promote JOB VERSION": "needs promotion; run by tests/contract/front/test_versions.py",
     "penstock backup /backups/2026-11-23": "run by tests/e2e/test_backup.py",
     "penstock restore /backups/2026-11-23 --data-dir /new": "run by tests/e2e/test_backup.py",
-    "penstock up --data-dir /new": "run by tests/e2e/test_local_stack.py, and after a restore by test_backup.py",
+    "penstock up --data-dir /new": "run by tests/e2e/test_backup.py",
     "penstock submit examples/own-engine.yaml --follow": "run by tests/e2e/test_user_code.py",
     "penstock metrics own-engine reward/mean mismatch/logprob": "run by tests/e2e/test_user_code.py",
     "penstock why own-engine": "about the job before it; tests/e2e/test_user_code.py asks why",

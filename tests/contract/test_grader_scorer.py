@@ -136,6 +136,7 @@ def test_a_model_grades(web: Any) -> None:
     assert body["response_format"]["json_schema"]["schema"]["required"] == ["result"]
 
 
+@pytest.mark.long
 async def test_models_that_grade_are_asked_once_before_a_job(web: Any, bus: Bus, tmp_path: Path) -> None:
     """The answer of the model, or why there is none, stands in the dry run; a key that is missing refuses the job."""
     said = {"grader-1": chat('{"result": 4}'), "judge-1": chat("8")}

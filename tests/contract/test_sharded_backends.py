@@ -112,7 +112,8 @@ def outcomes(ranks: Any) -> Outcomes:
     return of
 
 
-@pytest.mark.parametrize("case", ["two", *(pytest.param(case, marks=pytest.mark.long) for case in ("one", "adapters"))])
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["two", "one", "adapters"])
 @pytest.mark.parametrize("name", NAMES)
 def test_fsdp(outcomes: Outcomes, case: str, name: str) -> None:
     for rank, found in enumerate(outcomes("fsdp", *FSDP[case])):

@@ -147,6 +147,7 @@ def same(one: Story, other: Story) -> None:
     assert one[2] == other[2]
 
 
+@pytest.mark.long
 def test_a_stored_episode_goes_on_alike_in_its_place_and_in_another(simulator: Simulator) -> None:
     """Also in an environment that is in the middle of another episode, and in another process if there are two."""
     assert simulator.spec.has_snapshots
@@ -186,6 +187,7 @@ def test_the_first_state_of_an_episode_can_be_stored(simulator: Simulator) -> No
     same(first, play(simulator, 0, actions))
 
 
+@pytest.mark.long
 def test_an_episode_goes_on_in_the_process_that_replaces_a_killed_one(simulator: Simulator, case: OpenEnv) -> None:
     """And, for some cases, in a session of its own, as after the loss of an env worker."""
     actions = begin(simulator, 0)
@@ -223,10 +225,8 @@ def test_episodes_whose_process_dies_in_a_later_restore_are_lost(monkeypatch: py
         simulator.close()
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["discrete", *(pytest.param(name, marks=pytest.mark.long) for name in ("mujoco, two processes", "metaworld"))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["discrete", "mujoco, two processes", "metaworld"])
 def test_an_episode_of_a_session_without_a_camera_is_filmed_where_it_goes_on(name: str) -> None:
     if name != "discrete" and NO_OPENGL:
         pytest.skip("no OpenGL library: apt-get install -y libosmesa6")

@@ -314,6 +314,7 @@ def test_the_next_episode_begins_in_the_same_request(simulator: Simulator) -> No
     assert int(chunk.state_hashes[0]) == state_hash
 
 
+@pytest.mark.long
 def test_a_simulator_whose_process_is_killed_begins_again_alike(simulator: Simulator) -> None:
     """Its episodes are lost with the reason; the process that takes its place plays the same ones."""
     before = simulator.reset(ids(0), states(21))
@@ -366,6 +367,7 @@ def test_gymnasium_is_passed_through_exactly() -> None:
     simulator.close()
 
 
+@pytest.mark.long
 def test_metaworld_gives_the_goals_of_its_benchmark() -> None:
     """State ids below 50 are the library's own tasks, bit for bit; those above are different from all of them."""
     import metaworld
@@ -389,6 +391,7 @@ def test_metaworld_gives_the_goals_of_its_benchmark() -> None:
         env.close()
 
 
+@pytest.mark.long
 def test_metaworld_ends_at_success_and_says_so() -> None:
     """A proportional controller reaches the goal: the episode ends there, once, with success."""
     simulator = open_simulator(OpenEnv(env_id="reach-v3", num_envs=1, backend="metaworld"), NOWHERE)
@@ -604,6 +607,7 @@ def test_an_environment_that_breaks_loses_its_episode_alone(fragile: EnvPool, ac
     assert reset_all(fragile, 1, 2, 3, 4).lost.tolist() == [False] * 4, "it was made anew"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("action", "reason"), [(DIE, "SIGKILL"), (HANG, "hung for 2 s")])
 def test_a_process_that_dies_or_hangs_is_replaced(fragile: EnvPool, action: int, reason: str) -> None:
     """The episodes of the other process go on; those of its own are lost, also where they did nothing wrong."""

@@ -95,6 +95,7 @@ def test_members_come_and_go_between_versions(plane: Plane) -> None:
     assert left.stage(plane.publish(9)).way.transport == "tcp", "no member any more"
 
 
+@pytest.mark.long
 def test_where_a_member_does_not_come_the_others_go_another_way(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective, "MEET_S", 1.0)
     plane.route(1, ["a", "b", "dead"])
@@ -106,6 +107,7 @@ def test_where_a_member_does_not_come_the_others_go_another_way(plane: Plane, mo
     check(plane.stage(plane.publish(3), ["a", "b"]), 3, "gloo")
 
 
+@pytest.mark.long
 def test_a_member_that_is_lost_in_the_middle_mixes_nothing(plane: Plane) -> None:
     plane.route(1, ["a", "b", "c"])
     check(plane.stage(plane.publish(1), ["a", "b", "c"]), 1, "gloo")

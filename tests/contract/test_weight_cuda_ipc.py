@@ -257,6 +257,7 @@ def test_an_error_of_the_device_sends_a_version_another_way(
     assert chain.stage(plane.publish(3)).way.transport == "cuda_ipc"
 
 
+@pytest.mark.long
 def test_a_slot_that_is_copied_is_not_written_and_a_death_frees_it(
     plane: Plane, spawn: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +276,7 @@ def test_a_slot_that_is_copied_is_not_written_and_a_death_frees_it(
     assert value(plane.receiver(), plane.publish(4)) == 4
 
 
+@pytest.mark.long
 def test_the_death_of_the_publisher_is_named(plane: Plane, spawn: Callable[..., subprocess.Popen[str]]) -> None:
     """Although the memory can still be mapped, and although the receiver has mapped it already."""
     plane.publisher.close()
@@ -454,6 +456,7 @@ def test_another_process_stages_from_the_gpu(plane: Plane, spawn: Callable[..., 
     publisher.close()
 
 
+@pytest.mark.long
 def test_processes_share_the_stand_in(plane: Plane, spawn: Callable[..., subprocess.Popen[str]]) -> None:
     child = spawn(STAGES, plane.memory.directory)
     for version in range(1, 8):

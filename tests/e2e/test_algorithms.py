@@ -41,6 +41,7 @@ def test_actor_and_critic_continue_after_a_crash(stack: Any) -> None:
     assert len(set(series["kl/coef"])) > total / 2
 
 
+@pytest.mark.long
 def test_a_greedy_completion_is_the_baseline_and_is_never_trained(stack: Any) -> None:
     job = stack.submit("train.max_updates=4", algorithm={"type": "remax", "group_size": 2})
     assert stack.finish(job).status.phase == "succeeded"

@@ -139,6 +139,7 @@ def test_an_api_and_a_bus_that_are_not_there(submit: Any) -> None:
             assert process.wait(10) == 0
 
 
+@pytest.mark.long
 def test_an_address_that_is_no_bus() -> None:
     with coordinator("nats://127.0.0.1:x") as process:
         assert process.wait(20) == USAGE
@@ -168,6 +169,7 @@ def test_a_scorer_that_never_works_ends_the_job(stack: Any, scorer: str, message
     stack.check_books(job)
 
 
+@pytest.mark.long
 def test_a_scorer_that_fails_at_times_costs_only_its_completions(stack: Any, user_code: Any) -> None:
     total = 15
     reward = {"scorers": [{"type": "function", "path": "e2e_scorers:sometimes"}]}
@@ -194,6 +196,7 @@ def test_a_scorer_that_fails_at_times_costs_only_its_completions(stack: Any, use
     assert sum(series["tokens/scored"]) == num_tokens
 
 
+@pytest.mark.long
 def test_a_loss_that_is_not_finite_pauses_the_job_and_keeps_the_batch(stack: Any) -> None:
     """Rewards beyond float32: the advantages of the first batch are not numbers."""
     job = stack.submit(algorithm={"type": "dr_grpo", "group_size": 4, "shaping": {"scale": 1e39}})
@@ -211,6 +214,7 @@ def test_a_loss_that_is_not_finite_pauses_the_job_and_keeps_the_batch(stack: Any
     stack.check_books(job)
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_was_damaged_makes_way_for_an_older_one(stack: Any) -> None:
     """A paused job begins from its newest checkpoint, of which the disk changed a bit: the log brings it back."""
     job = stack.submit("train.max_updates=1000", "checkpoint.every=1000")

@@ -9,7 +9,7 @@ import pytest
 
 from penstock.shared.protocol.events import BatchSealed, BatchTrained, Checkpointed, Event
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(240)]
 
 VICTIMS = ("coordinator-0", "rollout-0", "reward-0", "env-0", "trainer-0", "nats", "valkey")
 STALL_S = 2.0
@@ -85,7 +85,6 @@ def test_every_process_is_killed(stack: Any) -> None:
     assert sum(count >= 1 for count in again) >= 2, f"bit by bit the same, {again} batches: too few to say so"
 
 
-@pytest.mark.long
 def test_every_process_stalls(stack: Any) -> None:
     job = stack.submit("train.max_updates=100000", reward=PACED)
     for victim in VICTIMS:

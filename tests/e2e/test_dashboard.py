@@ -90,6 +90,7 @@ def test_a_job_can_be_watched_and_cancelled(stack: Any, page: Page, enter: Any) 
     assert hosts == {stack.stack.url.split("/")[2]}, "everything came from the coordinator"
 
 
+@pytest.mark.long
 def test_the_events_of_a_job_that_is_over_have_an_end(stack: Any, page: Page, enter: Any, brief: str) -> None:
     """All of them once, then that nothing follows, and no other connection for more."""
     connections: list[str] = []
@@ -138,6 +139,7 @@ def test_a_key_is_asked_for_once(stack: Any, page: Page, enter: Any) -> None:
     assert page.evaluate("sessionStorage.length") == 0
 
 
+@pytest.mark.long
 def test_jobs_are_found_compared_and_told_apart_on_a_phone(stack: Any, page: Page, enter: Any, brief: str) -> None:
     reward = {"scorers": [{"type": "function", "path": "e2e_scorers:raises_markup"}], "timeout_s": 5.0}
     told = {"owner": "ben", "purpose": "to-see-what-a-page-makes-of-it"}
@@ -326,7 +328,8 @@ def examine(page: Page, own: str, headings: list[str], *, also: str = "", rules:
     return backgrounds
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("every", [False, True])
 def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, enter: Any, brief: str, every: bool) -> None:
     """No rule of axe-core is broken: each view is loaded on one width and in one scheme; with ``every`` on both.
 
@@ -351,6 +354,7 @@ def test_views_hold_what_they_promise_to_everybody(stack: Any, page: Page, enter
     assert len(backgrounds) == len({colour for _, colour in backgrounds}) == len(SIZES), "each scheme has its own"
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_served_from_the_page(stack: Any, page: Page, enter: Any, brief: str) -> None:
     enter(page, stack, where=f"#/jobs/{brief}/checkpoints")
     page.get_by_role("button", name=re.compile("^Serve checkpoint")).first.click()
@@ -409,6 +413,7 @@ def test_older_completions_are_searched(stack: Any, page: Page, enter: Any) -> N
     expect(page.locator(".sample-list .clip").filter(has_text=wanted).first).to_be_visible()
 
 
+@pytest.mark.long
 def test_a_job_file_is_tried_and_submitted(stack: Any, page: Page, enter: Any, brief: str) -> None:
     """A clone keeps every value of its file; a flaw is shown with its key."""
     enter(page, stack, where=f"#/submit?from={brief}")
@@ -464,6 +469,7 @@ DRAWN = """async () => {
 }"""
 
 
+@pytest.mark.long
 def test_a_chart_tells_the_newest_of_each_curve_and_stays_zoomed(stack: Any, page: Page) -> None:
     page.goto(stack.stack.url)
     found = page.evaluate(DRAWN)

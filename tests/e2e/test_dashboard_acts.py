@@ -25,7 +25,7 @@ from penstock.shared.protocol.events import LineageForked, Redrawn
 from penstock.shared.protocol.live.interaction import new_marked_id
 from penstock.shared.protocol.messages import DRAW_HEADER
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.browser, pytest.mark.timeout(300)]
 
 KEY = "e2e-key"
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,6 @@ def operation(stack: Any, job: str, kind: str) -> Any:
     return stack.until(over, f"the end of {kind}", 120, lambda: stack.client.get(job).operations)
 
 
-@pytest.mark.long
 def test_checkpoints_are_taken_downloaded_and_rolled_back_to(
     stack: Any, page: Page, enter: Any, running: str, tmp_path: Path
 ) -> None:
@@ -145,7 +144,6 @@ def test_checkpoints_are_taken_downloaded_and_rolled_back_to(
     assert before >= newest
 
 
-@pytest.mark.long
 def test_workers_are_scaled_and_dialogs_of_a_job_are_left(stack: Any, page: Page, enter: Any, running: str) -> None:
     enter(page, stack, where=f"#/jobs/{running}")
     for verb, title in (("cancel", "Cancel acted?"), ("amend", "Change acted")):
@@ -300,7 +298,6 @@ def test_dead_letters_are_shown_replayed_and_forgotten(stack: Any, page: Page, e
     assert [event.letter for event in stack.ledger(running) if isinstance(event, Redrawn)] == [drawn.id]
 
 
-@pytest.mark.long
 def test_episodes_are_opened_and_their_turns_shown(stack: Any, page: Page, enter: Any, live: str) -> None:
     episode = stack.client.episodes.open(live)
     turn = {"model": live, "messages": [{"role": "user", "content": "1+2="}], "max_tokens": 4}
@@ -329,7 +326,6 @@ def answered(http: httpx.Client, url: str, body: dict[str, Any]) -> Any:
     return reply.json() if reply.is_success else None
 
 
-@pytest.mark.long
 def test_feedback_that_is_held_back_is_released_and_dropped(stack: Any, page: Page, enter: Any, live: str) -> None:
     """Outliers wait for a person, who decides about one in the view of the job, about the other in that of all."""
     with httpx.Client(headers={"Authorization": f"Bearer {KEY}"}, timeout=90) as http:
@@ -365,7 +361,6 @@ SHOWN = {"jobs": "Jobs", "overview": "Conditions", "workers": "Services", "check
 """The table of a view that is there whatever its job does. Other tables come with what they show."""
 
 
-@pytest.mark.long
 def test_the_pictures_of_the_manual_show_this_page(stack: Any, page: Page, enter: Any, running: str, live: str) -> None:
     """Tabs, headings, fields, buttons and columns are those that were on the pictures when they were taken."""
     pictures = screenshots()
@@ -409,7 +404,6 @@ def differences(recorded: dict[str, Any], found: dict[str, Any], table: str | No
     return {name: (before, now) for name, (before, now) in parts.items() if before != now}
 
 
-@pytest.mark.long
 def test_the_key_dialog_and_the_document_of_the_api_are_for_everybody(stack: Any, page: Page) -> None:
     """Nothing on a phone is wider than its screen, with every operation unfolded."""
     page.goto(stack.stack.url)

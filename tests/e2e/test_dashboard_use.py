@@ -16,7 +16,7 @@ from penstock.shared.protocol.ids import new_job_id
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.message import Outgoing
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.browser, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.browser, pytest.mark.timeout(240)]
 
 KEY = "e2e-key"
 LONG = ["train.max_updates=20000", "checkpoint.every=20000"]

@@ -30,6 +30,7 @@ def evaluation(model: str, job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_from_a_metric_to_a_measured_checkpoint(stack: Any, make_job: Any, tmp_path: Path) -> None:
     job = stack.submit(
         data={"train": [{**EASY, "weight": 3}, HARD], "prompt": {"max_tokens": 8}},

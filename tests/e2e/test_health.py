@@ -19,6 +19,7 @@ NEVER = {"scorers": [{"type": "format", "pattern": "never"}], "processes": 1}
 AT_TIMES = {"scorers": [{"type": "function", "path": "e2e_scorers:raises_at_times"}], "processes": 1}
 
 
+@pytest.mark.long
 def test_a_job_without_signal_ends_with_a_warning(stack: Any, make_job: Any, tmp_path: Path) -> None:
     file = tmp_path / "dead.yaml"
     file.write_text(yaml.safe_dump(make_job(name="dead", reward=NEVER)))

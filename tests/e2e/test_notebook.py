@@ -78,6 +78,7 @@ class Cell:
         self.display(bundle, raw=raw, display_id=True)
 
 
+@pytest.mark.long
 def test_a_notebook_that_waits_shows_the_curve_live(stack: Any, make_job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cell = Cell(monkeypatch)
     monkeypatch.setattr("penstock.job._LIVE_S", 0.1)

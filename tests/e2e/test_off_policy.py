@@ -54,6 +54,7 @@ class Agent:
         return dict(self.http.get(f"/v1/feedback/{feedback}").json())
 
 
+@pytest.mark.long
 def test_what_may_not_be_used_on_policy_is_learnt_from_all_the_same(
     stack: Any, make_job: Any, request: pytest.FixtureRequest
 ) -> None:

@@ -71,6 +71,7 @@ def test_every_token_comes_from_the_version_that_is_updated(stack: Any) -> None:
     stack.check_replay(job, at_least=total)
 
 
+@pytest.mark.long
 def test_the_bound_is_used_and_kept(stack: Any) -> None:
     job = stack.submit("train.max_lag=2", "train.max_updates=25")
     assert stack.finish(job).status.step == 25
@@ -110,6 +111,7 @@ def test_groups_in_progress_at_an_update_follow_its_rule(stack: Any, rule: str) 
     stack.check_books(job)
 
 
+@pytest.mark.long
 def test_a_label_that_is_newer_than_the_weights_shows(stack: Any) -> None:
     """The measure above can fail: one of two workers serves old weights under new labels."""
     with stack.attached("stale_rollout", "rollout-stale"):

@@ -51,6 +51,7 @@ def test_pause_resume_cancel(stack: Any) -> None:
     check_dropped(stack, job)
 
 
+@pytest.mark.long
 def test_a_forced_cancel_does_not_wait(stack: Any) -> None:
     job = stack.submit("train.max_updates=1000", "checkpoint.every=1000")
     stack.reach(job, 3)
@@ -104,6 +105,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_thread")
 def test_an_evaluation_is_of_its_version(stack: Any, user_code: Any) -> None:
     """Train the log again here, and at each point let the weights of that very version write."""
@@ -138,6 +140,7 @@ def test_an_evaluation_is_of_its_version(stack: Any, user_code: Any) -> None:
     assert measured == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.long
 def test_a_cancel_without_a_checkpoint_drains_only(stack: Any) -> None:
     job = stack.submit("train.max_updates=100000", "checkpoint.every=100000", "limits.byte_budget=16777216")
     stack.reach(job, 2)

@@ -101,6 +101,7 @@ def hang_up_while_submitting(url: str, body: bytes, name: str) -> None:
         connection.sendall(head.encode() + body)
 
 
+@pytest.mark.long
 def test_a_client_that_hangs_up_leaves_no_orphan(stack: Any, replica: Replica, make_job: Any) -> None:
     """Either there is no job, or one that is led; the same submission again, elsewhere, is the same job."""
     urls = [stack.stack.url, replica.url]

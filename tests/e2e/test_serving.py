@@ -103,6 +103,7 @@ def end(stack: Any, job: str) -> None:
     stack.finish(job)
 
 
+@pytest.mark.long
 def test_a_job_begins_with_a_checkpoint_by_name(stack: Any, trained: str, earlier: int) -> None:
     model = {"path": f"job:served-from@step:{earlier}"}
     plan = stack.client.dry_run({**job_of(stack, trained), "model": model})
@@ -154,6 +155,7 @@ def test_a_deployment_answers_until_it_is_cancelled(stack: Any, trained: str, ht
     stack.until(lambda: holders(stack, record.id) == [], "the worker has given the slots back")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("adapted")
 def test_a_checkpoint_is_deployed_by_asking_for_it(stack: Any, trained: str, http: httpx.Client) -> None:
     model = f"job:{trained}@final"
@@ -191,6 +193,7 @@ def test_a_checkpoint_is_deployed_by_asking_for_it(stack: Any, trained: str, htt
     end(stack, deployments(stack)[0].id)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("adapted")
 def test_an_adapter_is_served_and_idleness_ends_it(stack: Any, http: httpx.Client) -> None:
     served = stack.client.submit(
@@ -335,6 +338,7 @@ def test_a_folder_is_pushed_to_the_hub(stack: Any, trained: str, hub: Any, tmp_p
     ]  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_hub_that_is_not_there_is_named(stack: Any, trained: str, tmp_path: Path) -> None:
     """The folder is whole when the hub fails: no network here, so that nothing is uploaded."""
     ran = push(stack, trained, tmp_path, free_ports(1)[0])

@@ -43,6 +43,7 @@ def test_the_trace_of_a_submission_is_in_tickets_groups_batches_and_logs(stack: 
         assert {(row["trace"], row["job"]) for row in rows} == {(TRACE, job)}, worker
 
 
+@pytest.mark.long
 def test_a_request_without_a_trace_begins_one(stack: Any) -> None:
     first, second = (stack.submit("train.max_updates=1") for _ in range(2))
     traces = {stack.finish(job).trace for job in (first, second)}

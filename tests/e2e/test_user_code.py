@@ -78,6 +78,7 @@ def check_digest(stack: Any, record: JobRecord) -> None:
     assert pinned != xxhash.xxh3_64_hexdigest(parse_job(other).model_dump_json().encode())
 
 
+@pytest.mark.long
 def test_a_dry_run_finds_code_that_cannot_be_used(stack: Any, folder: Path) -> None:
     file, code = folder / "job.yaml", folder / "reward.py"
 

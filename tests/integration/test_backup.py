@@ -59,6 +59,7 @@ class Writer:
                     (old / name).unlink(missing_ok=True)
 
 
+@pytest.mark.long
 async def test_whatever_is_written_meanwhile_a_backup_is_one_cut(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

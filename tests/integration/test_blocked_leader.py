@@ -113,6 +113,7 @@ async def test_an_entry_waits_for_room_in_the_ledger(small: Bus, caplog: pytest.
     assert "job_a: an entry of the ledger waits" in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [subjects.TICKETS, subjects.BATCHES])
 async def test_tickets_and_manifests_wait_for_room(small: Bus, stream: str) -> None:
     publisher = EffectPublisher(small, "job_a", epoch=1)

@@ -194,6 +194,7 @@ async def test_reading_ends_at_the_present_end(bus: Bus) -> None:
     assert len(await bus.read(subjects.EXPERIENCE, "experience.*")) == 701
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kept", [0, 2])
 async def test_reading_ends_though_what_it_waits_for_is_deleted(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, kept: int
@@ -246,6 +247,7 @@ async def test_a_wait_for_a_message_can_be_given_up_and_taken_up_again(bus: Bus)
             assert (await asyncio.wait_for(anext(feed), 2)).data == b"%d" % i
 
 
+@pytest.mark.long
 async def test_a_slow_follower_loses_nothing(bus: Bus) -> None:
     await bus.publish_many([Outgoing(EXPERIENCE, bytes(60_000), {"n": str(i)}) for i in range(600)])
     feed = bus.follow(subjects.EXPERIENCE, EXPERIENCE)

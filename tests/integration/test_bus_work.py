@@ -132,6 +132,7 @@ async def test_a_message_past_its_deliveries_is_reported_and_stays(bus: Bus) -> 
         assert (await bus.get(subjects.TICKETS, seq)).data == b"0"
 
 
+@pytest.mark.long
 async def test_no_more_is_leased_than_allowed(bus: Bus) -> None:
     async with await workers(bus, max_ack_pending=3) as one_worker, await workers(bus, max_ack_pending=3) as other:
         await put(bus, 5)

@@ -54,6 +54,7 @@ def beat(members: Members, worker: str, skew_s: float | None) -> None:
     members.on_heartbeat(sign, time.monotonic())
 
 
+@pytest.mark.long
 async def test_a_wrong_clock_is_a_condition_and_an_event(bus: Bus) -> None:
     record = JobRecord(id=JOB, name=JOB, created_at=datetime.now(UTC), spec=SPEC)
     await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())

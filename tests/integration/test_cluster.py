@@ -284,6 +284,7 @@ async def test_the_audit_log_is_not_cut_by_a_smaller_size(bus: Bus) -> None:
     assert (after.messages, after.max_bytes) == (before.messages, before.max_bytes)
 
 
+@pytest.mark.long
 async def test_a_start_raises_replicas_and_never_lowers_them(cluster: Cluster) -> None:
     """A coordinator's start made streams of three replicas into streams of one."""
     async with connected(cluster) as bus:

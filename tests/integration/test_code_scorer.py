@@ -276,6 +276,7 @@ def test_a_program_cannot_end_a_loop_of_the_statements(scorers: tuple[Code, Code
     assert scorers[1].score("", "def f(n): raise StopIteration", None, {"tests": tests}) == 0.0
 
 
+@pytest.mark.long
 def test_time_is_for_all_tests_together(hasty: Code) -> None:
     tests: list[Any] = ["assert True", *({"stdin": str(n), "stdout": str(n)} for n in range(50))]
     started = time.monotonic()

@@ -186,6 +186,7 @@ async def test_a_tool_that_hangs_or_dies_ends_its_trial(modules: Path) -> None:
     assert "ended the process with exit status 3" in dead.text
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "judges", "fatal", "text"),
     [
@@ -207,6 +208,7 @@ async def test_an_object_of_a_user_is_made_from_the_first_row_and_judges(
     assert not found or any(each in found[0].text for each in text.split("|")), found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("key", "name", "fatal", "text"),
     [

@@ -115,6 +115,7 @@ async def led(bus: Bus, **train: Any) -> AsyncIterator[Led]:
         await asyncio.gather(leading, return_exceptions=True)
 
 
+@pytest.mark.long
 async def test_a_scan_finds_what_no_advisory_told(bus: Bus) -> None:
     """No coordinator listened while the deliveries were used up."""
     async with led(bus) as job:
@@ -172,6 +173,7 @@ async def test_a_ticket_that_nothing_waits_for_is_not_published_again(bus: Bus) 
         assert sorted(await job.waiting()) == [Draw(0), Draw(1)], "those of the beginning"
 
 
+@pytest.mark.long
 async def test_a_late_ticket_of_a_dropped_draw_is_no_dead_letter(bus: Bus) -> None:
     """Workers give back what is late until its deliveries are used up; its draw was dropped and asked for anew."""
     async with led(bus, draw_timeout_s=1.0) as job:
@@ -266,6 +268,7 @@ def group(draw: Draw, *, nbytes: int = 0) -> Group:
     )  # fmt: skip
 
 
+@pytest.mark.long
 async def test_a_raw_group_that_nobody_scores(bus: Bus) -> None:
     async with led(bus) as job:
         data, header = encode_group(group(Draw(1), nbytes=3 << 20))
@@ -302,6 +305,7 @@ async def test_groups_that_cannot_be_read_or_trained(bus: Bus) -> None:
         assert Draw(0, 1) in await job.waiting()
 
 
+@pytest.mark.long
 async def test_a_raw_group_whose_parts_are_not_its_own(bus: Bus) -> None:
     """A header that claims more messages than the group has: those of others stay where they are."""
     async with led(bus) as job:
@@ -320,6 +324,7 @@ async def test_a_raw_group_whose_parts_are_not_its_own(bus: Bus) -> None:
         assert [(await bus.get(subjects.RAW, seq)).seq for seq in others] == others
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parts", ["none", None])
 async def test_a_malformed_raw_group_is_buried_like_any_other(bus: Bus, parts: str | None) -> None:
     async with led(bus) as job:

@@ -148,6 +148,7 @@ async def test_episodes_equal_those_of_a_plain_loop(bus: Bus, tmp_path: Path, na
     assert len({int(group.state_hashes[0]) for group in groups}) == 3
 
 
+@pytest.mark.long
 async def test_another_draw_of_a_place_has_other_noise(bus: Bus, tmp_path: Path) -> None:
     config = job("Pendulum-v1", horizon=4)
     async with env_service(bus), worker_of(bus, tmp_path, config) as worker:
@@ -159,6 +160,7 @@ async def test_another_draw_of_a_place_has_other_noise(bus: Bus, tmp_path: Path)
     assert not np.array_equal(first.actions[:4], first.actions[4:]), "members of a group have their own"
 
 
+@pytest.mark.long
 async def test_the_horizon_cuts_off_and_success_is_told(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,6 +186,7 @@ async def test_the_horizon_cuts_off_and_success_is_told(
     assert truncated.meta["task"] == "count to four"
 
 
+@pytest.mark.long
 async def test_episodes_that_do_not_begin_alike_are_no_group(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +202,7 @@ async def test_episodes_that_do_not_begin_alike_are_no_group(
     assert header.error.endswith("the 2 episodes of reset id 3 began in 2 different states")
 
 
+@pytest.mark.long
 async def test_a_version_in_mid_episode_begins_another_span(bus: Bus, tmp_path: Path) -> None:
     """Parameters and statistics change together; each decision is labelled with what it came from."""
     config = job("Pendulum-v1", horizon=400, **LONG)
@@ -241,6 +245,7 @@ async def test_a_worker_that_is_behind_waits_and_says_so(bus: Bus, tmp_path: Pat
         assert "waiting_for" not in worker.session.status()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["where it trains", "in another simulator"])
 async def test_held_out_episodes_take_the_mean_at_an_exact_version(
     bus: Bus, tmp_path: Path, *, elsewhere: bool
@@ -288,6 +293,7 @@ def greedy_return(config: EmbodiedJob, policy: EpisodePolicy, reset_id: int) -> 
     return total
 
 
+@pytest.mark.long
 async def test_a_held_out_episode_overtaken_in_its_middle_is_over(bus: Bus, tmp_path: Path) -> None:
     config = job("Pendulum-v1", horizon=20_000, **LONG)
     async with env_service(bus), worker_of(bus, tmp_path, config) as worker:
@@ -347,6 +353,7 @@ async def tickets_are(worker: Any, number: int) -> bool:
     return bool(await worker.tickets_left() == number)
 
 
+@pytest.mark.long
 async def test_a_worker_that_drains_ends_its_episodes_and_leaves_the_rest(bus: Bus, tmp_path: Path) -> None:
     config = job("Pendulum-v1", horizon=300, **LONG)
     async with env_service(bus) as service, worker_of(bus, tmp_path, config) as worker:
@@ -361,6 +368,7 @@ async def test_a_worker_that_drains_ends_its_episodes_and_leaves_the_rest(bus: B
         assert await worker.tickets_left() == 4
 
 
+@pytest.mark.long
 async def test_a_late_ticket_is_given_back_and_frees_its_lanes(bus: Bus, tmp_path: Path) -> None:
     await bus.measure_clock()
     config = job("Pendulum-v1", horizon=50_000, **LONG)

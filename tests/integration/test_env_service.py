@@ -345,6 +345,7 @@ async def test_requests_of_the_same_host_do_not_pass_through_the_bus(
             await eventually(lambda: forgotten(service))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reason", ["another host", "another network namespace"])
 async def test_requests_that_no_socket_takes_go_by_the_bus(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
@@ -412,6 +413,7 @@ async def test_observations_of_the_same_host_are_read_where_they_are_written(
                 await client.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", [{"inode": 1}, {"size": 1}, {"descriptor": 1 << 20}])
 async def test_memory_that_is_another_one_is_not_read(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, int]

@@ -357,6 +357,7 @@ async def test_a_model_that_is_too_short_for_the_longest_episode(open_player: An
         await player.play(Tools())
 
 
+@pytest.mark.long
 async def test_time_in_the_queue_of_the_engine_does_not_count(open_player: Any) -> None:
     limit_s = 1.5
     player = await open_player(

@@ -247,6 +247,7 @@ async def test_a_deletion_takes_no_group_that_a_trainer_may_ask_for(scene: Scene
     assert not await scene.bus.read(subjects.DEAD, subjects.dead(scene.job)), "no copy is kept of it"
 
 
+@pytest.mark.long
 async def test_a_user_who_talks_on_holds_no_deletion_up_and_is_not_deleted_again(scene: Scene) -> None:
     items = [scene.posted(user) for user in ("gone", "other")]
     await scene.post(*items)
@@ -493,7 +494,8 @@ class Killed:
         return found
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(6))
 async def test_a_deletion_that_is_killed_again_and_again_loses_nothing_of_others(scene: Scene, seed: int) -> None:
     """Items come and are admitted meanwhile, and leaders change; whatever is undecided stays above the mark."""
     chance, others, gone = random.Random(seed), list[Feedback](), list[Feedback]()

@@ -192,6 +192,7 @@ async def post(bus: Bus, subject: str, data: bytes) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("waits", ["nothing", "turn", "metric", "episode"])
 async def test_a_key_that_fills_the_stream_leaves_room_for_others(
     bus: Bus, monkeypatch: pytest.MonkeyPatch, waits: str

@@ -74,6 +74,7 @@ async def test_a_stream_without_disk_says_so_until_its_server_is_started_again(d
             assert await stored(bus) == [*(f"before-{number}" for number in range(5)), "after"]
 
 
+@pytest.mark.long
 async def test_a_stack_goes_on_once_there_is_room(disk: Disk, fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.local.disk_guard.LOOK_S", 0.1)
     folder, told = disk(DISK_MIB), list[str]()

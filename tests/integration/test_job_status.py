@@ -151,6 +151,7 @@ def beat_of(worker: str) -> Heartbeat:
     return Heartbeat(service="trainer", worker=worker, ready=True, **facts)
 
 
+@pytest.mark.long
 async def test_whatever_comes_an_idle_leader_looks_at_once(
     bus: Bus, tmp_path: Path, looks: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

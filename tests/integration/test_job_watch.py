@@ -79,6 +79,7 @@ async def test_sessions_come_and_go_with_their_jobs(bus: Bus, caplog: pytest.Log
     caplog.set_level(logging.CRITICAL)
 
 
+@pytest.mark.long
 async def test_why_a_session_broke_is_told_until_the_next_one_has_lasted_longer(bus: Bus) -> None:
     breaks, works, num_opened = Breaks(), asyncio.Event(), 0
 

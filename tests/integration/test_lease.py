@@ -106,6 +106,7 @@ async def test_a_restarted_process_reclaims_its_own_lease_at_once(bus: Bus) -> N
     assert not before.held
 
 
+@pytest.mark.long
 async def test_of_many_candidates_one_wins(bus: Bus) -> None:
     candidates = [lease(bus, f"c{i}") for i in range(6)]
     await lease(bus, "gone").acquire()
@@ -123,6 +124,7 @@ async def test_of_many_candidates_one_wins(bus: Bus) -> None:
     await asyncio.gather(*running, return_exceptions=True)
 
 
+@pytest.mark.long
 async def test_a_short_outage_does_not_cost_the_lease(bus: Bus, nats_server: NatsServer) -> None:
     a = Lease(bus, "coordinator", holder="a", lease_s=1.2)
     await a.acquire()
@@ -135,6 +137,7 @@ async def test_a_short_outage_does_not_cost_the_lease(bus: Bus, nats_server: Nat
     await asyncio.gather(keeping, return_exceptions=True)
 
 
+@pytest.mark.long
 async def test_a_long_outage_ends_the_lease_and_counts_as_no_silence(bus: Bus, nats_server: NatsServer) -> None:
     a, b = lease(bus, "a"), lease(bus, "b")
     await a.acquire()
@@ -159,6 +162,7 @@ async def test_the_record_can_be_read_by_people(bus: Bus) -> None:
     assert entry.value == b'{"holder":"a","epoch":1,"lease_s":0.5}'
 
 
+@pytest.mark.long
 async def test_a_loop_that_is_held_up_keeps_its_lease(bus: Bus) -> None:
     """Work of several lease lengths that never yields: the thread renews meanwhile."""
     a = lease(bus, "a")

@@ -112,6 +112,7 @@ async def test_old_entries_leave_the_stream_and_every_reader_finds_them(
         await read_ledger(bus, JOB, None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("died", ["before the file", "before the entry", "before the purge"])
 async def test_whatever_step_a_leader_dies_at_its_successor_has_every_entry_once(
     bus: Bus, archive: FileArchive, tmp_path: Path, died: str
@@ -205,6 +206,7 @@ def remove(files: list[Path]) -> None:
     files[1].unlink()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("damage", "text"), [
     (truncate, "segment 2 .* was changed"), (edit, "segment 2 .* was changed"), (swap, "segment 3 .* was changed"),
     (remove, "segment 2 .* is missing"),
@@ -241,6 +243,7 @@ async def test_readers_find_every_entry_while_old_ones_are_archived(bus: Bus, ar
     assert reads > 3
 
 
+@pytest.mark.long
 async def test_a_job_without_an_archive_waits_at_its_budget_and_others_go_on(bus: Bus, tmp_path: Path) -> None:
     await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=1 << 20)
     (tmp_path / "file").write_text("no directory can be made here")
@@ -263,6 +266,7 @@ async def test_a_job_without_an_archive_waits_at_its_budget_and_others_go_on(bus
     assert len(await bus.read(subjects.LEDGER, subjects.ledger("job_modest"))) == 50
 
 
+@pytest.mark.long
 async def test_jobs_write_many_times_what_the_ledger_holds(bus: Bus, archive: FileArchive) -> None:
     await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=1 << 20)
     leaders = [Leader(bus, archive, job=f"job_{number}") for number in range(3)]

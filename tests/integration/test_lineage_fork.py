@@ -153,6 +153,7 @@ async def test_a_job_goes_back_to_a_checkpoint_by_request_and_ends_as_it_should(
     assert "there is no checkpoint 7" in done["op_7"][1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("absolute", [False, True], ids=["relative", "absolute_as_in_earlier_ledgers"])
 async def test_a_job_goes_on_after_its_data_directory_moved(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, absolute: bool
@@ -233,6 +234,7 @@ async def test_a_damaged_checkpoint_makes_way_for_the_one_before_it(bus: Bus, tm
     assert f"{weights} was changed" in str(event), "once: the next trainer finds one that was written anew"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [subjects.BATCHES, subjects.EXPERIENCE], ids=["the_batch", "its_groups"])
 async def test_a_sealed_batch_whose_messages_are_gone_does_not_wait_for_ever(
     bus: Bus, tmp_path: Path, lost: str

@@ -208,6 +208,7 @@ async def has_no_ticket(bus: Bus) -> bool:
     return (await bus.stream_state(subjects.TICKETS)).messages == 0
 
 
+@pytest.mark.long
 async def test_another_worker_goes_on_after_a_death(bus: Bus, settings: ServiceSettings) -> None:
     async with running(bus, settings) as job:
         whole = await alone(bus, job)
@@ -270,6 +271,7 @@ async def led(job: Job, spec: dict[str, Any]) -> AsyncIterator[None]:
         await asyncio.gather(leading, return_exceptions=True)
 
 
+@pytest.mark.long
 async def test_a_group_moves_more_often_than_a_ticket_may_fail(
     bus: Bus, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +298,7 @@ async def test_a_group_moves_more_often_than_a_ticket_may_fail(
         assert not [one for entry in entries for one in decode_events(entry.data) if isinstance(one, Dropped)]
 
 
+@pytest.mark.long
 async def test_a_group_that_ends_in_time_stays(
     bus: Bus, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +313,7 @@ async def test_a_group_that_ends_in_time_stays(
         assert await has_no_ticket(bus)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rule", ["keep", "restart"])
 async def test_new_weights_meanwhile(bus: Bus, settings: ServiceSettings, rule: str) -> None:
     """Tokens of two versions, or of the new one alone if the job says that old ones are never kept."""
@@ -337,6 +341,7 @@ async def test_new_weights_meanwhile(bus: Bus, settings: ServiceSettings, rule: 
         assert old != new
 
 
+@pytest.mark.long
 async def test_tokens_that_the_gate_would_refuse_are_not_continued(bus: Bus, settings: ServiceSettings) -> None:
     async with running(bus, settings) as job:
         await job.ask()
@@ -349,6 +354,7 @@ async def test_tokens_that_the_gate_would_refuse_are_not_continued(bus: Bus, set
         assert {int(version) for version in group.spans[:, 1]} == {2}
 
 
+@pytest.mark.long
 async def test_a_ticket_that_waits_for_new_weights_does_not_hold_a_worker_that_leaves(
     bus: Bus, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +382,7 @@ async def test_a_ticket_that_waits_for_new_weights_does_not_hold_a_worker_that_l
         assert (group.meta["worker"], {int(version) for version in group.spans[:, 1]}) == ("second", {1})
 
 
+@pytest.mark.long
 async def test_without_checkpoints_the_ticket_begins_again(bus: Bus, settings: ServiceSettings) -> None:
     async with running(bus, settings, rollout={"checkpoint_s": 0}) as job:
         await job.ask()

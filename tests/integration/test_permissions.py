@@ -109,6 +109,7 @@ async def test_a_worker_cannot_read_keys_or_what_people_said(users: dict[str, Bu
     assert all(await asyncio.gather(*(read(role, *one) for role in WORKERS for one in wanted)))
 
 
+@pytest.mark.long
 async def test_only_rollout_workers_read_completions_in_progress(users: dict[str, Bus]) -> None:
     subject = subjects.partial("j", "train:0.0", 1)
     await users["rollout"].publish(subject, b"tokens")

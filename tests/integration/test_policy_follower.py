@@ -149,6 +149,7 @@ class Aborted:
         return len(request_ids)
 
 
+@pytest.mark.long
 async def test_groups_begin_again_once_for_a_version_and_only_if_it_can_be_loaded(
     bus: Bus, settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,6 +317,7 @@ async def keep(bus: Bus, phase: str) -> None:
     await bus.kv(subjects.JOBS).put(JOB, record.model_dump_json().encode())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_collector")
 async def test_a_finished_job_leaves_no_slot_mapped_in_its_worker(bus: Bus, settings: ServiceSettings) -> None:
     """Five short jobs took a worker from 266 MiB to 3.0 GiB, most of it slots that had no name any more."""

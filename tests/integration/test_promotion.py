@@ -15,6 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from penstock.services.coordinator.jobs.members import Members
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.leader.evaluation import EvaluationPlan
@@ -194,6 +196,7 @@ async def test_no_evaluation_begins_while_training_is_to_go_back(bus: Bus, tmp_p
         assert (await bus.stream_state(subjects.TICKETS)).messages == tickets
 
 
+@pytest.mark.long
 async def test_a_refused_version_is_never_served_and_training_goes_back(bus: Bus, tmp_path: Path) -> None:
     async with running_job(bus, tmp_path) as job:
         await job.until(lambda: job.runner.ready)

@@ -48,6 +48,7 @@ def test_episodes_are_recorded_as_they_were_played(tmp_path: Path) -> None:
     np.testing.assert_array_equal(alone.actions, found.actions[rows])
 
 
+@pytest.mark.long
 def test_episodes_of_chance_are_kept_with_their_ends(tmp_path: Path) -> None:
     """The reset id decides the actions, whoever is played beside it; the last observation is that of the fall."""
     found = record(CARTPOLE, tmp_path, None, reset_ids=range(4), horizon=30)
@@ -65,6 +66,7 @@ def test_episodes_of_chance_are_kept_with_their_ends(tmp_path: Path) -> None:
     assert not moved.terminated.any()
 
 
+@pytest.mark.long
 def test_noise_moves_the_arm_and_not_the_record(tmp_path: Path) -> None:
     def still(spec: EnvSpec) -> Any:
         return lambda seen: np.zeros((len(seen["state"]), 1, *spec.action_shape), np.float32)
@@ -79,6 +81,7 @@ def test_noise_moves_the_arm_and_not_the_record(tmp_path: Path) -> None:
         record(CARTPOLE, tmp_path, balance, reset_ids=[0], horizon=5, noise=0.1)
 
 
+@pytest.mark.long
 def test_the_policy_of_a_checkpoint_is_recorded(tmp_path: Path) -> None:
     spec = describe_simulator(PENDULUM, tmp_path)
     job = EmbodiedJob.parse(
@@ -101,6 +104,7 @@ def test_the_policy_of_a_checkpoint_is_recorded(tmp_path: Path) -> None:
         policy_of_checkpoint(tmp_path / "nothing", spec)
 
 
+@pytest.mark.long
 def test_a_simulator_without_an_expert_or_that_breaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no expert is scripted for it"):
         record(CARTPOLE, tmp_path, scripted_expert, reset_ids=[0], horizon=5)

@@ -121,6 +121,7 @@ async def test_bad_scorers_fail_one_completion_only(user_module: Path) -> None:
         assert re.search(f"completion {number}: .*{message}", error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("completion", "message"),
     [
@@ -142,6 +143,7 @@ async def test_hung_or_crashed_process_is_replaced(user_module: Path, completion
         os.kill(int(old), 0)
 
 
+@pytest.mark.long
 async def test_what_an_environment_said_stays_with_its_completion(user_module: Path) -> None:
     judged = {"type": "environment", "weight": 2.0}
     async with open_pool(judged, function(weight=0.0), timeout_s=0.5) as pool:
@@ -153,6 +155,7 @@ async def test_what_an_environment_said_stays_with_its_completion(user_module: P
     assert "no environment has judged" in without.errors[0]
 
 
+@pytest.mark.long
 async def test_limit_counts_from_the_start_of_each_completion(user_module: Path) -> None:
     """Four completions of 0.3 s each under a limit of 0.5 s: none fails, though the group takes 1.2 s."""
     async with open_pool(function(), timeout_s=0.5) as pool:
@@ -166,6 +169,7 @@ async def test_limit_counts_from_the_start_of_each_completion(user_module: Path)
     assert reply.failed == [False, True]
 
 
+@pytest.mark.long
 async def test_lagging_event_loop_is_not_a_timeout(user_module: Path) -> None:
     async with open_pool(function(), timeout_s=0.4) as pool:
         task = asyncio.create_task(pool.score(ask("slow", "4", "slow")))
@@ -175,6 +179,7 @@ async def test_lagging_event_loop_is_not_a_timeout(user_module: Path) -> None:
     assert reply.failed == [False] * 3
 
 
+@pytest.mark.long
 async def test_killing_takes_children_of_user_code_along(user_module: Path) -> None:
     pids = user_module / "pids"
     async with open_pool(function(args={"pids": str(pids)}), timeout_s=1.0) as pool:
@@ -194,6 +199,7 @@ async def eventually(holds: Callable[[], bool], within_s: float = 5.0) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.long
 async def test_process_that_died_while_idle_costs_nothing(user_module: Path) -> None:
     async with open_pool(function()) as pool:
         pid = int((await pool.score(ask("pid"))).rewards[0])
@@ -205,6 +211,7 @@ async def test_process_that_died_while_idle_costs_nothing(user_module: Path) -> 
     assert reply.rewards[0] != pid
 
 
+@pytest.mark.long
 async def test_cancelled_group_frees_its_slot(user_module: Path) -> None:
     async with open_pool(function(), timeout_s=30) as pool:
         pid = int((await pool.score(ask("pid"))).rewards[0])
@@ -261,6 +268,7 @@ async def test_infinite_sum_is_a_failure(user_module: Path) -> None:
     assert reply.rewards == [0.0]
 
 
+@pytest.mark.long
 async def test_processes_work_side_by_side(user_module: Path) -> None:
     async with open_pool(function(), num_processes=2, slow=True) as pool:
         reply = await pool.score(ask(*["slow pid"] * 4))
@@ -280,6 +288,7 @@ async def test_a_group_of_exact_scores_is_cheap() -> None:
     assert cost_s < 1.0e-3, f"{cost_s * 1e6:.0f} us of CPU time for a group of 8"
 
 
+@pytest.mark.long
 def test_services_run_on_uvloop(user_module: Path) -> None:
     async def hang_on_uvloop() -> list[bool]:
         async with open_pool(function(), timeout_s=0.5) as pool:

@@ -145,6 +145,7 @@ def scorer_processes() -> list[psutil.Process]:
     return [child for child in children if "penstock.services.reward.worker" in child.cmdline()]
 
 
+@pytest.mark.long
 async def test_a_job_that_ends_while_it_is_scored_leaves_no_process(bus: Bus, user_module: None) -> None:
     reward = {"scorers": [{"type": "function", "path": "service_scorers:score"}], "processes": 2, "timeout_s": 600}
     async with run_reward(bus) as service:
@@ -178,6 +179,7 @@ async def test_scorer_that_cannot_be_opened_is_visible_everywhere(bus: Bus) -> N
         assert row["subject"] == subjects.score(JOB)
 
 
+@pytest.mark.long
 async def test_missing_key_of_a_judge_is_visible_and_fails_every_completion(
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +230,7 @@ async def test_slow_groups_move_from_raw_to_experience(
         assert state.redelivered == 0
 
 
+@pytest.mark.long
 async def test_a_group_above_one_message_is_scored_whole(bus: Bus, user_module: None) -> None:
     """The group comes in parts and goes on in parts; none of them stays behind."""
     async with run_reward(bus):
@@ -247,6 +250,7 @@ async def test_a_group_above_one_message_is_scored_whole(bus: Bus, user_module: 
         assert (await bus.stream_state(subjects.EXPERIENCE)).messages == 10
 
 
+@pytest.mark.long
 async def test_who_asks_again_joins_the_first_request(bus: Bus, user_module: None) -> None:
     """A rollout worker repeats a request under the same id when it hears nothing; the completions are scored once."""
     async with run_reward(bus):
@@ -278,6 +282,7 @@ async def first_experience(bus: Bus) -> Group:
     return group
 
 
+@pytest.mark.long
 async def test_unreadable_group_becomes_a_dead_letter_and_blocks_nobody(
     bus: Bus, user_module: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,6 +326,7 @@ async def test_process_drains_on_sigterm(bus: Bus, nats_server: NatsServer, user
     assert not [pid for pid in scorers if alive(pid)]
 
 
+@pytest.mark.long
 async def test_scorers_die_with_their_service(bus: Bus, nats_server: NatsServer, user_module: None) -> None:
     env = {**os.environ, "PENSTOCK_NATS_URL": nats_server.url}
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "penstock.services.reward", env=env)

@@ -175,6 +175,7 @@ async def test_a_fast_clock_of_a_worker_drops_nothing(
         await until(answered)
 
 
+@pytest.mark.long
 async def test_a_pause_of_the_engine_costs_no_ticket_its_lease(
     bus: Bus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +239,7 @@ async def test_a_late_ticket_is_given_back(bus: Bus, tmp_path: Path) -> None:
         assert state.pending + state.ack_pending == 1
 
 
+@pytest.mark.long
 async def test_the_age_of_a_full_stream_grows(bus: Bus, tmp_path: Path) -> None:
     await bus.ensure_streams(experience_bytes=1 << 20, stream_bytes=16 << 20)
     with pytest.raises(StreamFull):
@@ -482,6 +484,7 @@ AGENT: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 async def test_episodes_wait_for_an_env_worker_and_outlive_one_that_refuses(bus: Bus, tmp_path: Path) -> None:
     """A turn's time stands still while no env worker is there; a call that one refuses fails one trajectory."""
     calls: list[str] = []

@@ -144,6 +144,7 @@ async def test_a_service_beats_answers_and_drains(
     assert {(line["service"], line["worker"]) for line in lines} == {("toy", "toy-0")}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("bus")
 async def test_readiness_follows_the_bus(nats_server: NatsServer, tmp_path: Path, toys: list[Toy]) -> None:
     nats_server.kill()
@@ -167,6 +168,7 @@ async def test_readiness_follows_the_bus(nats_server: NatsServer, tmp_path: Path
     assert await toy.exit_code() == 0
 
 
+@pytest.mark.long
 async def test_a_signal_while_waiting_for_the_bus_ends_at_once(tmp_path: Path, toys: list[Toy]) -> None:
     toy = Toy(tmp_path, "serves", nats_url="nats://127.0.0.1:1")
     toys.append(toy)
@@ -177,6 +179,7 @@ async def test_a_signal_while_waiting_for_the_bus_ends_at_once(tmp_path: Path, t
     assert time.monotonic() - start < 10
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("bus")
 async def test_a_drain_that_hangs_is_ended(nats_server: NatsServer, tmp_path: Path, toys: list[Toy]) -> None:
     toy = Toy(tmp_path, "hangs", nats_url=nats_server.url, drain_s="0.3")
@@ -191,6 +194,7 @@ async def test_a_drain_that_hangs_is_ended(nats_server: NatsServer, tmp_path: Pa
     assert "waited 0.3 s for drain" in toy.text
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("bus")
 @pytest.mark.parametrize(("mode", "code"), [("ends", 0), ("breaks", 1)])
 async def test_the_end_of_the_service_is_the_exit_code(

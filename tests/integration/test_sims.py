@@ -43,6 +43,7 @@ def test_an_interpreter_counts_once_its_installation_is_complete(tmp_path: Path)
     assert interpreter_of("metaworld", tmp_path) == str(python)
 
 
+@pytest.mark.long
 def test_what_cannot_be_installed_is_an_error(tmp_path: Path) -> None:
     environment = {"PENSTOCK_SIMS_DIR": str(tmp_path)}
     result = CliRunner().invoke(app, ["sims", "install", "holodeck"], env=environment)

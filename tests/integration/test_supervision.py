@@ -31,6 +31,7 @@ def wait_until(true: Callable[[], bool], what: str, seconds: float = 10.0) -> No
         time.sleep(0.02)
 
 
+@pytest.mark.long
 def test_a_leashed_program_dies_with_its_parent() -> None:
     code = (
         "import subprocess, sys, time; from penstock.local.leash import leashed; "

@@ -174,6 +174,7 @@ async def test_a_state_that_nobody_uses_is_given_up(user_tools: None) -> None:
         assert (await asking("look")).status == "lost"
 
 
+@pytest.mark.long
 async def test_an_end_that_is_slow_and_fails_ends_no_other(user_tools: None, caplog: pytest.LogCaptureFixture) -> None:
     async with book_of("look", idle_s=0.4) as book:
         slow, used, later = (Asking(book, name) for name in ("slow", "used", "later"))
@@ -201,6 +202,7 @@ async def test_an_end_that_is_slow_and_fails_ends_no_other(user_tools: None, cap
         assert "somebody else reads the stream" in caplog.text
 
 
+@pytest.mark.long
 async def test_a_state_whose_first_answer_nobody_heard_is_given_up_soon(
     user_tools: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +260,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 async def test_episodes_whose_forking_process_died_are_lost(user_tools: None) -> None:
     async with book_of("look") as book:
         one, two = Asking(book, "one"), Asking(book, "two")

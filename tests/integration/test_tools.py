@@ -197,6 +197,7 @@ async def env_service(bus: Bus) -> AsyncIterator[EnvService]:
         await asyncio.gather(task, return_exceptions=True)
 
 
+@pytest.mark.long
 async def test_calls_over_the_bus_are_carried_out_once(bus: Bus, user_tools: None) -> None:
     spec = {
         "name": "agent",

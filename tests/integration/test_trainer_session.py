@@ -50,6 +50,7 @@ CONFIG = JobConfig.parse(
 )
 
 
+@pytest.mark.long
 async def test_the_models_of_an_earlier_start_are_freed(bus: Bus, tmp_path: Path) -> None:
     threads = Threads()
     replica = Replica(bus, JOB, CONFIG, world=None, threads=threads, checkpoints=tmp_path)
@@ -116,6 +117,7 @@ async def test_what_a_fenced_coordinator_answers_is_asked_of_its_successor(bus: 
         assert (await reporter.ask(Report(kind="hello", epoch=1)))["epoch"] == 3
 
 
+@pytest.mark.long
 async def test_the_age_of_an_unanswered_report_grows(bus: Bus, tmp_path: Path) -> None:
     session = session_of(bus, tmp_path)
     began = time.time()
@@ -264,6 +266,7 @@ def remove_segments(directory: Path) -> None:
         segment.unlink()
 
 
+@pytest.mark.long
 async def test_weights_whose_segment_is_gone_are_published_again_for_a_new_worker(bus: Bus, tmp_path: Path) -> None:
     """The slot was removed while no worker ran; the trainer waits for a batch that only workers can fill."""
     leader = Leader(bus)

@@ -108,6 +108,7 @@ def slots(settings: ServiceSettings) -> list[str]:
     return sorted(path.name.rpartition(".")[2] for path in settings.shm_dir.iterdir())
 
 
+@pytest.mark.long
 def test_slot_of_a_stopped_process_is_never_overwritten(
     make: Callable[..., ShmPublisher],
     hold: Callable[[WeightManifest], subprocess.Popen[str]],
@@ -123,6 +124,7 @@ def test_slot_of_a_stopped_process_is_never_overwritten(
     assert ask(holder) == "1.0 1.0 True"
 
 
+@pytest.mark.long
 def test_waiting_for_a_slot_names_the_process_that_holds_it(
     make: Callable[..., ShmPublisher], hold: Callable[[WeightManifest], subprocess.Popen[str]]
 ) -> None:
@@ -135,6 +137,7 @@ def test_waiting_for_a_slot_names_the_process_that_holds_it(
         publisher.publish(weights(3), version=3, epoch=1)
 
 
+@pytest.mark.long
 def test_slot_of_a_killed_process_is_free_at_once(
     make: Callable[..., ShmPublisher],
     hold: Callable[[WeightManifest], subprocess.Popen[str]],

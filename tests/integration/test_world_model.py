@@ -41,6 +41,7 @@ def fitted(swung: Demonstrations) -> Fitted:
     return fit(swung, SMALL)
 
 
+@pytest.mark.long
 def test_a_model_predicts_what_the_simulator_does(fitted: Fitted, swung: Demonstrations, tmp_path: Path) -> None:
     """Step by step on episodes that it has not seen; a model that always says 'as before' has an error near 1."""
     assert fitted.facts["error"]["state"] < 0.2

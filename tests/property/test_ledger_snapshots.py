@@ -150,6 +150,7 @@ def _next_event(draw: st.DrawFn, state: LedgerState) -> Event:  # noqa: C901, PL
     )  # fmt: skip
 
 
+@pytest.mark.long
 @given(histories())
 @settings(max_examples=60)
 def test_a_snapshot_and_its_tail_are_the_whole(events: list[Event]) -> None:

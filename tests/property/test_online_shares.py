@@ -209,6 +209,7 @@ class Flood:
             )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("role", ["asks and judges", "asks", "judges"])
 def test_a_flood_of_one_key_is_at_most_its_share_of_every_batch(role: str) -> None:
     """One key requests, or judges, nine of ten answers, or both."""

@@ -69,6 +69,7 @@ def test_where_vllm_cannot_be_had_its_part_is_not_run(tmp_path: Path) -> None:
     assert ended.stdout.endswith("\nPASSED, but these parts were not run: vLLM\n")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_installation_that_fails_by_itself_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")

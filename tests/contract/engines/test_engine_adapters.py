@@ -131,6 +131,7 @@ async def test_an_adapter_that_is_loaded_and_not_computed_is_seen(engine: Engine
     torch.testing.assert_close(reference, torch.tensor(sample.logprobs), atol=1e-4, rtol=0)
 
 
+@pytest.mark.long
 async def test_an_update_in_flight_drops_the_caches_of_the_old_adapter(pair: Pair) -> None:
     train(pair.trainer)
     crossing = asyncio.create_task(pair.sample("crossing", tokens=240))

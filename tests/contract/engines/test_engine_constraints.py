@@ -92,6 +92,7 @@ async def test_what_ends_by_itself_is_valid(engine: Engine, schema: dict[str, An
     assert ended >= 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sampling", [{"temperature": 0.0}, {"temperature": 3.0}, {"top_k": 1}, {"top_p": 0.1}], ids=str
 )

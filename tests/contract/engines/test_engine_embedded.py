@@ -145,6 +145,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
+@pytest.mark.long
 async def test_rows_that_change_places_stay_themselves(moves: list[list[int]], bench: Any) -> None:
     lengths = [200, 12, 160, 30, 90, 15, 120, 45, 20, 75, 180, 10, 60, 140, 25, 100]
     asked = [
@@ -186,6 +187,7 @@ async def test_a_torn_pass_takes_nothing_from_the_one_before(bench: Any, monkeyp
     assert bench.error(first.samples[0], seeds=(0, 1)) < 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("room", [4, 5, 7, 16])
 async def test_long_prompts_are_divided_and_hold_up_nobody(
     bench: Any, monkeypatch: pytest.MonkeyPatch, room: int

@@ -64,6 +64,7 @@ async def test_nothing_of_a_deleted_user_is_left_in_the_file_once_it_is_reported
     assert len(left) == 40 * 2 + 40 * 2, "what others said, their answers and episodes"
 
 
+@pytest.mark.long
 async def test_a_deletion_is_not_done_before_the_index_has_forgotten_it(
     desk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +167,7 @@ async def test_a_broken_file_is_built_anew_at_the_start(
     assert [record for record in caplog.records if "feedback-0.sqlite is built anew" in record.message]
 
 
+@pytest.mark.long
 async def test_a_file_that_breaks_meanwhile_is_built_anew(desk: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Readers are told to come again meanwhile, and posts are taken."""
     ids = await judged(desk, "somebody", 100)

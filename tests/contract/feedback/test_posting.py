@@ -349,6 +349,7 @@ async def test_large_bodies(desk: Any) -> None:
     assert len(await desk.items()) == 2
 
 
+@pytest.mark.long
 async def test_a_full_stream_says_come_back(desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     big = {"kind": "interaction", "model": "policy", "completion": {"content": "z" * (7 << 20)}}
     codes = []

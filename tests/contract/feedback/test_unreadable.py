@@ -129,6 +129,7 @@ async def test_an_unreadable_message_is_one_dead_letter(desk: Any, dlq: Dlq, tmp
     assert await bus.get(subjects.FEEDBACK, first), "a coordinator of another version may read it"
 
 
+@pytest.mark.long
 async def test_what_can_be_read_by_now_counts_once_it_is_replayed(
     desk: Any, dlq: Dlq, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

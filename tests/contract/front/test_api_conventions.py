@@ -313,6 +313,7 @@ async def test_long_poll(connect: Any, deployment: Any, job: Any) -> None:
         assert (await poll).json()["status"]["phase"] == "failed"
 
 
+@pytest.mark.long
 async def test_errors_of_the_bus_are_503_with_retry_after(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         id = (await client.post("/v1/jobs", json=job)).json()["id"]
@@ -374,6 +375,7 @@ async def test_limits_version_and_prometheus(connect: Any) -> None:
         assert "penstock_http_request_duration_seconds_bucket" in text
 
 
+@pytest.mark.long
 async def test_what_a_client_can_run_into_is_shown(connect: Any) -> None:
     """Each bound by its name; ``test_bounds`` shows that they hold."""
     own = {

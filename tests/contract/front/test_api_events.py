@@ -71,6 +71,7 @@ def test_stream_to_the_end(served: Any, deployment: Any, job: Any) -> None:
     assert end["event"] == "end"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "asked",
     [{"params": {"format": "cloudevents"}}, {"headers": {"accept": "application/cloudevents+json"}}],
@@ -102,6 +103,7 @@ def test_events_are_what_webhooks_are_sent(served: Any, deployment: Any, job: An
     assert httpx.get(f"{served.url}/v1/jobs/{id}/events?format=xml").status_code == 422
 
 
+@pytest.mark.long
 def test_thirteen_reconnects_lose_and_repeat_nothing(served: Any, serve: Any, deployment: Any, job: Any) -> None:
     id, urls = submit(served, job), (served.url, serve().url)
 
@@ -220,6 +222,7 @@ def test_a_failing_source_says_so_and_can_be_resumed(
     assert [block.get("id") for block in rest] == [None, "3", None]
 
 
+@pytest.mark.long
 def test_an_endless_reply_does_not_starve_the_others(served: Any, deployment: Any, job: Any) -> None:
     id = submit(served, job)
     deployment.repeat()

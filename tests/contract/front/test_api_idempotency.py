@@ -86,6 +86,7 @@ async def test_another_body_or_query_under_the_same_key(connect: Any, deployment
     assert deployment.submitted == 1
 
 
+@pytest.mark.long
 async def test_failures_are_not_kept(connect: Any, deployment: Any, job: Any) -> None:
     async with connect() as client:
         deployment.server.kill()

@@ -143,6 +143,7 @@ async def test_only_administrators_read_it_page_by_page(connect: Any, deployment
         assert (await client.get("/v1/audit-log?since=yesterday", headers=ROOT)).status_code == 422
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("many", [3, 120])
 async def test_clients_and_the_command_read_all_pages(served: Any, deployment: Any, job: Any, many: int) -> None:
     with Client(served.url) as client:

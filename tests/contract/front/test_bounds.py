@@ -89,6 +89,7 @@ async def test_trailers_are_bounded_like_a_head(deployment: Any) -> None:
         assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 422 ")), answer[:100]
 
 
+@pytest.mark.long
 async def test_slow_heads_bodies_and_silence_end(deployment: Any) -> None:
     async with serving(deployment, http_head_s=0.3, http_body_s=0.3) as (client, port):
         assert await answer_to(port) == b""
@@ -110,6 +111,7 @@ async def answering(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": bytes(16 << 20)})
 
 
+@pytest.mark.long
 async def test_who_reads_an_answer_slowly_gets_it_and_who_does_not_is_dropped(
     monkeypatch: pytest.MonkeyPatch, listen: Callable[..., Any]
 ) -> None:
@@ -226,6 +228,7 @@ async def test_people_read_the_document_as_a_page_without_a_key(connect: Any) ->
         assert (again.status_code, again.content) == (304, b"")
 
 
+@pytest.mark.long
 async def test_many_who_wait_for_a_job_look_at_it_once(
     connect: Any, deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

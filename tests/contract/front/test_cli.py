@@ -128,6 +128,7 @@ def test_unknown_jobs(run: Run) -> None:
     assert result.stderr.startswith("error: no job has")
 
 
+@pytest.mark.long
 def test_unreachable(run: Run, file: str, served: Any) -> None:
     served.stop()
     for words in (["ls"], ["submit", file], ["events", "-f", "x"], ["top"]):
@@ -259,6 +260,7 @@ runpy.run_module("penstock.cli", run_name="__main__")
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words", [["submit", "FILE", "--follow"], ["top"], ["events", "-f", "addition"]])
 def test_interrupts_detach(run: Run, deployment: Any, file: str, served: Any, words: list[str]) -> None:
     if words[0] != "submit":
@@ -391,6 +393,7 @@ def test_debug_shows_the_traceback(run: Run, monkeypatch: Any) -> None:
     assert run("get", "nobody").exception.__class__.__name__ == "NotFound"  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_a_terminal_gets_a_panel(served: Any, deployment: Any, job: Any) -> None:
     """Under a pseudo-terminal, `top` draws a box and ends with the job."""
     import pty

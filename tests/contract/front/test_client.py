@@ -70,6 +70,7 @@ def test_find(client: Client, job: Any) -> None:
             client.find(ref)
 
 
+@pytest.mark.long
 def test_find_looks_past_the_first_page(client: Client, job: Any) -> None:
     first = client.submit(job)
     for _ in range(120):
@@ -77,6 +78,7 @@ def test_find_looks_past_the_first_page(client: Client, job: Any) -> None:
     assert client.find(first.id[:-1]) == first
 
 
+@pytest.mark.long
 def test_errors_have_types_and_say_what_to_do(client: Client, served: Any, deployment: Any, job: Any) -> None:
     with pytest.raises(ConfigError, match=r"train\.max_update: unknown key; did you mean 'max_updates'\?"):
         client.submit({**job, "train": {**job["train"], "max_update": 1}})
@@ -159,6 +161,7 @@ def test_a_lost_answer_is_asked_for_again_with_one_effect(served: Any, deploymen
     assert list(deployment.jobs) == [record.id]
 
 
+@pytest.mark.long
 def test_wait(client: Client, served: Any, deployment: Any, job: Any) -> None:
     record = client.submit(job)
     with pytest.raises(DeadlineError, match=r"pending after 0\.3 s, not terminal"):
@@ -179,6 +182,7 @@ def test_wait(client: Client, served: Any, deployment: Any, job: Any) -> None:
     thread.join()
 
 
+@pytest.mark.long
 def test_events_resume_across_a_restart_of_the_server(client: Client, served: Any, deployment: Any, job: Any) -> None:
     record = client.submit(job)
     deployment.emit(record.id, "phase", "pending")
@@ -213,6 +217,7 @@ def test_impatience(served: Any, job: Any) -> None:
         assert time.monotonic() - began < 20
 
 
+@pytest.mark.long
 def test_a_repetition_waits_for_its_first_attempt(
     served: Any, deployment: Any, job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ async def test_samples_timelines_and_names(served: Any, deployment: Any, asking:
             await ask("sample", job_id, "2-3.0-4")
 
 
+@pytest.mark.long
 async def test_logs_are_followed_across_a_restart(
     served: Any, deployment: Any, asking: Any, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,6 +253,7 @@ async def running_stack(
     )  # fmt: skip
     async with AsyncExitStack() as stack:
         server = stack.enter_context(NatsServer(directory / "nats"))
+        stack.callback(server.kill)
         bus = await stack.enter_async_context(await Bus.connect(server.url, name="test"))
         await bus.ensure_streams(experience_bytes=64 << 20, stream_bytes=16 << 20)
         store = JobStore(bus)

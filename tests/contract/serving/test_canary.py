@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import orjson
+import pytest
 
 from penstock.services.coordinator.jobs.store import JobStore
 from penstock.services.coordinator.training.canary import is_in_canary
@@ -34,6 +35,7 @@ async def on_trial(stack: Any, version: int | None, *gateways: Any) -> None:
             await asyncio.sleep(0.01)
 
 
+@pytest.mark.long
 async def test_each_conversation_is_answered_by_its_arm_at_every_coordinator(stack_of: Any) -> None:
     async with stack_of(consent="opt_in", **TRIED) as stack, stack.replica() as other:
         await stack.publish(1, away=True, candidate=True)

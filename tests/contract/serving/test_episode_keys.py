@@ -216,6 +216,7 @@ async def test_episodes_that_are_none(front: Any) -> None:
     assert (await front.client.get(f"/v1/episodes/{nobody}/interactions")).json()["data"] == []
 
 
+@pytest.mark.long
 async def test_a_key_for_other_models_knows_nothing_of_this_one(agent: Any, front: Any) -> None:
     scopes = ["models:read", "inference:write", "episodes:write", "feedback:write", "jobs:read", "jobs:write"]
     scopes.append("feedback:admin")

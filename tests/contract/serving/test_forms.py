@@ -83,6 +83,7 @@ async def test_a_stop_string_and_a_length_end_it_early(writer: Any) -> None:
     assert cut.json()["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("more", "names"),
@@ -125,6 +126,7 @@ async def test_forced_calls(writer: Any, more: dict[str, Any], names: set[str], 
     assert found == names
 
 
+@pytest.mark.long
 async def test_another_worker_goes_on_in_the_same_form(writer_of: Any) -> None:
     long = {"type": "array", "items": {"enum": ["ab", "cd"]}, "minItems": 100, "maxItems": 100}
     async with writer_of(hold_s=30.0) as stack:

@@ -50,6 +50,7 @@ async def judge(agent: Any, id: str, **more: Any) -> None:
     assert reply.status_code == 202, reply.text
 
 
+@pytest.mark.long
 async def test_an_unnamed_conversation_is_one_episode_if_the_job_asks(stack_of: Any) -> None:
     async with stack_of(episodes="found", gamma=0.5) as agent:
         talk, other = Chat(agent, user="bob"), Chat(agent, user="eve")
@@ -78,6 +79,7 @@ async def test_unrecorded_or_untrained_answers_join_no_conversation(stack_of: An
         assert all(record is None or record.alone for record in records)
 
 
+@pytest.mark.long
 async def test_a_late_continuation_begins_an_episode(stack_of: Any) -> None:
     """An answer requested in time may end after its episode closed; a turn of that episode would not be trained."""
     async with stack_of(episodes="found", idle_ttl_s=0.5) as agent, agent.replica() as elsewhere:

@@ -187,6 +187,7 @@ async def test_a_gateway_that_was_only_stalled_gets_its_answer(stack_of: Any, mo
         assert await stack.recorded(done.id) == done
 
 
+@pytest.mark.long
 async def test_a_stop_string_may_begin_at_a_worker_that_was_lost(stack_of: Any) -> None:
     async with stack_of() as stack:
         stop = ["la" * 600]
@@ -222,6 +223,7 @@ async def test_a_retry_of_a_stock_client_is_one_interaction(stack_of: Any) -> No
         assert again.headers["x-interaction-id"] in {record.id for record in records}
 
 
+@pytest.mark.long
 async def test_a_retry_does_not_get_the_answer_of_another_client_with_the_same_body(stack_of: Any) -> None:
     async with stack_of() as stack:
         body = {

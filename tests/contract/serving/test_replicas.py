@@ -60,6 +60,7 @@ async def check_one(stack: Any, reply: Any) -> None:
     assert (len(record.token_ids), record.finish, record.untrainable) == (LENGTH, "length", "")
 
 
+@pytest.mark.long
 async def test_a_retry_elsewhere_gets_the_answer_that_is_being_written(stack_of: Any) -> None:
     async with stack_of() as stack, stack.replica() as other:
         await leave(other, await asked(stack, other))
@@ -68,6 +69,7 @@ async def test_a_retry_elsewhere_gets_the_answer_that_is_being_written(stack_of:
         assert third.headers["x-interaction-id"] != (await stack.interactions())[0].id, "it was read"
 
 
+@pytest.mark.long
 async def test_a_second_retry_where_the_answer_is_written_gets_it(stack_of: Any) -> None:
     """The request was handed over, and its client left there, too."""
     async with stack_of() as stack, stack.replica() as other:
@@ -105,6 +107,7 @@ async def test_a_relay_ends_with_the_gateway_that_claimed_the_answer(bus: Any, m
         await relay.run()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("finished", [False, True])
 async def test_a_retry_outlives_the_coordinator_that_had_the_request(stack_of: Any, finished: bool) -> None:
     async with stack_of() as stack, stack.replica() as other:
@@ -155,6 +158,7 @@ async def test_a_note_that_is_not_stored_yet_is_found(stack_of: Any) -> None:
         assert (note.gateway, note.ids) == ("dies", ["i199"])
 
 
+@pytest.mark.long
 async def test_what_another_client_waits_for_is_not_given_out(stack_of: Any) -> None:
     async with stack_of() as stack, stack.replica() as other:
         waiting = await asked(stack, other)

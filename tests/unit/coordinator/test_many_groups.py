@@ -96,6 +96,7 @@ def kept(updates: int, groups: int) -> tuple[JobRun, dict[int, GroupHeader]]:
     return run, stored
 
 
+@pytest.mark.long
 def test_a_new_leader_looks_each_kept_group_up_once() -> None:
     run, stored = kept(1750, 16)
     heir = JobRun(run.config, run.state, num_ordinals=None, writer_epoch=2)

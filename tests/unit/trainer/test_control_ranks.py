@@ -51,6 +51,7 @@ def train_all(world: World) -> list[Run]:
     return [trained(name, world.everybody) for name in JOBS]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_agree(ranks: Any) -> None:
     """Batches that do not divide by the number of ranks."""

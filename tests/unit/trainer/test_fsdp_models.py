@@ -323,6 +323,7 @@ def test_checkpoints_go_from_ranks_to_one_process_and_back(
             assert digest == before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 async def test_the_engine_serves_the_adapters_that_ranks_publish(
     ranks: Any, job: Config, batches: Batches, on_disk: Path, tmp_path: Path

@@ -59,6 +59,7 @@ def train_on_rank(world: World, config: JobConfig, batches: Batches, load: Path 
     return run
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # ranks start slowly on a loaded machine
 @pytest.mark.parametrize("name", SECTIONS)
 def test_two_parts_train_the_same_policy(

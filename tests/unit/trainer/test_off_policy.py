@@ -252,6 +252,7 @@ def run_rank(world: World) -> dict[str, tuple[dict[str, float], Weights]]:
     return run(world.everybody, "fsdp")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_number_of_ranks_changes_nothing_but_rounding(ranks: Any) -> None:

@@ -155,6 +155,7 @@ def test_the_temperature_moves_with_the_lack_of_entropy(target: float, sign: int
     assert all(sign * (later - sooner) > 0 for sooner, later in itertools.pairwise(temperatures))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("target", [0.0, 0.5])
 def test_the_entropy_comes_to_its_target(target: float) -> None:
     """Episodes of one step with reward ``-c |a|²``: the best policy is Gaussian with variance ``alpha / 2c``.

@@ -65,6 +65,7 @@ def divergence(learner: Learner, teacher: Any) -> float:
     return float((own.exp() * (own - theirs)).sum())
 
 
+@pytest.mark.long
 def test_the_policy_comes_to_agree_with_its_teacher(make_config: Config, make_teacher: Make) -> None:
     path = make_teacher()
     teacher = AutoModelForCausalLM.from_pretrained(path)

@@ -62,15 +62,20 @@ def bandit(learner: Learner, ordinal: int, size: int, *, greedy: bool) -> Group:
     ("name", "keys"),
     [
         ("grpo", {}),
-        ("dr_grpo", {}),
-        ("dapo", {}),
-        ("rloo", {"proximal": "recomputed", "importance": {"type": "icepop"}}),
-        ("reinforce_pp", {"group_size": 8}),
-        ("reinforce_pp_baseline", {}),
-        ("remax", {"group_size": 8}),
         ("ppo", {"group_size": 8, "critic": {"optimizer": {"learning_rate": 1e-2}}}),
         ("gspo", {"clip_low": 0.2, "clip_high": 0.2}),
-        ("cispo", {}),
+        *(
+            pytest.param(name, keys, marks=pytest.mark.long)
+            for name, keys in [
+                ("dr_grpo", {}),
+                ("dapo", {}),
+                ("rloo", {"proximal": "recomputed", "importance": {"type": "icepop"}}),
+                ("reinforce_pp", {"group_size": 8}),
+                ("reinforce_pp_baseline", {}),
+                ("remax", {"group_size": 8}),
+                ("cispo", {}),
+            ]
+        ),
     ],
 )
 def test_each_algorithm_learns_which_answer_is_rewarded(make_config: Config, name: str, keys: dict[str, Any]) -> None:
