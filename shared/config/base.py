@@ -79,15 +79,38 @@ class YAMLLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
         self._seen: set[int] = set()
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Check a mapping once, before merge keys are expanded into it.
+        """Check a mapping, and expand merge keys: own keys override merged ones, and earlier mappings later ones.
+
+        Not left to PyYAML, whose versions disagree: in 6.0.4 a later mapping of a list overrides an earlier one.
 
         Raises:
-            yaml.MarkedYAMLError: the mapping has a key twice; the message names both lines.
+            yaml.MarkedYAMLError: the mapping has a key twice (the message names both lines), or merges no mapping.
         """
-        if id(node) not in self._seen:
-            self._seen.add(id(node))
-            _check_keys(node)
-        super().flatten_mapping(node)
+        if id(node) in self._seen:
+            return
+        self._seen.add(id(node))
+        _check_keys(node)
+        merged: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
+        own: dict[Any, tuple[yaml.Node, yaml.Node]] = {}
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                for mapping in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    if not isinstance(mapping, yaml.MappingNode):
+                        problem = "'<<' must name a mapping, or a list of mappings"
+                        raise yaml.MarkedYAMLError(problem=problem, problem_mark=mapping.start_mark)
+                    self.flatten_mapping(mapping)
+                    for pair in mapping.value:
+                        merged.setdefault(_identity(pair[0]), pair)
+            else:
+                if key.tag == "tag:yaml.org,2002:value":  # the plain scalar `=`
+                    key.tag = "tag:yaml.org,2002:str"
+                own[_identity(key)] = key, value
+        node.value = [*{**merged, **own}.values()]
+
+
+def _identity(key: yaml.Node) -> tuple[str, str] | int:
+    """Return the same for equal keys, if they are scalars."""
+    return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
 
 
 def _check_keys(node: yaml.MappingNode) -> None:

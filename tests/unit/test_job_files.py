@@ -45,9 +45,12 @@ def test_a_file_that_is_empty_or_no_mapping() -> None:
 
 
 def test_a_merged_mapping_may_override_keys() -> None:
-    text = "a: &a {x: 1, y: 2}\nb: &b {<<: *a, x: 3}\nc: {<<: *b, y: 4}\nd: {<<: [*a, *b], z: 5}\n"
-    assert parse_yaml(text, where="text")["c"] == {"x": 3, "y": 4}
-    assert from_yaml(text.encode())["d"] == {"x": 1, "y": 2, "z": 5}
+    """Also keys of one letter, which Python keeps only once in memory, and mappings that are merged in a list."""
+    text = "a: &a {x: 1, yy: 2}\nb: &b {<<: *a, x: 3, yy: 6}\nc: {<<: *b, yy: 4}\nd: {<<: [*a, *b], =: 5}\n"
+    assert parse_yaml(text, where="text")["c"] == {"x": 3, "yy": 4}
+    assert from_yaml(text.encode())["d"] == {"x": 1, "yy": 2, "=": 5}
+    with pytest.raises(ConfigError, match=r"at line 1, column 9: '<<' must name a mapping, or a list of mappings"):
+        parse_yaml("a: {<<: 3}", where="text")
 
 
 def test_the_room_of_a_completion_is_told_with_its_parts() -> None:

@@ -141,15 +141,20 @@ def step(part: str) -> str:
 def _check_depth(body: bytes) -> None:
     """Refuse deep or long YAML by its events: libyaml's composer recurses on the C stack and could crash here."""
     depth = 0
-    for count, event in enumerate(yaml.parse(body, Loader=YAMLLoader)):
-        if count > MAX_YAML_VALUES:
-            raise _too_complex(MAX_YAML_VALUES)
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise _too_complex()
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+    try:
+        for count, event in enumerate(yaml.parse(body, Loader=YAMLLoader)):
+            if count > MAX_YAML_VALUES:
+                raise _too_complex(MAX_YAML_VALUES)
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+                if depth > MAX_DEPTH:
+                    raise _too_complex()
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+    except yaml.MarkedYAMLError as error:
+        if "nesting depth" in (error.problem or ""):  # newer versions of libyaml have a bound of their own
+            raise _too_complex() from None
+        raise
 
 
 def _check(data: Any) -> None:
