@@ -268,19 +268,18 @@ def test_a_checked_address_is_the_one_that_is_connected_to(
 ) -> None:
     """A name that is public when it is checked and private a moment later leads to the public address."""
     monkeypatch.delenv("PENSTOCK_SCORER_PRIVATE")
-    resolve, asked = socket.getaddrinfo, list[str]()
+    resolve, times_asked = socket.getaddrinfo, itertools.count(1)
 
     def rebinding(host: Any, *more: Any, **named: Any) -> Any:
-        asked.append(str(host))
-        if host != "rebind.test":
+        if host != "rebind.test":  # threads of other tests ask, too
             return resolve(host, *more, **named)
-        address = "203.0.114.1" if len(asked) == 1 else "127.0.0.1"
+        address = "203.0.114.1" if next(times_asked) == 1 else "127.0.0.1"
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, web.server_port))]
 
     monkeypatch.setattr(socket, "getaddrinfo", rebinding)
     found = one(open_http(url=f"http://rebind.test:{web.server_port}/score", timeout_s=0.5, deadline_s=1.0))
     assert isinstance(found, ScoringError)
-    assert asked[0] == "rebind.test"
+    assert next(times_asked) > 1, "the name was checked"
     assert not web.asked
 
 
