@@ -61,7 +61,7 @@ _CHUNK = 4 << 20
 _PIECE = 1 << 20
 """Bytes received at a time: few enough to be in a cache while they are checked."""
 _BESIDE = 8 << 20
-"""Smaller blobs are not worth a thread that checks what is received."""
+"""Smaller blobs are not worth a thread that seals them while they are sent or received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +185,15 @@ class BlobServer:
         with self._source(name, generation) as blob, blob.path.open("rb", buffering=0) as file:
             peer.sendall(_REPLY.pack(_FOUND, blob.nbytes))
             with _mapped(blob, file) as data:
-                for start in range(0, blob.nbytes, _CHUNK):
+
+                def add(start: int) -> None:
                     with data[start : start + _CHUNK] as piece:
                         seal.add(piece)
-                        peer.sendfile(file, blob.offset + start, len(piece))
+
+                with _in_order(blob.nbytes) as beside:
+                    for start in range(0, blob.nbytes, _CHUNK):
+                        beside(add, start)
+                        peer.sendfile(file, blob.offset + start, min(_CHUNK, blob.nbytes - start))
             peer.sendall(seal.digest())
             _receive(peer, 1)
 
@@ -288,28 +293,39 @@ def pull(
 def _receive_blob(
     peer: socket.socket, target: NDArray[np.uint8], deadline: float, seal: _Seal, on_bytes: Callable[[int], None]
 ) -> None:
-    """Receive into ``target``; a second thread adds large blobs to the seal meanwhile."""
+    """Receive into ``target`` and add the bytes to the seal."""
 
-    def check(start: int, piece: memoryview) -> None:
+    def check(start: int) -> None:
+        piece = target[start : start + _PIECE].data
         seal.add(piece)
         on_bytes(start + len(piece))
 
-    with contextlib.ExitStack() as stack:
-        beside = None
-        if target.nbytes > _BESIDE:
-            beside = stack.enter_context(ThreadPoolExecutor(1, "bulk-check"))
-        checks: deque[Future[None]] = deque()
+    with _in_order(target.nbytes) as beside:
         for start in range(0, target.nbytes, _PIECE):
-            piece = target[start : start + _PIECE].data
-            _receive_into(peer, piece, deadline)
-            if beside is None:
-                check(start, piece)
-                continue
-            checks.append(beside.submit(check, start, piece))
-            while checks[0].done() and len(checks) > 1:
-                checks.popleft().result()
-        for unchecked in checks:
-            unchecked.result()
+            _receive_into(peer, target[start : start + _PIECE].data, deadline)
+            beside(check, start)
+
+
+@contextlib.contextmanager
+def _in_order(nbytes: int) -> Iterator[Callable[[Callable[[int], None], int], None]]:
+    """Yield a function that makes calls one after the other, for large blobs in a second thread beside the caller.
+
+    At the end all calls have been made. The first error of one is raised by a later one or at the end.
+    """
+    if nbytes <= _BESIDE:
+        yield lambda call, start: call(start)
+        return
+    calls: deque[Future[None]] = deque()
+
+    def submit(call: Callable[[int], None], start: int) -> None:
+        calls.append(thread.submit(call, start))
+        while calls[0].done() and len(calls) > 1:
+            calls.popleft().result()
+
+    with ThreadPoolExecutor(1, "bulk-seal") as thread:
+        yield submit
+        for unfinished in calls:
+            unfinished.result()
 
 
 def _connected(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> socket.socket:
