@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -183,6 +184,16 @@ def disk(tmp_path: Path) -> Iterator[Callable[..., Path]]:
     yield mount
     for folder in mounted:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """Directory of a deployment of version 0.1.0, byte for byte as that version left it."""
+    with tarfile.open(Path(__file__).parent / "contract" / "recorded" / "data-0.1.0.tar.xz") as archive:
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.2 has none, and later versions warn without
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(tmp_path / "recorded")
+    return tmp_path / "recorded"
 
 
 @pytest.fixture(scope="session")

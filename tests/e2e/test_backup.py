@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(300)]
 
-RECORDED = Path(__file__).parents[1] / "contract" / "recorded" / "data-0.1.0.tar.xz"
 DIGITS = "0123456789"
 SOURCE = "def score(prompt, completion, answer, row):\n    return 1.0\n"
 
@@ -58,10 +56,8 @@ def test_a_running_job_goes_on_from_a_backup_on_another_path(deploy: Callable[[P
         assert str(second_dir) in json.dumps(spec["data"])
 
 
-def test_what_an_earlier_version_left_goes_on(deploy: Callable[[Path], Any], tmp_path: Path) -> None:
-    (tmp_path / "old").mkdir()
-    subprocess.run(["tar", "-xf", RECORDED, "-C", tmp_path / "old"], check=True)
-    with deploy(tmp_path / "old") as today:
+def test_what_an_earlier_version_left_goes_on(deploy: Callable[[Path], Any], recorded: Path) -> None:
+    with deploy(recorded) as today:
         jobs = {record.name: record.id for record in today.client.list()}
         for name in ("unfinished", "agent"):
             today.client.resume(jobs[name])

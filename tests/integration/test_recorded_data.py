@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -19,23 +18,16 @@ from penstock.shared.protocol.live.interaction import FeedbackBatch, Interaction
 from penstock.shared.transport.bus import Bus
 from penstock.shared.transport.server import NatsServer
 
-RECORDED = Path(__file__).parents[1] / "contract" / "recorded" / "data-0.1.0.tar.xz"
 SIZES = {"experience_bytes": 64 << 20, "stream_bytes": 32 << 20}
 
 
-def extract(folder: Path) -> None:
-    """Python 3.11.2 has no filter for what its own ``tarfile`` unpacks, and later ones warn without."""
-    subprocess.run(["tar", "-xf", RECORDED, "-C", folder], check=True)
-
-
 @pytest.fixture
-async def old(tmp_path: Path) -> AsyncIterator[tuple[Bus, Services]]:
+async def old(recorded: Path) -> AsyncIterator[tuple[Bus, Services]]:
     """The recorded deployment's bus and what answers for it, as this version sees them."""
-    extract(tmp_path)
-    with NatsServer(tmp_path / "data" / "nats") as server:
+    with NatsServer(recorded / "data" / "nats") as server:
         async with await Bus.connect(server.url, name="today") as bus:
             await bus.ensure_streams(**SIZES)
-            settings = ServiceSettings(data_dir=tmp_path / "data", nats_monitor_url=server.monitor_url)
+            settings = ServiceSettings(data_dir=recorded / "data", nats_monitor_url=server.monitor_url)
             yield bus, build_services(bus, JobStore(bus), Members(), {}, settings)
 
 
