@@ -109,7 +109,7 @@ class YAMLLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
 
 
 def _identity(key: yaml.Node) -> tuple[str, str] | int:
-    """Return the same for equal keys, if they are scalars."""
+    """Return the same for scalars of the same tag and text."""
     return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
 
 

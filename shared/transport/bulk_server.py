@@ -310,7 +310,7 @@ def _receive_blob(
 def _in_order(nbytes: int) -> Iterator[Callable[[Callable[[int], None], int], None]]:
     """Yield a function that makes calls one after the other, for large blobs in a second thread beside the caller.
 
-    At the end all calls have been made. The first error of one is raised by a later one or at the end.
+    Without an error all calls have been made at the end. The first error of one is raised by a later one or at the end.
     """
     if nbytes <= _BESIDE:
         yield lambda call, start: call(start)
@@ -323,9 +323,12 @@ def _in_order(nbytes: int) -> Iterator[Callable[[Callable[[int], None], int], No
             calls.popleft().result()
 
     with ThreadPoolExecutor(1, "bulk-seal") as thread:
-        yield submit
-        for unfinished in calls:
-            unfinished.result()
+        try:
+            yield submit
+            for unfinished in calls:
+                unfinished.result()
+        finally:
+            thread.shutdown(wait=False, cancel_futures=True)
 
 
 def _connected(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> socket.socket:

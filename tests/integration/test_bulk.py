@@ -389,8 +389,11 @@ def test_bytes_that_were_changed_on_their_way_are_refused(
         thread.join()
 
 
-def test_large_blobs_are_checked_while_they_are_received(store: BulkStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_blobs_are_sealed_while_they_are_sent_and_received(
+    store: BulkStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bulk_server, "_BESIDE", 2 * MIB)
+    monkeypatch.setattr(bulk_server, "_CHUNK", MIB)
     for nbytes, beside in ((2 * MIB, False), (2 * MIB + 5, True)):
         told: list[tuple[int, bool]] = []
         data = np.random.default_rng(1).integers(0, 256, nbytes, np.uint8)
