@@ -42,6 +42,8 @@ ENDLESS = ("train.max_updates=100000", "train.max_lag=0", "checkpoint.every=5", 
 FURTHER, LAST = 3, 12
 """Updates between two victims, and after the last one; the status may be half a second old."""
 CUT = "connection to NATS at"
+RESET_LIMIT_S = 230.0
+"""Longer than a worker waits for a reset of simulators."""
 STALL_S = 5.0
 """Longer than the leases of trainer and coordinator."""
 
@@ -184,7 +186,9 @@ def hang(stack: Any, job: str, victim: str) -> None:
     dropped, told = sum(stack.status(job).draws["dropped"].values()), stack.log("rollout-0").count(gone)
     with stack.frozen(victim):
         if victim == "env-0":
-            stack.until(lambda: stack.log("rollout-0").count(gone) > told, "the worker to give its session up")
+            stack.until(
+                lambda: stack.log("rollout-0").count(gone) > told, "the worker to give its session up", RESET_LIMIT_S
+            )
         elif victim == "rollout-0":
             stack.until(
                 lambda: sum(stack.status(job).draws["dropped"].values()) > dropped, "the leader to give its draws up"
