@@ -34,7 +34,7 @@ __all__ = ["demo", "demo_options"]
 ONLINE_DEMO, ROBOT_DEMO = "online.yaml", "metaworld-reach-ppo.yaml"
 SUCCESS = "success/rate"
 """Metric: share of the episodes of an update that succeed."""
-VIDEO_S = 90.0
+VIDEO_S = 300.0
 """Longest wait for a video in seconds: rendering runs beside the training and may finish later."""
 NO_VIDEOS = "there will be no videos"
 RATE = {"PENSTOCK_RATE_LIMIT": "1000000/minute"}
