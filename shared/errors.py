@@ -6,7 +6,7 @@
     ├── ConfigError (ValueError)        the user's file, flag or environment is wrong
     │   └── ConstraintError             an answer cannot be made to have the form that a request prescribes
     ├── DataError (ValueError)          a data set cannot be read; names the file and the line
-    ├── ProtocolError (ValueError)      bytes from the wire break the contract; never guessed, dead-lettered
+    ├── ProtocolError (ValueError)      a message breaks the wire contract; it is dead-lettered, never guessed at
     │   └── FrameError                  a tensor frame is malformed
     ├── DeadlineError (TimeoutError)    a wait timed out; names the awaited event
     ├── Unavailable (ConnectionError)   a service or the bus does not answer
@@ -14,14 +14,14 @@
     │   ├── DiskFull                    the disk of the bus is full: it stores nothing until there is space
     │   └── RankLost                    another process of the same trainer died or hangs: all of them restart
     ├── Fenced                          a writer with a higher epoch took over: step down, write nothing
-    ├── Conflict                        the state does not allow it (HTTP 409)
+    ├── Conflict                        the current state does not allow the request (HTTP 409)
     ├── NotFound (KeyError)             no such job, message or checkpoint
     ├── Unsupported                     this simulator does not offer the operation
     ├── WeightsError                    a weight transfer failed; the engine keeps its old version
-    ├── CheckpointError                 a checkpoint is missing, partial or does not match
+    ├── CheckpointError                 a checkpoint is missing, partial, or of another job or model
     ├── ArchiveError                    a segment of an archived ledger is missing or was changed
-    ├── ScoringError                    a scorer failed or hung; the trajectory is failed, never scored by default
-    ├── ToolError                       a tool broke or hung, independent of the call
+    ├── ScoringError                    a scorer failed or hung; its trajectory fails, and gets no default score
+    ├── ToolError                       a tool broke or hung; not raised for mistakes in a call
     └── SandboxError                    programs cannot be contained here, or a sandbox failed; nothing runs without one
 
 A message names the error, its place, and a remedy. All exceptions are picklable (plain ``args``).
@@ -91,7 +91,7 @@ class StreamFull(Unavailable):
 
 
 class DiskFull(Unavailable):
-    """The bus could not store a message because its disk is full, not the stream."""
+    """The bus could not store a message because its disk is full; the byte budget of the stream is not used up."""
 
 
 class RankLost(Unavailable):
@@ -138,4 +138,4 @@ class ToolError(PenstockError):
 
 
 class SandboxError(PenstockError):
-    """No mechanism on this machine contains programs, or a sandbox failed; independent of the program."""
+    """No mechanism on this machine can contain programs, or a sandbox failed; the program is not the cause."""

@@ -18,9 +18,10 @@ __all__ = ["AuditLog", "KeyStore"]
 
 SECRET = "episode-keys"
 BLOCK = 10_000
-"""Most records that one backward step of a page reads."""
+"""Largest block of sequence numbers that a page with the newest records first reads at a time."""
 APPEND_S = 2.0
-"""Deadline for storing one record (seconds), while the response waits; about one fail-over of the bus."""
+"""Deadline for storing one record (seconds), for which the response waits; a fail-over of the bus takes about as
+long."""
 
 
 class AuditLog:
@@ -37,13 +38,13 @@ class AuditLog:
     async def page(
         self, *, key: str, job: str, since: float | None, after: int | None, limit: int, newest_first: bool
     ) -> list[tuple[int, AuditRecord]]:
-        """Return at most ``limit`` records, each with its sequence, in the order of their sequences or the reverse.
+        """Return at most ``limit`` records, each with its sequence number, oldest or newest first.
 
         Args:
-            key: only requests of the key with this id ('': of any).
-            job: only requests about the job with this id ('': about any, or none).
-            since: only records stored from then on (Unix seconds).
-            after: only records behind this sequence, in the order of the page.
+            key: only requests made with the key of this id ('': with any key).
+            job: only requests about the job with this id ('': also requests about other jobs or none).
+            since: only records stored at this time or later (Unix seconds).
+            after: only records that follow this sequence number in the order of the page (None: from its start).
         """
         subject = subjects.audits(key, job)
         first = 1 if since is None else await self._first_since(since)

@@ -42,7 +42,8 @@ class Caller:
     scopes: frozenset[Scope]
     rate_limit: str | None = None
     episode: str = ""
-    """The only episode (`ep_` and a UUID) that the caller may use and judge; ``id`` is then the maker of its key."""
+    """The only episode (`ep_` and a UUID) that the caller may use and judge; ``id`` then names the key that made this
+    caller's key."""
     token: FeedbackGrant | None = None
     """The only feedback that the caller may give; ``id`` is then the key that made the token."""
     models: frozenset[str] | None = None
@@ -52,11 +53,11 @@ class Caller:
     name: str = ""
     """Name of the key, for display."""
     code_modules: frozenset[str] | None = None
-    """Modules whose functions the caller's job files may name, of those the deployment allows; None: all of these."""
+    """Modules whose functions the caller's job files may name, of those that the deployment allows; None: all."""
 
     @property
     def sender(self) -> str:
-        """Identity that distinguishes the keys and tokens made by one key."""
+        """Identity of the sender: the id of its key, followed by the episode or the token to which it is limited."""
         return self.id + self.episode + (self.token.id if self.token is not None else "")
 
     def may(self, scope: Scope) -> bool:
@@ -78,7 +79,7 @@ def needs_key(settings: ServiceSettings) -> bool:
 
 
 class KeyRing:
-    """All keys of a deployment: those of the configuration, which have every scope, and those of the store.
+    """All keys of a deployment: configured keys, which have every scope, and keys of the store.
 
     Raises:
         ConfigError: the API would be open without a key, to the network or to every user of this machine.
@@ -158,7 +159,11 @@ class KeyRing:
         return replace(await self._maker(grant.maker), scopes=frozenset({"feedback:write"}), token=grant)
 
     async def _maker(self, maker: str) -> Caller:
-        """Return the owner of the key that signed a key or token, without scopes. Raises HttpProblem: 401 if gone."""
+        """Return the owner of key ``maker``, which made an episode key or a token, without scopes.
+
+        Raises:
+            HttpProblem: 401, the key does not exist any more.
+        """
         if maker in self._configured_ids() or (maker == ANONYMOUS.id and not self._digests):
             return Caller(maker, frozenset())
         found = await self._find(maker)
@@ -180,7 +185,7 @@ class KeyRing:
         return key
 
     def forget(self, id: str) -> None:
-        """Drop a key that was revoked on this replica from the cache."""
+        """Drop key ``id``, which this replica has just revoked, from the cache."""
         self._known.pop(id, None)
 
 

@@ -87,7 +87,10 @@ class Deployments:
             raise HttpProblem(503, "deployments_full", text, headers={"Retry-After": str(FULL_RETRY_S)})
 
     async def servable(self, models: frozenset[str] | None) -> list[Servable]:
-        """Return the models that ``deploy`` accepts, oldest first; ``models``: only jobs of these names or ids."""
+        """Return the models that ``deploy`` accepts, oldest first.
+
+        ``models``: names or ids of the jobs to look at; None: all jobs.
+        """
         if not self._settings.deploy_most:
             return []
         entries = (await self._store.index()).of_models(models)
@@ -100,7 +103,7 @@ def _serves(job: JobEntry, origin: ModelOrigin) -> bool:
 
 
 def _with_final(entries: Iterable[JobEntry]) -> list[Servable]:
-    """Return the jobs whose final checkpoint is on this host, oldest first."""
+    """Return a model for each of these jobs whose final checkpoint is on this host."""
     found = []
     for entry in entries:
         try:

@@ -39,9 +39,10 @@ MAX_LINE_BYTES = 8 << 20
 MAX_FLAWS = 20
 MAX_CODE_FILES = 10_000
 _END, _LOCATOR_BYTES = struct.Struct("<4sHHHHIIH"), 20
-"""End of a ZIP archive, whose sixth field is the size of its directory; a locator before it has 64-bit sizes."""
+"""Layout of the record that ends a ZIP archive, whose sixth field is the size of the directory in bytes, and size of
+the locator that precedes this record in an archive with 64-bit sizes."""
 MAX_ENTRY_BYTES = 512
-"""Room for a file in the directory of an archive."""
+"""Bytes that one file may take in the directory of an archive."""
 ABANDONED_S = 3600.0
 """Age after which a half-written upload is removed (seconds): no upload takes so long, so a crash left it."""
 
@@ -73,7 +74,7 @@ class CodeRecord(BaseModel):
 
 
 class FileStore:
-    """Uploaded data sets, the same on every replica that shares the directory.
+    """Uploaded data sets, models and code, the same on every replica that shares the directory.
 
     Every method reads or writes the disk: call it in a thread.
     """
@@ -84,11 +85,13 @@ class FileStore:
         """Held while an upload checks for room and takes it, so that uploads do so one at a time."""
 
     def add(self, source: BinaryIO, filename: str, purpose: Purpose, *, key: str = "") -> FileRecord:
-        """Store a copy of ``source``, on disk when this returns. Same ``key`` and bytes: the same file.
+        """Store a copy of ``source``, which is on disk when this returns, and return its record.
+
+        A repeated call with the same ``key``, file name and bytes stores nothing and returns the first record.
 
         Raises:
             HttpProblem: 422 if it is not JSON lines (points at each bad line), or for the purpose `model` no archive of
-                a model, or the key was used for other bytes; 507 if there is no room.
+                a model, or the key was used for another file; 507 if there is no room.
         """
         self._clear_away()
         id = f"file-{uuid6.uuid7().hex}"
@@ -114,7 +117,7 @@ class FileStore:
         return earlier or record
 
     def add_code(self, source: str) -> CodeRecord:
-        """Store Python source under the SHA-256 of its UTF-8, once; it is on disk when this returns.
+        """Store Python source once, under the SHA-256 of its UTF-8; return its record when it is on disk.
 
         Raises:
             HttpProblem: 422 if it is not Python (names the line); 507 if there is no room.
@@ -275,7 +278,7 @@ def _unpack_model(source: BinaryIO, folder: Path) -> tuple[int, int, str]:
 
 
 def _archive(source: BinaryIO) -> zipfile.ZipFile:
-    """Open an archive. Raises ValueError if its directory is damaged, or too long for so many files."""
+    """Open an archive. Raises ValueError if its directory is damaged, or too long for MAX_MODEL_FILES files."""
     source.seek(-min(source.tell(), _LOCATOR_BYTES + _END.size), os.SEEK_END)
     tail = source.read()
     if len(tail) < _END.size or not tail.startswith(b"PK\5\6", -_END.size) or tail.startswith(b"PK\6\7"):
@@ -289,7 +292,11 @@ def _archive(source: BinaryIO) -> zipfile.ZipFile:
 
 
 def _read(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    """Return a file of an archive, whose CRC is checked. Raises ValueError if it lies outside of the archive."""
+    """Return the bytes of one file of an archive, after a check of their CRC.
+
+    Raises:
+        ValueError: the file lies outside of the archive.
+    """
     try:
         return archive.read(entry)
     except OSError as error:

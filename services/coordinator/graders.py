@@ -32,7 +32,9 @@ class GraderBench:
         self._bus, self._settings = bus, settings
 
     async def grade(self, grader: AnyGrader, sample: str | None, item: dict[str, Any]) -> GradeReply:
-        """Return one score for each part of ``grader``, in their order; without a sample the parts are only opened.
+        """Have a reward worker grade ``sample``; return one score for each part of ``grader``, in their order.
+
+        If ``sample`` is None, the worker only opens the parts.
 
         Raises:
             ConfigError: the deployment has no model for the grader.

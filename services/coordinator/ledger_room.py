@@ -24,7 +24,7 @@ def is_filling(state: StreamState) -> bool:
 
 
 def describe_ledger(state: StreamState) -> str:
-    """Describe the fill level, and the remedy."""
+    """Return a text with the fill level of LEDGER and the remedy."""
     return f"LEDGER is {state.bytes / state.max_bytes:.0%} full ({state.bytes} of {state.max_bytes} bytes): {ADVICE}"
 
 

@@ -17,7 +17,13 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 async def whole_of(bus: Bus, stream: str, message: Message, kind: type[T]) -> T:
-    """Return the payload of a message with its parts. Raises ProtocolError, Unavailable, NotFound (a deleted part)."""
+    """Return the decoded payload of a message, whose parts are joined if it has several.
+
+    Raises:
+        ProtocolError: the payload does not decode.
+        NotFound: a part was deleted.
+        Unavailable: the bus does not answer.
+    """
     data = message.data
     if count_of(message.headers) > 1:
         found = await bus.get_whole(stream, [message.seq])

@@ -59,7 +59,8 @@ logger = logging.getLogger(__name__)
 RETRY_S = 1.0
 ROOM_EVERY_S = 5.0
 ARCHIVE_SHARE, ARCHIVED_AT_ONCE = 0.5, 64
-"""Above this share of LEDGER, finished jobs are archived whatever their size there; at most this many at a time."""
+"""Fill level of LEDGER above which the ledgers of finished jobs are archived whatever their size, and the number of
+jobs whose ledgers are archived at a time."""
 BROKEN_TRIES = 3
 """A job is marked failed after its leader crashes this often on an unexpected error."""
 WOKEN_AT_ONCE = 16
@@ -306,7 +307,7 @@ class CoordinatorService:
                 logger.info("room is not checked: %s", error)
 
     async def archive_ledgers(self) -> None:
-        """While LEDGER is half full, archive what it holds of finished jobs, then of running jobs."""
+        """If LEDGER is more than half full, archive what it holds of finished jobs, then of running jobs."""
         state = await self.bus.stream_state(subjects.LEDGER)
         if state.bytes <= ARCHIVE_SHARE * state.max_bytes:
             return
@@ -330,7 +331,10 @@ class CoordinatorService:
                 runner.outbox.event("warning", "ledger_filling", describe_ledger(state))
 
     async def make_room(self, stream: str) -> None:
-        """Drop data of one job that it can do without in ``stream``, if the stream is nearly full."""
+        """If ``stream`` is nearly full, purge data from it that its job can do without.
+
+        That is the data of the oldest finished job; if there is none, older data of all jobs where they can spare it.
+        """
         state = await self.bus.stream_state(stream)
         if state.bytes <= FULL_SHARE * state.max_bytes:
             return
@@ -358,7 +362,7 @@ class CoordinatorService:
                 return
 
     async def _shorten_batches(self) -> None:
-        """Make room in BATCHES without finished jobs: running jobs drop manifests older than their checkpoint."""
+        """Make room in BATCHES without finished jobs: purge manifests of running jobs from before their checkpoint."""
         for job, runner in list(self.runners.items()):
             if isinstance(runner, JobRunner) and runner.ready and (newest := runner.run.state.checkpoint) is not None:
                 start = earliest_start(runner.run.state, newest.number)

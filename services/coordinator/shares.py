@@ -32,11 +32,12 @@ KEY_SHARE = 0.95
 PLACES = 1024
 """Number of consecutive stream sequences that are counted together."""
 LOOKED_AT = 0.25
-"""Share of the stream above which a job's oldest remaining message is looked up, to stop counting removed ones."""
+"""Share of the stream that a job must exceed before its oldest remaining message is looked up, so that messages that
+the stream has removed are no longer counted."""
 
 
 class EntryShares:
-    """Entries of a bucket by owner, each with its expiry time."""
+    """Counts the bytes of a bucket's entries by owner, each entry until it expires."""
 
     def __init__(self, share: float) -> None:
         self.max_bytes = 0
@@ -132,7 +133,7 @@ class FeedbackShares:
 class _JobBytes:
     """Bytes of one job, counted per range of PLACES sequences: in total, and by sender number.
 
-    Keys map to at most NUM_SENDERS numbers, and a message has at most as many as it has items.
+    API keys map to at most NUM_SENDERS sender numbers, and a message has at most as many numbers as items.
     """
 
     def __init__(self) -> None:
@@ -140,7 +141,8 @@ class _JobBytes:
         self.by_sender: Counter[int] = Counter()
         self._places: dict[int, tuple[int, Counter[int]]] = {}
         self._senders: dict[int, int] = {}
-        """Items by sender number, from the newest first part; the later parts of a message follow it without one."""
+        """Bytes by sender number, from the header of a message's first part; the later parts, which follow it, have no
+        such header."""
 
     def add(self, message: Message, nbytes: int) -> None:
         """Count a message."""

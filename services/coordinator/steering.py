@@ -50,7 +50,7 @@ class Steering:
 
         ``by``: id of the requesting key, for the events of the job.
 
-        With ``cancelled``: ``force``, do not drain, do not checkpoint; without ``checkpoint``, drain only.
+        For ``cancelled``: with ``force`` the job neither drains nor checkpoints; without ``checkpoint`` it only drains.
 
         Raises:
             Conflict: the job is terminal, or is being cancelled and another state is requested.
@@ -140,7 +140,11 @@ class Steering:
             await check_budget(config, stores_parts=parts)
 
     async def begin_operation(self, job: str, operation: Operation) -> JobRecord:
-        """Request an operation; ``operations`` of the record show its end. Raises Conflict: the job is terminal."""
+        """Store a pending operation and return the record, whose ``operations`` later show how it ended.
+
+        Raises:
+            Conflict: the job is terminal, or has too many pending operations.
+        """
         record = await self._store.begin_operation(job, operation)
         await self._publish_event(job, operation.kind, operation.by, {**operation.args, "operation": operation.id})
         return record

@@ -63,7 +63,7 @@ __all__ = [
 ]
 
 SEALED_BYTES, REWARD_BYTES = 140, 9
-"""Bytes of a group in the ledger and in the manifest of its batch, and of each of its rewards."""
+"""Bytes that a group, and each of its rewards, takes in the ledger and in the manifest of its batch."""
 ENTRY_ROOM = 128 << 10
 """Bytes reserved in a ledger entry for other events of the same decision as a batch."""
 FILM_S = 60.0
@@ -243,7 +243,11 @@ def _plan_serving(spec: ServingJob, running: Sequence[JobEntry]) -> dict[str, An
 
 
 async def check_budget(spec: AnyJob, *, stores_parts: bool) -> None:
-    """Run ``check_groups`` for a job whose rows are not measured yet. Raises ConfigError, also if the data is gone."""
+    """Read a job's data to measure its largest row, and run ``check_groups``.
+
+    Raises:
+        ConfigError: groups do not fit, or the data is gone.
+    """
     if isinstance(spec, ServingJob):
         return
     row_bytes = 0 if isinstance(spec, EmbodiedJob) else (await _open_data(spec)).row_bytes
@@ -478,9 +482,9 @@ def _check_code(model: ModelConfig, folder: Path, described: dict[str, Any]) -> 
 
 
 def beginning_note(spec: TextJob) -> list[str]:
-    """Return a note on the first token of plain prompts, if the job file leaves it to a tokenizer on this host.
+    """Return a note on the first token of plain prompts, if the job file leaves that token to a tokenizer on this host.
 
-    The post-processor in the tokenizer's file decides, as in the library that the workers load it with.
+    The post-processor in the tokenizer's file decides, as it does in the library with which workers load the tokenizer.
     """
     prompt = spec.data_config.prompt
     source = spec.model.tokenizer or spec.model.path or "char"
@@ -519,7 +523,7 @@ class SubmissionIds:
         self._kv = bus.kv(subjects.ANSWERS)
 
     async def job_id(self, key: str, body: bytes) -> str:
-        """Return the id for a submission with this key: a new one, or that of the earlier equal submission.
+        """Return the id for a submission with this key: a new id, or the id of an earlier equal submission.
 
         Raises:
             HttpProblem: 422 if the key was used with another body before.

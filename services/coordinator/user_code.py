@@ -149,7 +149,7 @@ class CodeTrials:
         return await self._ask("env", subjects.ENV_TRY, parts, example, limit_s, judges=judges)
 
     async def _rollout(self, spec: AnyJob, example: Example | None) -> list[Finding]:
-        """Have a rollout worker try what it would import."""
+        """Have a rollout worker try the user code that it imports for a job; return its findings."""
         parts, limit_s = {key: name for key, name in named(spec, "code") if key in ROLLOUT_KEYS}, TRIAL_S
         model = None if isinstance(spec, EmbodiedJob) else spec.model
         if model is not None and model.trust_remote_code and model.path is not None:
@@ -176,7 +176,7 @@ class CodeTrials:
 
 
 def _soon(scorer: GraderScorer | JudgeScorer) -> ScorerConfig:
-    """Return a scorer that gives up in time to say that its model cannot be reached."""
+    """Return ``scorer`` with a deadline of at most MODEL_S, so that it reports an unreachable model in time."""
     return scorer.model_copy(update={"deadline_s": min(scorer.deadline_s, MODEL_S)})
 
 

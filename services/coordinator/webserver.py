@@ -74,7 +74,7 @@ def server_of(app: ASGIApp, settings: ServiceSettings) -> uvicorn.Server:
 
 
 class _Bounds:
-    """State that all connections of a server share."""
+    """Limits that all connections of a server share, and the number of open connections per address."""
 
     def __init__(self, settings: ServiceSettings, proxies: list[str]) -> None:
         self.head_bytes, self.head_s, self.body_s = settings.http_head_bytes, settings.http_head_s, settings.http_body_s
@@ -257,7 +257,7 @@ class _BoundedProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _check_deadline(self) -> None:
-        """Enforce the deadline; a body that arrives fast enough, or that the application leaves unread, gets more."""
+        """Enforce the deadline; extend it for a body that arrives fast enough or that the application leaves unread."""
         self._timer = None
         if self.transport.is_closing():
             return

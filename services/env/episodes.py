@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_CHECK_S = 0.5
 UNHEARD_S = 20.0
-"""Margin beyond twice the request limit for a state whose first reply is unconfirmed. A requester that missed that
-reply asks another env worker and never returns.
+"""Seconds, beyond twice the limit of a request, for which a state is kept while its first reply is unconfirmed. A
+client that missed that reply asks another env worker and never returns.
 """
 
 

@@ -26,7 +26,8 @@ from penstock.shared.protocol.embodied.environment import (
 __all__ = ["BegunStep", "EnvPool"]
 
 BOOK = struct.Struct("<4sqdi?")
-"""Header of a snapshot: format, state id, return, length and success of the episode so far; the simulator's follows."""
+"""Header of a snapshot: format, state id, return, length and success of the episode so far. The simulator's own
+snapshot follows."""
 FORMAT = b"PSN1"
 
 
@@ -52,7 +53,7 @@ class EnvPool:
         self._lengths_B = np.zeros(B, np.int32)
         self._succeeded_B = np.zeros(B, np.bool_)
         self._restored_B = np.zeros(B, np.bool_)
-        """The episode was restored: others may continue from the same snapshot, with the same state id."""
+        """True if the episode was restored: others may continue from the same snapshot, with the same state id."""
         self.num_steps = 0
         self.num_episodes = 0
         """Number of episodes started."""
@@ -82,7 +83,7 @@ class EnvPool:
         return self.finish_step(self.begin_step(request))
 
     def begin_step(self, request: StepRequest) -> BegunStep:
-        """Begin a ``step``, without waiting for the simulator; raises as ``step``. ``finish_step`` is the next call."""
+        """Begin a ``step`` without waiting for its result; raises as ``step``. Next, call ``finish_step``."""
         env_ids = self._checked_ids(request.env_ids)
         actions = self._checked_actions(request.actions, len(env_ids))
         self._check_running(env_ids)
@@ -160,7 +161,7 @@ class EnvPool:
     def _started(
         self, request: ResetRequest | RestoreRequest, state_ids: NDArray[np.int64], started: Started
     ) -> ResetReply:
-        """Begin or lose the episodes that the simulator began or lost."""
+        """Record which episodes the simulator began or lost, and return the reply."""
         env_ids = request.env_ids
         lost = _mask(started.lost, len(env_ids))
         self._begin(env_ids[~lost], state_ids[~lost])
@@ -176,7 +177,7 @@ class EnvPool:
         )
 
     def _book(self, request: StepRequest, chunk: Chunk) -> StepReply:
-        """Record the results of a chunk. The next episodes are not begun yet."""
+        """Record the results of a chunk, before the next episodes begin, and return the reply."""
         env_ids = request.env_ids
         n = len(env_ids)
         broken, unstarted = _mask(chunk.lost, n), _mask(chunk.not_started, n)
@@ -270,7 +271,7 @@ class EnvPool:
 
 
 def _parts(request: RestoreRequest, n: int) -> list[bytes]:
-    """Return the ``n`` snapshots of a request. Raises ProtocolError if its sizes are not theirs."""
+    """Return the ``n`` snapshots of a request. Raises ProtocolError if ``request.sizes`` does not fit its data."""
     data, sizes = request.snapshots, request.sizes
     total = sum(sizes.ravel().tolist())  # of Python, whose numbers do not wrap around
     if data.ndim != 1 or sizes.shape != (n,) or sizes.min() < BOOK.size or total != data.size:

@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 QUEUE = "env"
 IDLE_CHECK_S = 0.25
 MAX_TRIALS = 2
-"""Trials of environments at once; each is a process."""
+"""Maximum number of trials of environments at once; each is a process."""
 
 
 class EnvService:
-    """Owns the sessions of this process."""
+    """Opens and serves simulator sessions, and executes the tool calls of jobs."""
 
     name = "env"
 
@@ -128,13 +128,13 @@ class EnvService:
         return pack(opened, job=envelope.job, id=envelope.id, trace=envelope.trace)
 
     async def _on_describe(self, data: bytes) -> bytes:
-        """Describe a simulator. Runs in a new thread, because the simulator's process ends with its parent thread."""
+        """Return a simulator's encoded spec. Uses a new thread, as the simulator ends with its parent thread."""
         request, envelope = unpack(data, OpenEnv)
         spec = await asyncio.to_thread(describe_simulator, request, self.settings.sims_dir)
         return pack(spec, job=envelope.job, id=envelope.id, trace=envelope.trace)
 
     async def _on_try(self, data: bytes) -> bytes:
-        """Try code of the user in a process of its own."""
+        """Run a trial of user code in its own process, and return the encoded ``TrialReply``."""
         request, envelope = unpack(data, TrialRequest)
         section = request.parts["environment"]
         if section.get("type") == "verifiers":

@@ -51,7 +51,8 @@ INLINE_BYTES = 1 << 18
 """Limit of the bytes of a reply that the event loop copies; larger ones are made in the thread, and their observations
 are left out for clients that read them in the simulator's memory."""
 INLINE_ACTIONS = 1 << 13
-"""Limit of the numbers in a request that the event loop sends; with its reply it fits into the buffers of a socket."""
+"""Maximum number of action components in a request that the event loop sends: request and reply then fit into the
+buffers of a socket."""
 
 Numbered = ResetRequest | StepRequest | FilmRequest | SnapshotRequest | RestoreRequest
 """Requests that are executed once and in order."""
@@ -80,7 +81,7 @@ class EnvSession:
         """Reply to request ``_seq``, kept until the next request: first as a frame, then as a message."""
         self._used = time.monotonic()
         self._small = False
-        """Replies are so small that they are copied in the event loop."""
+        """True if replies are so small that they are copied in the event loop."""
         self._simulator: Simulator | None = None
         self._pool: EnvPool | None = None
 
@@ -106,7 +107,7 @@ class EnvSession:
 
     @property
     def memory(self) -> ObservationMemory | None:
-        """Memory with the observations of the open session; None if they are small: sending them takes no longer."""
+        """Memory with the observations of the open session; None if they are so small that sending takes no longer."""
         assert self._simulator is not None
         return None if self._small else self._simulator.memory
 
@@ -116,7 +117,7 @@ class EnvSession:
         return not self._lock.locked() and time.monotonic() - self._used > self._request.idle_s
 
     async def answer(self, data: bytes) -> bytes:
-        """Handle one request.
+        """Answer one encoded request; return the encoded reply.
 
         Raises:
             ProtocolError: the request cannot be read or does not fit the environments.
@@ -143,7 +144,7 @@ class EnvSession:
         return reply
 
     def _fetch(self, data: bytes) -> bytes:
-        """Return a copy of the frame behind a claim check, because a simulator may keep its actions longer."""
+        """Return a copy of the frame that a message refers to, because a simulator may keep its actions longer."""
         with self._mail.open(data) as blob:
             return bytes(blob.data)
 
@@ -237,8 +238,8 @@ class EnvSession:
 
 
 async def _readable(sockets: Sequence[socket.socket], until: float) -> bool:
-    """Wait until every socket has a message. Return False if one is closed or has only a part of it, or at the time
-    ``until`` (monotonic seconds).
+    """Return True once every socket has a whole message; False if one is closed or has only a part of a message, or at
+    the time ``until`` (monotonic seconds).
     """
     loop = asyncio.get_running_loop()
     for connection in sockets:

@@ -59,7 +59,7 @@ class GradingService:
 
 
 async def grade(request: GradeRequest) -> GradeReply:
-    """Open the scorers and score the sample, if there is one.
+    """Open the scorers, score the sample if there is one, and return the scores or the error.
 
     Raises:
         ProtocolError: the scorer configs are invalid.
@@ -87,5 +87,5 @@ async def grade(request: GradeRequest) -> GradeReply:
 
 
 def _with_kind(problem: str) -> str:
-    """Return the error text with a kind, also if the error comes from outside a grader; '' without an error."""
+    """Return an error text with its kind in front (``other_error`` for a text without kind); '' stays ''."""
     return error_text(*split_error(problem)) if problem else ""

@@ -25,7 +25,7 @@ _RETRY_OPEN_S = 5.0
 
 
 class Refusal(NamedTuple):
-    """Error that prevents opening the scorers, its start, and the last attempt (Unix seconds)."""
+    """Failure to open the scorers: error text, times of the first failure and of the last attempt (Unix seconds)."""
 
     error: str
     since: float
@@ -62,7 +62,7 @@ class ScorerPool:
         self._slots: asyncio.LifoQueue[ScorerProcess | None] = asyncio.LifoQueue(num_processes)
         self._num_processes = num_processes
         self.refused: Refusal | None = None
-        """Set while the scorers cannot be opened."""
+        """The failure while the scorers cannot be opened, else None."""
         self.about: dict[str, str] = {}
         """Descriptions of the open scorers by name: digests, mechanisms, addresses."""
         for _ in range(num_processes):
@@ -103,7 +103,7 @@ class ScorerPool:
                 tasks.create_task(self._score_together(request, [index], sheet))
 
     async def _score_together(self, request: ScoreRequest, indices: Sequence[int], sheet: _Sheet) -> None:
-        """Score in one process; score completions that a lost process left over one by one."""
+        """Score completions in one process; if the process is lost, score the remaining ones one by one."""
         try:
             process = await self._take()
         except TimeoutError:
@@ -127,7 +127,7 @@ class ScorerPool:
             await self._score_apart(request, left, sheet)
 
     async def _take(self) -> ScorerProcess | None:
-        """Return a slot with its process, or None without a live one. Raises TimeoutError if all stay busy."""
+        """Take a slot; return its process, or None if it has no live one. Raises TimeoutError if all stay busy."""
         if self._slots.empty():
             async with asyncio.timeout(_QUEUE_LIMIT_S):
                 process = await self._slots.get()
@@ -138,7 +138,7 @@ class ScorerPool:
     async def _run(
         self, process: ScorerProcess, request: ScoreRequest, indices: Sequence[int], sheet: _Sheet
     ) -> Sequence[int] | None:
-        """Fill the sheet. Return None if the process is healthy, else the completions that it did not score."""
+        """Fill the sheet. Return None if the process is healthy, else the indices that are left to score."""
         limit_s = self._config.timeout_s
         completions = [request.completions[i] for i in indices]
         process.submit(Score(request.prompt, completions, request.answer, row_for(request.row, indices)))

@@ -1,4 +1,4 @@
-"""One job on one reward service: a pool of scorers, requests by subject, and slow groups from the RAW stream."""
+"""One job in one reward service, which answers score requests, and scores slow groups from the stream RAW."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class RewardSession:
     # -- fast: request and reply -------------------------------------------------------------------------------------
 
     async def _on_request(self, data: bytes) -> bytes:
-        """Score once per request id: a repeated request (its timeout is shorter than a slow scorer) joins the first."""
+        """Score once per request id: a request repeated after a timeout gets the result of the first scoring."""
         request, envelope = unpack(data, ScoreRequest)
         if not envelope.id:
             return pack(await self._score(request), job=self.job)
@@ -213,7 +213,7 @@ class RewardSession:
     # -- what others see ---------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """Return this process's entry for the job, for its heartbeat."""
+        """Return the job's entry in the heartbeat of this process."""
         row: dict[str, Any] = {
             **self._counts,
             "running": self._busy,

@@ -1,4 +1,4 @@
-"""Groups in progress when new weights arrive: they go on, begin again, or end first (``rollout.on_update``)."""
+"""Rule for groups in progress when new weights arrive: continue, begin again, or end first (``rollout.on_update``)."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ DISCARDED = metrics.counter("rollout_discarded_tokens", "Tokens of groups that b
 
 
 class Attempt:
-    """One generation of a group; a place is the index of a completion.
+    """One attempt to generate a group.
 
     Attributes:
-        begun: by place, completions of another worker: those that were aborted go on, the others are taken over.
-        requests: by id of an engine request that has not ended, the place of its completion.
-        ended: by place, the completions that have ended.
-        discarded: True once new weights made its tokens useless: it sends no further request.
-        handed_over: True once another worker shall go on: it sends no further request.
-        saved_at: monotonic time (seconds) of its begin, or of the last attempt to save its completions.
-        saved: places whose completions were saved after they had ended.
+        begun: saved completions of another worker, by index in the group: aborted ones are continued, others are final.
+        requests: index of the completion that an open engine request generates, by request id.
+        ended: completions that have ended, by index in the group.
+        discarded: True once new weights made the tokens useless: the attempt sends no further request.
+        handed_over: True once another worker shall continue the group: the attempt sends no further request.
+        saved_at: monotonic time (seconds) at which the attempt began, or of the last try to save its completions.
+        saved: indices of the completions that were saved after they had ended.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class CommitRule:
     """Applies ``rollout.on_update`` to the training groups of one job on one worker.
 
     Args:
-        wait: called with the key of a ticket, what it waits for, and the subject. done: called when the wait is over.
+        wait: called with the key of a ticket, what it waits for, and the subject. done: called with the key afterwards.
         on_open: called when groups may begin again.
     """
 
@@ -71,12 +71,12 @@ class CommitRule:
         self.is_leaving = False
         """True once this worker leaves: it begins no group any more."""
         self._arriving, self._applied = (-1, ""), (-1, "")
-        """Version and digest of the newest update, and of the newest one to which the rule was applied."""
+        """Version and digest of the newest update, and of the newest update to which the rule was applied."""
         self.discarded_tokens = 0
         """Number of tokens generated in vain since the start."""
 
     async def make(self, key: str, generate: Callable[[Attempt], Awaitable[Group]]) -> Group:
-        """Generate a group, again whenever 'restart' discards it; the caller's deadline bounds this.
+        """Generate and return a group; begin again whenever 'restart' discards it, until the caller's deadline.
 
         Args:
             key: key of the ticket.
@@ -114,10 +114,10 @@ class CommitRule:
     async def update(self, version: int, digest: str) -> AsyncIterator[bool]:
         """Enclose an attempt to update to an announced version; yields True if it had to wait for groups.
 
-        'drain' begins no group in the block and first waits for those in progress. ``drain_s`` after its begin groups
-        begin again, and those in progress go on under the new version: to discard them would cost the longest
-        completions each time, and bias the job against them. They also go on if this worker leaves, or if an attempt
-        to update to the same version waited before and failed.
+        With 'drain', no group begins in the block, and the update first waits for the groups in progress. After
+        ``rollout.drain_s`` groups may begin again, and the groups in progress continue with the new version: to discard
+        them would cost the longest completions each time, and bias the job against these. Groups in progress also
+        continue if this worker leaves, or if an earlier attempt to update to the same version waited and then failed.
         """
         self._arriving = version, digest
         if self._config.on_update != "drain" or self._arriving == self._applied:
@@ -143,9 +143,9 @@ class CommitRule:
     async def interrupt(self) -> None:
         """Discard the groups in progress if the rule is 'restart'; called directly before the engine serves a version.
 
-        They begin again at the end of the block of ``update``. Other requests of the engine go on. If the update
-        fails even now, a later attempt discards nothing: a version that cannot be served must not keep groups from
-        their end.
+        These groups begin again at the end of the block of ``update``. Other requests of the engine continue. If the
+        update fails even now, a later attempt discards nothing: a version that cannot be served must not keep groups
+        from finishing.
         """
         if self._config.on_update != "restart" or self._arriving == self._applied:
             return

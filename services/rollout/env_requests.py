@@ -21,24 +21,32 @@ from penstock.shared.transport.connection import NoResponders
 __all__ = ["EnvRequests"]
 
 QUEUE_S = 5.0
-"""Time in which an env worker must begin a call; later it does not begin it, and the call is sent again."""
+"""Seconds within which an env worker must begin a call; after them it does not begin the call, which is sent again."""
 MARGIN_S = 5.0
-"""Allowance for a reply beyond the call's limit; then the env worker counts as lost and the call is sent again."""
+"""Seconds by which a reply may exceed the call's limit; after them the env worker counts as lost and the call is sent
+again."""
 HOLDER_ASK_S = 2.0
-"""Time after which the holder of a state is asked again; doubles each time. A repeated request joins the running one,
-and shows whether the process still exists.
+"""Seconds after which a request to the env worker that holds a state is repeated; doubled each time. A repeated request
+joins the running one, and shows whether the process of the worker still exists.
 """
 HOLDER_LOST_S = 10.0
-"""Time without a subscriber after which a holder counts as lost; longer than a broker restart takes."""
+"""Seconds without a subscriber after which the env worker that holds a state counts as lost; longer than a restart of
+the broker takes."""
 RETRY_S = 0.2
 _WHAT = "an env worker"
 
 Wait = Callable[[str, str, str], None]
-"""Callback for a piece of work that waits: its key, what it waits for, and the subject."""
+"""Callback that reports a wait; arguments: the key of the ticket that waits, what it waits for, and the subject."""
 
 
 class EnvRequests:
-    """Sends the requests of one job. ``limit_s``: time for one request; ``done``: called when work no longer waits."""
+    """Sends the requests of one job's episodes to env workers.
+
+    Args:
+        limit_s: time limit of one request.
+        wait: called when a ticket waits for an env worker.
+        done: called with the key of a ticket when it no longer waits.
+    """
 
     def __init__(self, bus: Bus, job: str, limit_s: float, wait: Wait, done: Callable[[str], None]) -> None:
         self._bus, self._job, self._limit_s, self._wait, self._done = bus, job, limit_s, wait, done
@@ -47,6 +55,10 @@ class EnvRequests:
         """Return the reply of an env worker. Errors become a failed reply, so that no policy output ends the session.
 
         The clock is paused from the first time that the request is repeated because no worker responded.
+
+        Args:
+            key: key of the ticket, under which a wait is reported.
+            name: id of the request; a worker executes repeated requests with one id once.
         """
         holder = request.state.holder if request.state else ""
         try:
@@ -65,7 +77,7 @@ class EnvRequests:
             self._done(key)
 
     async def _keep(self, name: str, request: ToolRequest, holder: str) -> None:
-        """Confirm to a holder that its first reply arrived: without it the holder drops the state early."""
+        """Tell the env worker ``holder`` that its first reply arrived; otherwise it drops the state early."""
         with suppress(Unavailable):  # then this state is dropped as well, and the episode restarts
             told = ToolRequest(purpose="keep", state=request.state)
             await self._bus.notify(subjects.env(holder), pack(told, job=self._job, id=f"{name}#keep"))

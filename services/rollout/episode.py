@@ -31,7 +31,7 @@ def group_experts(samples: Sequence[Sample], num_prompt: int) -> NDArray[Any] | 
     """Return the experts of the prompt and then of every completion, concatenated; None if none were recorded.
 
     Completions share the prompt's rows, which come from the first sample. The last token of a completion passes through
-    no layer and has a row of zeros, as have completions that ended before they began.
+    no layer and has a row of zeros, as have all tokens of a completion without recorded experts.
     """
     recorded = [sample.experts for sample in samples if sample.experts is not None]
     if not recorded:
@@ -79,7 +79,7 @@ def _sampling(config: SamplingConfig, seed: int) -> Sampling:
 def completion_texts(
     samples: Sequence[Sample], decode: Callable[[list[int]], str], *, stop_tokens: frozenset[int], stop: Sequence[str]
 ) -> list[str]:
-    """Return the texts for scorers: completions without their final stop token and without a final stop string."""
+    """Return the texts for scorers: completions without their final stop token, cut before the first stop string."""
     texts = []
     for sample in samples:
         ids = sample.token_ids

@@ -65,10 +65,10 @@ class HeldRows:
 
 
 def room_for(*, rows: int, completions: int, held: int, num_waiting: int, num_written: int) -> int:
-    """Return the number of groups to begin: those whose first completion finds a free row.
+    """Return the number of groups to begin, so that the first completion of each finds a free row.
 
-    No row thus waits for the longest completion of a group. Groups being scored or published hold no row; their number
-    is limited to about as many as fill all rows.
+    Thus no free row waits for the longest completion of another group. Groups being scored or published hold no row;
+    while there are more of them than would fill all rows, no group begins.
 
     Args:
         rows: number of rows of the engine.
@@ -114,8 +114,9 @@ class GroupMaker:
         A group without trajectories was skipped, because its environment began with a prompt that is too long.
 
         Args:
-            attempt: has completions that began before, and receives requests and completions; no request begins once
-                it is discarded or handed over.
+            key: key of the ticket.
+            attempt: has the completions to continue (``begun``), and records open requests and ended completions; no
+                request begins once it is discarded or handed over.
 
         Raises:
             ConfigError: the engine cannot serve such a request.
@@ -160,9 +161,9 @@ class GroupMaker:
         free: Callable[[], None],
         attempt: Attempt,
     ) -> list[Sample]:
-        """Send one request per completion, so that each frees its row when it ends.
+        """Generate and return the completions in order, with one request each, so that each frees its row when it ends.
 
-        The tokens equal those of one request with n samples, in which sample i has the same seed.
+        The tokens equal the tokens of one request with n samples, in which sample i has the same seed.
         """
 
         async def complete(place: int, request: GenRequest) -> Sample:

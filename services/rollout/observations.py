@@ -21,7 +21,7 @@ class TextTokenizer(Protocol):
 
 
 class ObservationWriter:
-    """Writes at most ``max_tokens`` tokens for one turn."""
+    """Converts the tool results of one turn to at most ``max_tokens`` tokens, in the format ``form``."""
 
     def __init__(self, tokenizer: TextTokenizer, form: ObservationFormat, *, max_tokens: int) -> None:
         self._tokenizer, self._max_tokens = tokenizer, max_tokens
@@ -32,7 +32,7 @@ class ObservationWriter:
         """Return the tokens of the results of one turn, in order; long results are cut, each to the same length.
 
         Special tokens are removed from results, because one would look like the end of a turn or the start of the
-        user's. If the results do not fit, the policy reads an error instead.
+        user's turn. If the results do not fit, the policy reads an error instead.
 
         Raises:
             ConfigError: not even one result fits.

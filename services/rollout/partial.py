@@ -1,8 +1,8 @@
-"""Completions in progress in the stream PARTIAL: after the death or the drain of their worker another one goes on.
+"""Saves completions in progress to the stream PARTIAL: if their worker dies or drains, another worker continues them.
 
-A worker writes the completions of groups that run long, and those of all its groups when it leaves. Only a ticket that
-was delivered before makes a worker read them, so short groups cost nothing. A record that nobody reads ages: it is
-harmless, because the draw of a published group is never requested again.
+A worker saves the completions of groups that run long, and when it leaves also the completions of all other groups. A
+worker looks for saved completions only if its ticket was delivered before, so short groups cost nothing. A record that
+no worker reads expires: it is harmless, because the draw of a published group is never requested again.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ __all__ = ["GRACE_S", "SAVE_S", "PartialGroups"]
 logger = logging.getLogger(__name__)
 
 GRACE_S = 4.0
-"""Seconds for which a leaving worker lets groups end; with the rest of a drain less than the 10 s that Docker waits."""
+"""Seconds that a leaving worker gives its groups to end; with the rest of a drain below the 10 s that Docker waits."""
 SAVE_S = 3.0
 """Seconds for which a leaving worker tries to save the groups that did not end."""
 RETRY_S = 0.5
-"""Pause between two attempts of it, and shortest time limit of one, in seconds."""
+"""Pause between two attempts to save a group, and shortest time limit of one publish, in seconds."""
 PUBLISH_S = 3.0
-"""Time limit of one save, in seconds."""
+"""Longest time limit of one publish, in seconds."""
 AT_ONCE = 256
-"""Completions of one atomic publish."""
+"""Maximum number of completions in one atomic publish."""
 CONTINUED = metrics.counter("rollout_continued_tokens", "Tokens of other workers' completions that went on here.")
 
 
 class PartialGroups:
-    """Saves the training groups in progress of one job on one worker, and goes on with those of other workers.
+    """Saves one job's training groups in progress on this worker, and continues saved groups of other workers.
 
     Args:
-        rule: has the groups in progress.
-        policy: version that the worker serves.
+        rule: runs the generation of the groups.
+        policy: knows the policy version that this worker serves.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PartialGroups:
         self._bus, self._job, self._config = bus, job, config
         self._engine, self._rule, self._policy = engine, rule, policy
         self._of: dict[Attempt, tuple[str, str]] = {}
-        """Key and recipe of each group in progress."""
+        """Ticket key and recipe (see ``GroupMaker.recipe``) of each group in progress."""
         self._saving = asyncio.Lock()
         self._leave_by = math.inf
         """Monotonic time (seconds) until which a leaving worker tries to save."""
@@ -73,9 +73,10 @@ class PartialGroups:
 
     @staticmethod
     def is_possible(config: TextJob, engine: Engine) -> bool:
-        """Return True if groups of the job can move: training groups of plain completions.
+        """Return True if another worker can continue groups of the job: training groups of plain completions.
 
-        Tools of an episode may have acted already, and the experts of a prefix are known where it was generated.
+        Episodes cannot be continued, because their tools may have acted already; nor can completions with recorded
+        experts, because only the worker that generated a prefix has its experts.
         """
         if not isinstance(config, JobConfig) or not config.rollout.checkpoint_s:
             return False
@@ -89,7 +90,7 @@ class PartialGroups:
     async def make(
         self, key: str, recipe: str, generate: Callable[[Attempt], Awaitable[Group]], *, repeated: bool, oldest: int
     ) -> Group:
-        """Generate a group by ``CommitRule.make``, from the completions of another worker if there are any.
+        """Generate a group with ``CommitRule.make``; continue saved completions of another worker if there are any.
 
         Args:
             key: key of the ticket. recipe: see ``GroupMaker.recipe``.
@@ -137,10 +138,10 @@ class PartialGroups:
             await self._engine.abort(set(chain.from_iterable(attempt.requests for attempt in leaving)))
 
     async def save(self, attempts: Sequence[Attempt], *, whole: bool = False) -> bool:
-        """Write the completions of these groups; return False, after a line in the log, if that failed.
+        """Write the completions of these groups to the stream; log a warning and return False if that fails.
 
         Args:
-            whole: write also those that are stored as they ended.
+            whole: write again also the completions that were saved after they had ended.
         """
         async with self._saving:  # otherwise an older save might replace a newer one
             try:
@@ -163,7 +164,7 @@ class PartialGroups:
         return True
 
     async def _save_last(self, attempt: Attempt) -> str:
-        """Save a group that this worker ends unfinished; returns what becomes of its tokens, for the log."""
+        """Save a group that this worker leaves unfinished; return a text for the log on what becomes of its tokens."""
         num_tokens = sum(len(sample.token_ids) for sample in attempt.ended.values())
         while not await self.save([attempt], whole=True):
             if time.monotonic() + RETRY_S >= self._leave_by:
@@ -185,8 +186,8 @@ class PartialGroups:
         return messages
 
     async def _read(self, key: str, recipe: str) -> dict[int, Sample]:
-        """Return the saved completions of a ticket by place; those that cannot be read or have another recipe are
-        left out."""
+        """Return the saved completions of a ticket by their index in the group; leave out completions that cannot be
+        read or have another recipe."""
         names = [subjects.partial(self._job, key, place) for place in range(self._config.completions_per_group)]
         try:
             messages = await together(self._bus.last(subjects.PARTIAL, name) for name in names)
@@ -204,8 +205,12 @@ class PartialGroups:
         return found
 
     def _accepts(self, sample: Sample, oldest: int) -> bool:
-        """Return True if the gate would take the tokens of another worker now, the job's rule for updates does, and
-        they are of the weights that this worker knows by their version."""
+        """Return True if this worker may use a saved completion of another worker.
+
+        With ``rollout.on_update: restart`` all its tokens must come from the served weights. Otherwise its versions
+        must be within ``oldest`` and ``train.max_lag``, and tokens of the served version must come from the served
+        weights. If the completion was aborted, another token must be possible.
+        """
         if sample.finish == "abort" and self._is_whole(sample.token_ids):
             return False
         spans, serving = {(span.version, span.weights) for span in sample.spans}, self._policy.version
@@ -217,7 +222,7 @@ class PartialGroups:
         return min(spans)[0] >= max(oldest, serving - self._config.train.max_lag)
 
     def _is_whole(self, token_ids: Sequence[int]) -> bool:
-        """Return True if no token can follow: the worker that saved them had not read yet how they ended."""
+        """Return True if no token can follow these: a worker may save a completion before it reads that it ended."""
         num, limits = len(token_ids), self._config.sampling
         is_stopped = num >= limits.min_new_tokens and token_ids[-1] in self._stop_ids
         return is_stopped or num >= limits.max_new_tokens

@@ -87,9 +87,9 @@ class PolicyFollower:
         self.pause_s = 0.0
         self.stage_s = 0.0
         self.way: Way | None = None
-        """Transport of the served version."""
+        """Transport and fetched bytes of the version that was staged last."""
         self._problem: tuple[float, str] | None = None
-        """Since when (Unix seconds) and why the newest version cannot be loaded."""
+        """Start (Unix seconds) and reason of the current failure to load the newest version; None if there is none."""
 
     async def run(self) -> None:
         """Follow manifests until cancelled. A version that cannot be staged is retried while the old one is served."""
@@ -110,7 +110,7 @@ class PolicyFollower:
         self._receiver.close()
 
     async def _follow(self, manifest: WeightManifest) -> None:
-        """Adopt a manifest, or a newer one. If opening keeps failing, ask the trainer to publish it again."""
+        """Load a manifest's version, or a newer one. If that keeps failing, ask the trainer to publish it again."""
         tries = 0
         while not self._outdated(manifest) and not await self._update(manifest):
             tries += 1
@@ -121,7 +121,7 @@ class PolicyFollower:
         self._problem = None  # there is nothing left to load
 
     async def _update(self, manifest: WeightManifest) -> bool:
-        """Adopt a manifest, or the newest one if this had to wait; see ``_adopt``."""
+        """Load the version of a manifest, or the newest one if ``updating`` had to wait; see ``_adopt``."""
         async with self._updating(manifest.version, manifest.digest) as waited:
             if waited:
                 manifest = await self._newest(self._key) or manifest
@@ -223,7 +223,10 @@ class PolicyFollower:
         self._receiver.close()
 
     async def _load(self, manifest: WeightManifest, staged: Staged, *, base: bool) -> float:
-        """Begin, load and commit an update; on failure or cancellation, abort it and release the staged weights."""
+        """Begin, load and commit an update; return the seconds for which decoding was stopped.
+
+        On failure or cancellation, abort the update and release the staged weights.
+        """
         committed = False
         try:
             await self._engine.begin_update(

@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 MAX_AT_ONCE = 64
 BYTES_AT_ONCE = 8 << 20
 SLOWEST_BYTES_PER_S = 4 << 20
-"""Assumed slowest upload, which gives large groups a longer deadline."""
+"""Lowest assumed upload rate (bytes per second), from which the deadline of large groups follows."""
 RETRY_S = 0.2
 
 
 class GroupPublisher:
-    """Batches groups. Retries while the stream is full or the bus is unavailable; ``blocked`` tells since when."""
+    """Publishes groups in batches; retries while the stream is full or the bus is unavailable (see ``blocked``)."""
 
     def __init__(self, bus: Bus, job: str) -> None:
         self._bus, self._job = bus, job
@@ -33,7 +33,7 @@ class GroupPublisher:
         """Start (Unix seconds) and reason of the current failure to publish; None if there is none."""
 
     async def publish(self, group: Group | EpisodeGroup, *, raw: bool = False) -> None:
-        """Queue a group and return once it is durable."""
+        """Queue a group and return once it is durable. ``raw``: publish it as unscored, for a reward worker."""
         data, header = encode_group(group) if isinstance(group, Group) else encode_episode_group(group)
         subject = subjects.raw(self._job) if raw else subjects.experience(self._job)
         outgoing = Outgoing(subject, data, group_headers(header), f"{self._job}:{group.draw}:{group.attempt}:{raw}")

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 QUEUE = "rollout"
 MAX_TRIALS = 2
-"""Trials of user code at once; each is a process."""
+"""Maximum number of trials of user code at once; each is a process."""
 
 
 class RolloutService:
@@ -57,7 +57,7 @@ class RolloutService:
             films.cancel()
 
     async def _on_try(self, data: bytes) -> bytes:
-        """Try code of the user in a process of its own."""
+        """Run a trial of user code in its own process, and return the encoded ``TrialReply``."""
         request, envelope = unpack(data, TrialRequest)
         return pack(await run_trial(trial.MODULE, request), job=envelope.job, id=envelope.id, trace=envelope.trace)
 

@@ -279,7 +279,7 @@ class RolloutSession:
                 task.cancel()
 
     async def _hand_over(self, partial: PartialGroups) -> None:
-        """Give the groups to other workers that do not end soon after ``drain``."""
+        """After ``drain``, hand over to other workers the groups that do not end soon."""
         await self._drained.wait()
         await asyncio.sleep(min(GRACE_S, self._settings.drain_s / 4))
         await partial.hand_over(min(SAVE_S, self._settings.drain_s / 2))

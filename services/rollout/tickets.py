@@ -59,8 +59,8 @@ class TicketTaker:
             ProtocolError if it cannot be answered, DeadlineError if it is too late, LeftBehind if it is obsolete,
             HandedOver if another worker shall answer it.
         give_up: reports to the coordinator that a ticket cannot be answered, and why.
-        room: number of tickets that may be taken now, excluding those taken and not begun (``num_unbegun``).
-        progress: counter that grows while work proceeds; None while nothing runs.
+        room: returns how many more tickets to take now, besides those taken but not begun (``num_unbegun``).
+        progress: returns a counter that grows while work proceeds; None while nothing runs.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TicketTaker:
         return bool(self._holds)
 
     def is_repeated(self, key: str) -> bool:
-        """Return True if another worker may have begun a ticket in progress."""
+        """Return True if another worker may have begun the ticket in progress under ``key``."""
         return key in self._repeated
 
     def drain(self) -> None:
@@ -172,7 +172,7 @@ class TicketTaker:
         self._changed.set()
 
     async def reach(self, policy: Versions, ticket: Ticket, key: str, *, oldest: int) -> None:
-        """Wait until a policy has version ``oldest``, within the ticket's deadline.
+        """Wait until ``policy`` has version ``oldest`` or a later one, within the ticket's deadline.
 
         Raises:
             DeadlineError: the version does not come in time.

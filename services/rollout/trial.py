@@ -1,7 +1,7 @@
 """A process that tries code of the user that rollout workers import, before a job is submitted.
 
-It calls the order of the data (`data.curriculum`) on the first row, and the redaction on a text; it only imports an
-engine, and the code in a model's directory. Started by ``run_trial`` as
+It calls the function that orders the data (`data.curriculum`) on the first row, and the redaction function on a text;
+it only imports an engine, and the code in a model's directory. Started by ``run_trial`` as
 ``python -m penstock.services.rollout.trial FD PARENT``.
 """
 
@@ -30,7 +30,7 @@ _ENGINE_WORDS = ("max_running", "stop_ids", "detokenize", "threads")
 
 
 def try_code(request: TrialRequest, attempts: Attempts) -> None:
-    """Import the code of each part, check its arguments, and call it once, but for an engine."""
+    """Import the code of each part of ``request``; check arguments of functions and engines; call functions once."""
     trials: dict[str, Callable[[TrialRequest, Attempts, str, str], None]] = {
         "data.curriculum": _try_curriculum,
         "online.redaction.function": _try_redaction,

@@ -17,10 +17,10 @@ __all__ = ["AdamW8bit", "Optimizer", "check_fits", "copy_into", "decayed_names"]
 
 
 class AdamW8bit:
-    """bitsandbytes' 8-bit AdamW with the used part of ``torch.optim.Optimizer``. Small tensors keep 32-bit moments.
+    """bitsandbytes' 8-bit AdamW with the part of ``torch.optim.Optimizer`` that is used here.
 
-    ``state`` holds live tensors, so that loading can copy into them. The library's quantization tables and integer step
-    counts are not part of it.
+    Small tensors keep 32-bit moments. ``state`` holds live tensors, so that loading can copy into them, but not the
+    library's quantization tables and integer step counts.
 
     Raises:
         ConfigError: the library is not installed.
@@ -64,7 +64,7 @@ def decayed_names(model: nn.Module) -> frozenset[str]:
 
 
 class Optimizer:
-    """AdamW (arXiv 1711.05101) that steps every parameter: an update without gradient still decays the moments.
+    """AdamW (arXiv 1711.05101) that steps every parameter: the moments decay also for parameters without gradient.
 
     Parameters narrower than float32 get float32 masters: gradients of microbatches are summed into the masters, the
     step changes the masters, and each parameter is the rounded copy of its master. Otherwise rounding would
@@ -174,7 +174,7 @@ def _open(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.
 
 
 def copy_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], *, what: str) -> None:
-    """Copy each tensor of ``saved`` into the one of the same name.
+    """Copy each tensor of ``saved`` into the tensor of ``own`` with the same name; ``what`` names the state in errors.
 
     Raises:
         CheckpointError: names, shapes or types differ; nothing was copied.
@@ -186,7 +186,7 @@ def copy_into(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], *, what: s
 
 
 def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], *, what: str) -> None:
-    """Raise CheckpointError unless both have the same names, shapes and types."""
+    """Raise CheckpointError unless both have the same names, shapes and types; ``what`` names the state in errors."""
     if own.keys() != saved.keys():
         odd = sorted(own.keys() ^ saved.keys())
         raise CheckpointError(f"{what} does not fit the model: {len(odd)} names differ, the first is '{odd[0]}'")

@@ -46,11 +46,11 @@ class Publishing:
         self._base_publisher: WeightPublisher | None = None
         self._base_manifest: WeightManifest | None = None
         self._writing = threading.Lock()
-        """Held while a version is written: a session that is stopped closes this while its thread writes."""
+        """Held while a version is written: a stopped session calls ``close`` while its thread may still write."""
         self._closed = False
 
     async def publish(self, rank_group: RankGroup, *, version: int, epoch: int) -> WeightManifest:
-        """Copy the weights into a slot. Engines do not see them before ``announce``."""
+        """Copy the weights into a slot and return the manifest, which engines do not see before ``announce``."""
         keep = await self._known(self._job) if self._gated else None
         return await rank_group.publish(partial(self._write, version, epoch, keep, await self._routes()))
 
@@ -80,10 +80,10 @@ class Publishing:
         return any(one is not None and one.created == manifest.created for one in known)
 
     async def _put(self, key: str, manifest: WeightManifest) -> None:
-        """Announce a manifest unless a later trainer has announced its own.
+        """Announce a manifest under ``key`` unless a later trainer has announced its own.
 
         Raises:
-            Fenced: a later trainer has.
+            Fenced: a later trainer has announced its own manifest.
         """
         data = pack(manifest, job=self._job, id=str(manifest.version), epoch=manifest.epoch)
         while (entry := await self._entry(key)) is None or entry.value != data:
@@ -163,7 +163,7 @@ class Publishing:
         return self._publisher
 
     def _write_base(self, base: Iterator[tuple[str, Tensor]], epoch: int, learner: JobLearner) -> None:
-        """Publish the weights under the adapter if only this job has them."""
+        """Publish the adapter's base weights if ``base`` yields any; engines cannot load these elsewhere."""
         first = next(base, None)
         if first is None:
             return

@@ -40,7 +40,8 @@ class RankGroup:
     """Runs each operation on rank 0's replica and on all other ranks.
 
     Args:
-        ranks: the other ranks; None for a single rank, whose calls can be cancelled because no rank waits for it.
+        ranks: connection to the other ranks; None: this rank is alone, and its calls can be cancelled because no other
+            rank waits for them.
     """
 
     def __init__(self, replica: Replica, ranks: Ranks | None) -> None:
@@ -66,11 +67,12 @@ class RankGroup:
         return self._replica.inputs(last_trained)
 
     async def train(self, manifest: BatchManifest, inputs: BatchInputs | None = None) -> dict[str, float]:
-        """Fetch the groups of a batch and make the update.
+        """Fetch the groups of a batch, make the update and return its metrics.
 
         Raises:
             Untrainable: some groups cannot be trained; nothing was changed.
             ProtocolError: the batch as a whole cannot be trained.
+            NonFiniteStep: a loss or gradient is not finite and `train.on_nonfinite` is `pause`.
         """
 
         async def work() -> dict[str, float]:
@@ -89,11 +91,11 @@ class RankGroup:
         await self._order(Remember(), self._replica.remember)
 
     async def recall(self) -> None:
-        """Restore the remembered copy and free it."""
+        """Restore the state from the copy that ``remember`` kept, and free the copy."""
         await self._order(Recall(), self._replica.recall)
 
     async def forget(self) -> None:
-        """Free the remembered copy."""
+        """Free the copy that ``remember`` kept, if any."""
 
         async def work() -> None:
             self._replica.forget()
@@ -101,7 +103,10 @@ class RankGroup:
         await self._order(Forget(), work)
 
     async def publish(self, use: Callable[[JobLearner], T]) -> T:
-        """Run ``use(learner)`` in rank 0's compute thread; it must read all weights once. All ranks gather them."""
+        """Run ``use(learner)`` in rank 0's compute thread and return its result.
+
+        ``use`` must read all weights once, because all ranks gather them.
+        """
         return await self._order(Publish(), partial(self._replica.write, use))
 
     async def remove_leftovers(self) -> None:

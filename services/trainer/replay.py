@@ -57,7 +57,10 @@ class Recorded:
     checkpoints: dict[int, Path]
 
     async def compare(self, near: Nearness, replica: Replica, number: int, metrics: Mapping[str, float]) -> list[str]:
-        """Return the findings of comparing batch ``number`` with the records. The replica keeps its state."""
+        """Compare the replayed batch ``number`` with the records, and return the results as text.
+
+        The replica has the same state afterwards.
+        """
         found = [near.gradient(_gradient_norm(metrics), self.gradient_norms.get(number))]
         if number in self.checkpoints:
             replayed = await replica.write(copy_weights)
@@ -149,7 +152,7 @@ class Replay:
         return replica
 
     async def _ledger(self) -> tuple[dict[int, BatchTrained], list[Checkpointed], EnvSpec | None]:
-        """Return updates and checkpoints of the current lineage, and the simulator facts of an embodied job."""
+        """Return the current lineage's updates by batch, its checkpoints, and the simulator of an embodied job."""
         trained: dict[int, BatchTrained] = {}
         simulator: EnvSpec | None = None
         checkpoints: list[Checkpointed] = []

@@ -116,14 +116,17 @@ class Replica:
         await self.together(f"checkpoint {path} to be loaded", partial(self.learner.load_state, checkpoint.state))
 
     def inputs(self, last_trained: int) -> BatchInputs:
-        """Return the prefetcher of this rank's groups of the batches after ``last_trained``."""
+        """Return a prefetcher of the batches after batch ``last_trained``, which fetches only this rank's groups."""
         return BatchInputs(
             self._bus, self.job, self.positions, max_lag=self.config.train.max_lag, decode=decoder_of(self.config),
             last_trained=last_trained,
         )  # fmt: skip
 
     def positions(self, manifest: BatchManifest) -> list[int]:
-        """Return the positions of the groups that this rank trains; all for an embodied job, which splits each step."""
+        """Return the positions in ``manifest`` of the groups that this rank trains.
+
+        These are all groups for an embodied job, where the ranks divide each optimizer step instead.
+        """
         if isinstance(self.config, EmbodiedJob):
             return list(range(len(manifest.groups)))
         tokens = [group.tokens for group in manifest.groups]
@@ -154,7 +157,7 @@ class Replica:
         return shard
 
     async def update(self, shard: BatchShard[Any], *, update_index: int) -> dict[str, float]:
-        """Make one policy update. Raises ProtocolError."""
+        """Make one policy update and return its metrics. Raises ProtocolError or NonFiniteStep; see ``JobLearner``."""
 
         def work() -> dict[str, float]:
             with self._during(f"update {update_index}"):
@@ -169,13 +172,13 @@ class Replica:
         self._remembered = await self._threads.compute(self.learner.state)
 
     async def recall(self) -> None:
-        """Restore the remembered copy and free it."""
+        """Restore the state from the copy that ``remember`` kept, and free the copy."""
         assert self._remembered is not None, "nothing was remembered"
         await self._threads.compute(partial(self.learner.load_state, self._remembered))
         self.forget()
 
     def forget(self) -> None:
-        """Free the remembered copy."""
+        """Free the copy that ``remember`` kept, if any."""
         self._remembered = None
 
     async def gather_weights(self) -> None:
@@ -183,7 +186,10 @@ class Replica:
         await self._threads.compute(self._exhaust_weights)
 
     async def write(self, use: Callable[[JobLearner], T]) -> T:
-        """Run ``use(learner)`` on rank 0. ``use`` must read all weights, because the other ranks run every gather."""
+        """Run ``use(learner)`` on rank 0 and return its result.
+
+        ``use`` must read all weights, because the other ranks run every gather.
+        """
 
         def work() -> T:
             with self._during("the weights to be gathered"):
@@ -198,7 +204,10 @@ class Replica:
         return state
 
     async def remove_leftovers(self) -> None:
-        """Delete unfinished files of earlier writers, after this process's pending writes. Rank 0. Raises OSError."""
+        """Delete unfinished files of earlier checkpoint writers, after this process's pending writes. Raises OSError.
+
+        Only rank 0 calls this.
+        """
         await self._threads.write(partial(remove_leftovers, self._root, self.job))
 
     async def save(self, state: LearnerState, number: int, token: str, meta: dict[str, object] | None) -> Path | None:
@@ -229,9 +238,10 @@ class Replica:
     # -- votes -------------------------------------------------------------------------------------------------------
 
     async def together(self, what: str, work: Callable[[], T], *, meets: bool = True) -> T:
-        """Run ``work`` on every rank in its compute thread. An error of one rank is raised on all of them.
+        """Run ``work`` on every rank in its compute thread, and return its result. All ranks raise if one rank fails.
 
         Args:
+            what: description of the work for logs and errors.
             meets: whether ``work`` contains collectives, in which other ranks would wait for one that failed.
         """
 

@@ -29,7 +29,7 @@ Recorded = Callable[[], Awaitable[None]]
 class Reporter:
     """Sends reports. A refusal means that the ledger disagrees and this trainer must start over (Fenced).
 
-    ``fence``: replies from coordinators with an old epoch are ignored.
+    ``fence``: refuses replies from coordinators with an old epoch, which are then ignored.
     """
 
     def __init__(self, bus: Bus, job: str, fence: Fence | None = None) -> None:
@@ -37,10 +37,12 @@ class Reporter:
         self._fence = fence or Fence()
         self._queue: asyncio.Queue[tuple[Report, Recorded | None]] = asyncio.Queue(maxsize=256)
         self.unanswered: tuple[str, float] | None = None
-        """Description of the report that the coordinator has not answered, and since when (Unix seconds); else None."""
+        """(description of a report that the coordinator has not answered, Unix time of the first attempt); or None."""
 
     async def ask(self, report: Report) -> dict[str, Any]:
-        """Send one report and wait without limit for its reply. ``unanswered`` describes the wait meanwhile.
+        """Send one report, wait without limit for its reply, and return the reply's data.
+
+        ``unanswered`` is set while the coordinator does not answer.
 
         Raises:
             Fenced: the coordinator refused the report.

@@ -121,7 +121,10 @@ class TrainerService:
             raise error
 
     async def _meet(self) -> Ranks:
-        """Join the ranks of this trainer. A single process becomes rank 0 of 1 when a job's backend needs ranks."""
+        """Join the ranks of this trainer at the first call, and return this process's ``Ranks``.
+
+        A single process becomes rank 0 of 1 when a job's backend needs ranks.
+        """
         async with self._meeting:
             if self._ranks is None:
                 logger.info("meeting the %d ranks of this trainer as rank %d", self._place.size, self._place.rank)
@@ -133,7 +136,7 @@ class TrainerService:
         return self._ranks
 
     def _amend(self, job: str, config: AnyJob) -> None:
-        """Ask a session whose job changed its backend to end at the next step boundary."""
+        """Store a job's new config. If its backend changed, ask its session to end at the next step boundary."""
         if not isinstance(config, AnyTraining):
             return
         self._files[job] = config

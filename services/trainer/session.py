@@ -119,7 +119,7 @@ class TrainerSession:
         self._left_out: frozenset[str] = frozenset()
         """Draws that must not be trained any more, because the data of their users is being deleted."""
         self._lost: WeightManifest | None = None
-        """Published weights that a worker reported it cannot open."""
+        """Manifest of published weights that a worker cannot open, as that worker reported; None if there is none."""
         self.progress = Progress()
         self._seconds = {"wait": 0.0, "publish": 0.0}
         self._reported_seconds: dict[str, float] = {}
@@ -127,7 +127,7 @@ class TrainerSession:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Train until cancelled. Starts over when the ledger or the lease requires it.
+        """Train until cancelled or drained. Start over when the ledger or the lease requires it.
 
         Raises:
             RankLost: another rank is lost; this process must end (alone, or in an ExceptionGroup).
@@ -252,12 +252,15 @@ class TrainerSession:
         return bool(self._leaving)
 
     def leave(self, reason: str) -> None:
-        """Stop at the next step boundary, after a checkpoint of everything trained by then with ``reason``."""
+        """Stop at the next step boundary, after a checkpoint of everything trained by then.
+
+        ``reason`` is recorded with the checkpoint.
+        """
         self.drain()
         self._leaving = reason
 
     def drain(self) -> None:
-        """Stop at the next step boundary."""
+        """Stop at the next step boundary, without a last checkpoint."""
         self._leaving = ""
         self._draining = True
         self._wake()
@@ -291,7 +294,11 @@ class TrainerSession:
         await self._train_batch(manifest)
 
     async def _publish_again(self, lost: WeightManifest) -> None:
-        """Publish the current version again in a new segment. An older version requires a restart from a checkpoint."""
+        """Publish the current version again, because a worker cannot open ``lost``.
+
+        Raises:
+            Fenced: ``lost`` is another version or an adapter, so the session must start over from a checkpoint.
+        """
         self._lost, progress = None, self.progress
         await self._reporter.settled()
         if not await self._publishing.stands(lost):
@@ -368,7 +375,11 @@ class TrainerSession:
         )  # fmt: skip
 
     async def _halt(self, manifest: BatchManifest, error: NonFiniteStep) -> None:
-        """Ask the coordinator to pause the job. After it is resumed, train the batch from its start."""
+        """Ask the coordinator to pause the job, and wait until it is resumed. The batch is then trained from its start.
+
+        Raises:
+            Fenced: steps of the batch were already made, so the session must start over from a checkpoint.
+        """
         logger.error("batch %d is not trained: %s", manifest.number, error.reason)
         await self._reporter.settled()
         await self._ask_for_a_pause(manifest.number, manifest.revision, error.reason)
@@ -382,7 +393,7 @@ class TrainerSession:
         await self._reporter.ask(report)
 
     async def _until_resumed(self, reason: str) -> None:
-        """Wait until the job is resumed or this session ends."""
+        """Wait until the job is resumed, the coordinator wants a restart from an earlier batch, or the session ends."""
         self._wait(f"the job to be resumed: {reason}", subjects.JOBS)
         while not (self._draining or self._going_back or await is_wanted(self._bus, self.job)):
             await asyncio.sleep(RESUMED_POLL_S)
@@ -434,7 +445,7 @@ class TrainerSession:
             self._waiting = (what, subject, bus_time())
 
     def status(self) -> dict[str, Any]:
-        """Return this worker's entry for the job, for its heartbeat."""
+        """Return the entry for this job in the worker's heartbeat."""
         row: dict[str, Any] = {
             "version": self.progress.version,
             "batch": self.progress.batch,

@@ -42,7 +42,7 @@ class Start:
         """True if the newest checkpoint could not be read and an older one was."""
 
     async def begin(self) -> None:
-        """Warm-start and publish version 0. The caller takes its checkpoint."""
+        """Run the warm start, if there is one, and publish version 0. The caller takes the checkpoint."""
         count, unit = self._warm_start
         if count:
             self._wait(f"the warm start: 0 of {count} {unit}", subjects.report(self._job))
@@ -59,8 +59,8 @@ class Start:
             start: the coordinator's reply to `hello`.
 
         Raises:
-            CheckpointError: it cannot be read, or its weights are not those that the ledger records.
-            Fenced: the ledger has changed since.
+            CheckpointError: no checkpoint can be read, or the restored weights are not those that the ledger records.
+            Fenced: the ledger has changed since, or the checkpoint of a requested rollback cannot be read.
         """
         progress = self._progress
         progress.batch = await self._load(start)
@@ -160,7 +160,7 @@ class Start:
 
         Args:
             bad: draws of the batch whose groups are gone; the coordinator knows which of them a deletion removed.
-            rollback: batch to which the coordinator wanted to roll back; refused if it no longer wants to.
+            rollback: batch to which the coordinator wanted to roll back; it refuses the fork if it no longer wants to.
         """
         version = max(start["version"], await self._publishing.newest()) + 1
         manifest = await self._publishing.publish(self._rank_group, version=version, epoch=self._epoch)

@@ -47,7 +47,7 @@ def open_teacher(
     """Load the model at ``algorithm.teacher``; return None if the algorithm has none.
 
     Raises:
-        ConfigError: it cannot be loaded, its tokenizer differs from the policy's, or its model cannot be sharded.
+        ConfigError: the teacher cannot be loaded or sharded, or its tokenizer differs from the policy's.
     """
     if not isinstance(config.algorithm, DistillationConfig):
         return None

@@ -66,8 +66,8 @@ def remax_advantages(rewards_B: Tensor, baselines_B: Tensor, valid_B: Tensor) ->
 def reinforce_pp_baseline_advantages(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor, lengths_B: Tensor) -> Tensor:
     """Subtract the mean of the group, then whiten over the batch (REINFORCE++ with baseline, arXiv 2501.03262).
 
-    With ``a = r - mean_group`` it is ``A = (a - mean) / sqrt(var + 1e-8)``, where mean and variance are over all scored
-    tokens of the batch, each of which has the a of its trajectory.
+    With ``a = r - mean_group`` it is ``A = (a - mean) / sqrt(var + 1e-8)``. Mean and variance are over all scored
+    tokens of the batch; each token counts with the ``a`` of its trajectory.
 
     Args:
         lengths_B: scored tokens of each trajectory.
@@ -87,8 +87,8 @@ def reinforce_pp_baseline_advantages(rewards_B: Tensor, groups_B: Tensor, valid_
 
 
 def _centred_by_group(rewards_B: Tensor, groups_B: Tensor, valid_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return reward minus the mean of the group (0 where not valid), and the valid trajectories of the group;
-    float64 [B]."""
+    """Return each trajectory's reward minus the mean of its group (0 where not valid), and the number of valid
+    trajectories in its group, both float64 [B]."""
     if not len(rewards_B):
         empty = torch.zeros(0, dtype=torch.float64)
         return empty, empty

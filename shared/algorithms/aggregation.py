@@ -32,14 +32,14 @@ def sequence_mean(values_M: Tensor, lengths_M: Tensor, *, num_sequences: int) ->
 
 
 def constant(values_M: Tensor, *, num_sequences: int, horizon: int) -> Tensor:
-    """Divide the sum over tokens by a constant, then average over sequences (Dr. GRPO, arXiv 2503.20783, §3.2)."""
+    """Divide the sum over tokens by ``horizon``, then average over sequences (Dr. GRPO, arXiv 2503.20783, §3.2)."""
     return values_M.sum() / (num_sequences * horizon)
 
 
 def aggregate(
     mode: Aggregation, values_M: Tensor, lengths_M: Tensor, *, num_tokens: int, num_sequences: int, horizon: int
 ) -> Tensor:
-    """Apply the aggregation ``mode``."""
+    """Return the token losses ``values_M`` aggregated to one number by the function named ``mode``."""
     match mode:
         case "token_mean":
             return token_mean(values_M, num_tokens=num_tokens)

@@ -13,7 +13,7 @@ NOTHING: Paired = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def add_pairs(known: Mapping[str, Paired], pairs: Iterable[tuple[str, float, float]]) -> dict[str, Paired]:
-    """Add ``(rater, x, y)`` pairs to the sums of each rater."""
+    """Return the sums by rater: those in ``known``, with the ``(rater, x, y)`` pairs added."""
     found = dict(known)
     for rater, x, y in pairs:
         n, sx, sy, sxx, syy, sxy = found.get(rater, NOTHING)

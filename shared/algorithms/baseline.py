@@ -13,17 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 __all__ = ["EVERYTHING", "Tracked", "mean_without", "sums_of", "track", "value_of"]
 
 EVERYTHING = ""
-"""Bucket of all rewards, the prior of buckets with few."""
+"""Name of the bucket of all rewards, whose value is the prior of buckets with few rewards."""
 
 Tracked = tuple[float, float]
 """``(weighted sum of rewards, sum of weights)`` of a bucket, with decaying weights."""
 
 
 def value_of(tracked: Mapping[str, Tracked], bucket: str, *, value: float, weight: float) -> float:
-    """Weighted mean reward of a bucket, as if it had received ``weight`` (> 0) rewards equal to the value of all
-    rewards.
+    """Return the weighted mean reward of a bucket, as if it had also received ``weight`` (> 0) rewards equal to the
+    value of the bucket of all rewards.
 
-    The value of all rewards starts as if it had received ``weight`` rewards equal to ``value``.
+    The bucket of all rewards itself counts as if it had also received ``weight`` rewards equal to ``value``.
     """
     if bucket != EVERYTHING:
         value = value_of(tracked, EVERYTHING, value=value, weight=weight)
@@ -32,7 +32,7 @@ def value_of(tracked: Mapping[str, Tracked], bucket: str, *, value: float, weigh
 
 
 def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: float) -> dict[str, Tracked]:
-    """Return the changed buckets after a batch with these ``sums_of`` rewards.
+    """Return the values after a batch of the buckets that occur in it; ``sums`` is the result of ``sums_of``.
 
     A baseline is the value *before* the batch: it does not depend on the actions that it is subtracted from, so the
     policy gradient stays unbiased. For each bucket that occurs ``weight ← keep · weight + n`` and ``total ← keep ·
@@ -49,16 +49,16 @@ def track(tracked: Mapping[str, Tracked], sums: Mapping[str, Tracked], *, keep: 
 
 
 def mean_without(rewards: Sequence[float], own: Sequence[float]) -> float | None:
-    """Return the mean of the rewards except ``own``, or None (leave-one-out: RLOO, arXiv 2402.14740, eq. 8).
+    """Return the mean of ``rewards`` without the ones in ``own`` (leave-one-out: RLOO, arXiv 2402.14740, eq. 8).
 
-    Rounded once, so that it does not depend on their order.
+    ``rewards`` includes ``own``; None if it has no others. The sum is rounded once, so that the order has no influence.
     """
     others = len(rewards) - len(own)
     return math.fsum((*rewards, *(-reward for reward in own))) / others if others else None
 
 
 def sums_of(rewards: Sequence[tuple[str, float]]) -> dict[str, Tracked]:
-    """Return ``(Σ r, n)`` of each bucket and of all rewards in a batch of ``(bucket, reward)``, in any order."""
+    """Return ``(Σ r, n)`` of each bucket, and of all rewards, in a batch of ``(bucket, reward)`` in any order."""
     found: defaultdict[str, list[float]] = defaultdict(list)
     for bucket, reward in rewards:
         for name in _counted(bucket):

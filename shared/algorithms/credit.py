@@ -1,4 +1,4 @@
-"""Credit assignment of rewards to tokens: to the last one, to all of a trajectory, or to those of a turn.
+"""Credit assignment of rewards: to the last token of a trajectory, to all its tokens, or to the tokens of a turn.
 
 A turn is a run of scored tokens; observations between two turns have mask 0.
 
@@ -32,9 +32,10 @@ class Turns:
 
 
 def at_last_token(rewards_B: Tensor, mask_T: Tensor, cu_seqlens_B1: Tensor) -> Tensor:
-    """Return the whole reward at the last *scored* token of its trajectory, 0 elsewhere, [T].
+    """Return the whole reward of each trajectory at its last *scored* token, 0 elsewhere, [T].
 
-    In a trajectory that ends with an observation, this is a token before it; without a scored token the reward is lost.
+    If a trajectory ends with an observation, that token precedes the observation; the reward of a trajectory without a
+    scored token is lost.
     """
     scored_T = mask_T.bool()
     sequence_T = sequence_of(cu_seqlens_B1)
@@ -45,7 +46,7 @@ def at_last_token(rewards_B: Tensor, mask_T: Tensor, cu_seqlens_B1: Tensor) -> T
 
 
 def to_tokens(values_B: Tensor, mask_T: Tensor, cu_seqlens_B1: Tensor) -> Tensor:
-    """Return the value of the trajectory at each of its scored tokens, 0 elsewhere, [T]."""
+    """Return the value of each trajectory at its scored tokens, 0 elsewhere, [T]."""
     return torch.where(mask_T.bool(), values_B[sequence_of(cu_seqlens_B1)], 0)
 
 
@@ -62,13 +63,13 @@ def turns(mask_T: Tensor, cu_seqlens_B1: Tensor) -> Turns:
 def turn_returns(rewards_K: Tensor, cu_turns_B1: Tensor, *, gamma: float) -> Tensor:
     """Return the discounted return of each turn, ``G_k = r_k + gamma · G_{k+1}`` within a trajectory, float32 [K].
 
-    The discount counts turns, not tokens: a long answer costs nothing.
+    The discount counts turns, not tokens: a long answer is not discounted more than a short one.
     """
     return discounted_suffix_sums(rewards_K, sequence_of(cu_turns_B1), decay=gamma).float()
 
 
 def turns_to_tokens(values_K: Tensor, turn_T: Tensor) -> Tensor:
-    """Return the value of the turn at each of its scored tokens, 0 elsewhere, [T]."""
+    """Return the value of each turn at its scored tokens, 0 elsewhere, [T]."""
     if not len(values_K):
         return values_K.new_zeros(len(turn_T))
     return torch.where(turn_T >= 0, values_K[turn_T.clamp_min(0)], 0)

@@ -20,6 +20,6 @@ def sampled_entropy(logprobs_M: Tensor) -> Tensor:
 
 
 def exact_entropy(logits_MV: Tensor) -> Tensor:
-    """``-Σ_v pi(v) log pi(v)`` at each token, in nats, [M]; a logit of -inf counts 0."""
+    """``-Σ_v pi(v) log pi(v)`` at each token, in nats, [M]; a logit of -inf contributes 0."""
     logprobs_MV = torch.log_softmax(logits_MV, -1)
     return -torch.where(logprobs_MV.isneginf(), 0, logprobs_MV.exp() * logprobs_MV).sum(-1)

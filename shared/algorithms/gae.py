@@ -26,8 +26,8 @@ def gae(
     """Return advantages and value targets (arXiv 1506.02438, eq. 16).
 
     ``δ_t = r_t + gamma · V_{t+1} - V_t``, ``A_t = δ_t + gamma · lam · A_{t+1}``, ``R_t = A_t + V_t``, where t counts
-    the *scored* tokens of a trajectory: the bootstrap of the last token of a turn skips the observation and uses the
-    first token of the next turn. Statistics are not normalised here; see ``statistics.whiten``.
+    the *scored* tokens of a trajectory: for the last token of a turn, ``V_{t+1}`` is the value at the first token of
+    the next turn, after the observation. Advantages are not normalized here; see ``statistics.whiten``.
 
     Args:
         rewards_T: float [T]; rewards of tokens that are not scored are ignored.

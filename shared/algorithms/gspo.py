@@ -30,7 +30,7 @@ def gspo_loss(
     differ from token to token.
 
     Args:
-        rows_M: int64, number of the trajectory each token belongs to; must contain all of its scored tokens.
+        rows_M: int64, number of the trajectory of each token; M must hold all scored tokens of a trajectory.
         Others as ``policy_loss.clipped_ratio_loss``.
     """
     log_ratio_M = log_ratio(logprobs_M.detach(), behaviour_logprobs_M)

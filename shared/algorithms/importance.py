@@ -17,12 +17,12 @@ __all__ = ["decoupled_loss", "masked_weights", "sequence_log_ratio", "truncated_
 
 
 def sequence_log_ratio(logprobs_M: Tensor, behaviour_logprobs_M: Tensor, rows_M: Tensor) -> Tensor:
-    """``Σ_t log(pi / pi_behaviour)`` over the trajectory of each token, limited to [-20, 20].
+    """Return ``Σ_t log(pi / pi_behaviour)`` over the whole trajectory of each token, clamped to [-20, 20], [M].
 
-    Ratio of whole sequences: unbiased, but its variance grows with the length.
+    This is the log-ratio of whole sequences: the ratio is unbiased, but its variance grows with the length.
 
     Args:
-        rows_M: int64, number of the trajectory each token belongs to; must contain all of its scored tokens.
+        rows_M: int64, number of the trajectory of each token; M must hold all scored tokens of a trajectory.
     """
     return sequence_sum(logprobs_M - behaviour_logprobs_M, rows_M).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -62,7 +62,7 @@ def decoupled_loss(
     tying the trust region to the policy that sampled it.
 
     Args:
-        proximal_logprobs_M: of the policy that the update must stay near, usually that at its start.
+        proximal_logprobs_M: log-probs of the policy that the update must stay near, usually the one at its start.
         high: bound of the importance weight.
         Others as ``policy_loss.clipped_ratio_loss``.
     """

@@ -1,7 +1,7 @@
 """Policy-gradient losses per token; aggregation is a separate step.
 
-``behaviour_logprobs_M`` is always the denominator of the ratio: the policy that sampled the tokens, or a recomputed one
-whose distance to the sampler ``importance`` corrects.
+``behaviour_logprobs_M`` is always the denominator of the ratio: the log-probs of the policy that sampled the tokens, or
+recomputed ones, whose difference from the sampler's ``importance`` corrects.
 
 Shape legend: M = scored tokens.
 """
@@ -68,9 +68,9 @@ def clipped_ratio_loss(
     Different bounds are "clip-higher" (DAPO, arXiv 2503.14476, §3.1). At ratio 1 the gradient is that of ``-A log pi``.
 
     Args:
-        logprobs_M: of the policy being trained; carries the gradient.
-        behaviour_logprobs_M: of the policy that sampled the tokens.
-        advantages_M: of the trajectory each token belongs to.
+        logprobs_M: log-probs by the policy being trained; they carry the gradient.
+        behaviour_logprobs_M: log-probs by the policy that sampled the tokens.
+        advantages_M: advantage of the trajectory each token belongs to.
     """
     ratio_M = log_ratio(logprobs_M, behaviour_logprobs_M).exp()
     return clipped(ratio_M, advantages_M, low=1 - clip_low, high=1 + clip_high)
@@ -97,7 +97,7 @@ def dual_clipped_ratio_loss(
     clip_high: float,
     dual_clip: float,
 ) -> PolicyLoss:
-    """``clipped_ratio_loss``, and for A < 0 at most ``dual_clip · |A|`` (arXiv 1912.09729).
+    """``clipped_ratio_loss``, limited to ``dual_clip · |A|`` for A < 0 (arXiv 1912.09729).
 
     Bounds the loss of a bad token whose probability has grown much since it was sampled.
 

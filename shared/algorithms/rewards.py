@@ -25,7 +25,7 @@ def normalise_rewards(rewards_B: Tensor, seen: Moments) -> Tensor:
 
 
 def scale_and_clip(rewards_B: Tensor, *, scale: float, clip: tuple[float, float] | None) -> Tensor:
-    """``clip(scale · r, low, high)``, [B]; ``None`` does not clip."""
+    """``clip(scale · r, low, high)``, [B]; without clipping if ``clip`` is None."""
     scaled_B = rewards_B * scale
     return scaled_B if clip is None else scaled_B.clamp(*clip)
 

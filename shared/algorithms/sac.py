@@ -29,8 +29,9 @@ def sac_targets(
     Args:
         terminated_B: bool, the state after the action ends the task. A truncated transition is not terminated: its
             future value counts.
-        next_target_values_CB: of the target critics at an action newly sampled from the policy in the next state.
-        next_logprobs_B: of that action.
+        next_target_values_CB: values by the target critics at an action newly sampled from the policy in the next
+            state.
+        next_logprobs_B: log-prob of that action.
         gamma: discount of one transition.
         alpha: temperature.
     """

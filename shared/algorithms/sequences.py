@@ -26,7 +26,7 @@ def is_last(sequence_N: Tensor) -> Tensor:
 
 
 def sequence_sum(values_M: Tensor, rows_M: Tensor) -> Tensor:
-    """Return for each token the sum of ``values_M`` over all tokens with its number in ``rows_M``, [M];
+    """Return for each token the sum of ``values_M`` over all tokens with the same number in ``rows_M``, [M];
     differentiable."""
     if not len(rows_M):
         return values_M

@@ -20,7 +20,8 @@ VARIANCE_EPSILON = 1e-8
 class Moments:
     """Count, sum and sum of squares. Adding the moments of parts gives the moments of the whole.
 
-    The sums are float64: relative to the variance an offset of c deviations costs about c² · 1e-16.
+    The sums are float64: if the mean is c standard deviations from 0, the relative error of the variance is about
+    c² · 1e-16.
     """
 
     count: float = 0.0
@@ -28,7 +29,7 @@ class Moments:
     total_squares: float = 0.0
 
     def __add__(self, other: Moments) -> Moments:
-        """Return the moments of the union."""
+        """Return the moments of the values of both together."""
         return Moments(
             count=self.count + other.count,
             total=self.total + other.total,

@@ -43,8 +43,8 @@ def dpo_loss(
     ``h = beta · ((log pi(chosen) - log ref(chosen)) - (log pi(rejected) - log ref(rejected)))``.
 
     Args:
-        chosen_P, rejected_P: of the policy, from ``sequence_logprobs``; with normalised ones long answers have no
-            larger weight than short ones.
+        chosen_P, rejected_P: log-probs by the policy, from ``sequence_logprobs``; if they are normalized, long answers
+            have no larger weight than short ones.
         beta: strength of the constraint to the reference.
         label_smoothing: ε in [0, 0.5), probability that the two answers of a pair are swapped.
     """

@@ -19,7 +19,8 @@ def sapo_loss(
 ) -> PolicyLoss:
     """``-A · sigmoid(tau (r - 1)) · 4 / tau`` (SAPO, arXiv 2511.20347): a soft gate instead of the clip.
 
-    At ratio 1 the gradient is that of ``-A log pi``; away from it, it decays. The aggregation is the sequence mean.
+    At ratio 1 the gradient is that of ``-A log pi``; it decays as the ratio moves away from 1. The aggregation is the
+    sequence mean.
 
     Args:
         tau_positive, tau_negative: sharpness of the gate for A > 0 and for A <= 0; the paper uses 1.0 and 1.05.
@@ -48,7 +49,7 @@ def gmpo_loss(
 
     Args:
         advantages_M: equal for all tokens of a trajectory.
-        rows_M: int64, number of the trajectory each token belongs to; must contain all of its scored tokens.
+        rows_M: int64, number of the trajectory of each token; M must hold all scored tokens of a trajectory.
         clip_low, clip_high: bounds of the *log*-ratio; the paper uses 0.4 for both.
     """
     log_ratio_M = log_ratio(logprobs_M, behaviour_logprobs_M)

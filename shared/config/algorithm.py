@@ -239,8 +239,8 @@ class ValueTracker(StrictModel):
     value: float = 0.0
     """Prior mean: expected reward before any was seen."""
     weight: float = Field(8.0, gt=0)
-    """Prior strength, in rewards: a kind starts as if it had seen this many equal to the overall mean; the overall
-    mean, this many equal to `value`."""
+    """Prior strength, in rewards: a kind of prompt starts as if it had seen this many rewards equal to the overall
+    mean; the overall mean starts as if it had seen this many rewards equal to `value`."""
     siblings: bool = False
     """Compare answers of one batch that belong to the same request (`n` > 1) or to the same `group_id` of their key
     with each other instead: the baseline is the mean reward of the others (RLOO, arXiv 2402.14740), other turns of

@@ -32,8 +32,8 @@ OptionalFileName = Annotated[str | None, "file"]
 
 
 def named(model: BaseModel, what: Names, where: str = "") -> Iterator[tuple[str, str]]:
-    """Yield ``(dotted key, value)`` of every field of ``model`` and its sections that names code or a file and is
-    set."""
+    """Yield ``(dotted key, value)`` of every field of ``model`` and its sections that is set and names ``what``: code
+    or a file."""
     for key, field in type(model).model_fields.items():
         value = getattr(model, key)
         if isinstance(value, str) and what in field.metadata:
@@ -109,7 +109,7 @@ class YAMLLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore
 
 
 def _identity(key: yaml.Node) -> tuple[str, str] | int:
-    """Return the same for scalars of the same tag and text."""
+    """Return a key that is equal for scalar nodes with the same tag and text; any other node equals only itself."""
     return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
 
 

@@ -37,9 +37,10 @@ class KLConfig(StrictModel):
     place: Literal["loss", "reward"] = "loss"
     """`loss`: a term of the loss; `reward`: subtracted from the reward of each token before advantages are computed."""
     estimator: Literal["k1", "k2", "k3", "full"] = "k3"
-    """Estimator: k1, k2 or k3 of each sampled token (Schulman, 2020), or `full`, the exact sum over the vocabulary;
-    with `place: reward` only k1. k3 is clipped at 10, beyond which a token has no gradient: once the policy's
-    probability falls below 1/13.6 of the reference's, k3 no longer pulls it back; k2 and `full` always do."""
+    """Estimator: k1, k2 or k3 of each sampled token (Schulman, 2020), or `full`, the exact sum over the vocabulary. k1
+    is only for `place: reward`, where it is the default; `full` is only for `place: loss`. k3 is clipped at 10, beyond
+    which a token has no gradient: once the policy's probability falls below 1/13.6 of the reference's, k3 no longer
+    pulls it back; k2 and `full` always do."""
     adaptive: AdaptiveKL | None = None
     """Adapt the coefficient after each update; null: constant coefficient."""
     reference: str | None = None

@@ -103,12 +103,12 @@ class SimulatorConfig(SimulatorBase):
     action_chunk: int = Field(1, ge=1, le=64)
     """Actions that the policy chooses per decision."""
     sessions: int = Field(2, ge=1, le=8)
-    """Sessions of each rollout worker. With two, the environments of one step while the policy decides for those of
-    the other."""
+    """Sessions of each rollout worker. With two, the environments of one session step while the policy decides for the
+    environments of the other."""
     first_reset_id: int = Field(0, ge=0)
     """Reset id of the first draw."""
     num_reset_ids: int | None = Field(None, ge=1)
-    """Number of reset ids, which draws reuse in turn; null: each draw has its own."""
+    """Number of reset ids, which draws reuse in turn; null: each draw has a reset id of its own."""
     bytes_per_step: int = Field(2048, ge=64)
     """Upper bound of the bytes that one decision adds to a stored group: observations, actions, log-probs, rewards.
     A job whose simulator's observations need more is rejected."""
@@ -171,10 +171,12 @@ class ReplayBufferConfig(StrictModel):
     """Largest memory in bytes; a job whose `capacity` needs more is rejected."""
 
     def check_bytes(self, *, observation_size: int, action_size: int) -> None:
-        """Check that the buffer fits: two observations, an action and a reward in float32, and one flag per transition.
+        """Check that a full buffer fits into ``max_bytes``.
+
+        A transition takes two observations, an action and a reward in float32, and one byte for a flag.
 
         Args:
-            observation_size, action_size: numbers of one transition.
+            observation_size, action_size: components of one observation and of one action.
 
         Raises:
             ConfigError: the buffer needs more than ``max_bytes``; the message says which capacity would fit.
@@ -200,7 +202,7 @@ class _EpisodeAlgorithm(StrictModel):
 
     @property
     def greedy_baseline(self) -> bool:
-        """False: no group contains an episode of the policy's mean actions."""
+        """False: no group has an additional episode, played with the policy's mean actions, as its baseline."""
         return False
 
 
@@ -348,7 +350,8 @@ class EpisodeEvaluationConfig(StrictModel):
     env worker can render. `auto`: one, or none if no env worker can render."""
     environment: SimulatorBase | None = None
     """Another simulator for held-out episodes, such as the real one if training uses a world model; its actions, and
-    the observations that the policy reads, must be those of the section `environment`. null: that simulator."""
+    the observations that the policy reads, must be those of the section `environment`. null: the simulator of that
+    section."""
 
     @model_validator(mode="after")
     def _videos_are_of_episodes(self) -> EpisodeEvaluationConfig:
@@ -364,7 +367,7 @@ class EpisodeEvaluationConfig(StrictModel):
 
     @property
     def num_videos(self) -> int:
-        """Films per evaluation, if the environment has a camera."""
+        """Number of videos per evaluation, if the environment has a camera."""
         return min(AUTO_VIDEOS, self.episodes) if self.videos == "auto" else self.videos
 
     @property

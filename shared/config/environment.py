@@ -71,7 +71,7 @@ class ObservationFormat(StrictModel):
 
 
 class EpisodeConfig(StrictModel):
-    """Limits of every environment."""
+    """Limits of an episode, which every type of environment has."""
 
     max_turns: int = Field(4, ge=1, le=64)
     """Most turns of the policy per episode; calls in the last turn are not executed, and the episode counts as
@@ -86,7 +86,7 @@ class EpisodeConfig(StrictModel):
     that exceeds it fails. Time spent on retries because no env worker answered or had capacity does not count."""
     idle_timeout_s: float = Field(600.0, gt=0, le=86400)
     """Idle time (seconds) after which an env worker discards the state of an episode; an episode that continues
-    later is restarted, as after the death of its env worker (`restarts`)."""
+    later is restarted, as if its env worker had died (`restarts`)."""
     restarts: int = Field(1, ge=0, le=8)
     """Restarts of an episode, from its first turn, after its env worker died and its state was lost; after that many
     the episode fails."""

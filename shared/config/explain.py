@@ -54,7 +54,7 @@ def _detail(item: Mapping[str, Any], kinds: Sequence[Any]) -> str:
 
 
 def _unknown(model: type[BaseModel], loc: Sequence[int | str]) -> str:
-    """Return the known key nearest to an unknown one: one of that name a section deeper, or one that is similar."""
+    """Describe an unknown key, and suggest known ones: the same name one section deeper, or else a similar name."""
     kinds = _walk(model, loc[:-1])[1]
     names = sorted({name for kind in kinds if _is_model(kind) for name in kind.model_fields})
     near = _deeper(kinds, str(loc[-1])) or difflib.get_close_matches(str(loc[-1]), names, n=1, cutoff=0.5)

@@ -44,8 +44,8 @@ class KeepBestConfig(StrictModel):
     """Best checkpoint: request a checkpoint whenever a metric has a new best, and keep the best one beside the newest.
 
     The checkpoint of an evaluation has exactly the weights that were evaluated. When the metric of an update is known,
-    the next update may already have begun: its checkpoint is the first one after it. An evaluation that misses prompts
-    (`eval/missing` above 0) is never the best.
+    the next update may already have begun: the checkpoint for an update is the first one made after it. An evaluation
+    that misses prompts (`eval/missing` above 0) is never the best.
     """
 
     metric: str

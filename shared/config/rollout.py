@@ -94,7 +94,7 @@ class VllmServerConfig(_VllmOptions):
     """vLLM's HTTP server, which the rollout worker starts as a child process. The worker keeps Penstock's interpreter;
     the server has that of `penstock engines install vllm` (`penstock up --engine vllm_server`).
 
-    Log-probs are those of `vllm`.
+    Log-probs have the same definition as with engine `vllm`.
     """
 
     engine: Literal["vllm_server"] = "vllm_server"
@@ -177,7 +177,7 @@ def check_engine(
 
 
 _AT_UPDATE: dict[OnUpdate, PauseMode] = {"keep": "keep", "restart": "abort", "drain": "keep"}
-"""Treatment of running completions at an update; after ``drain_s`` those of 'drain' go on."""
+"""Pause mode of the engine at an update; completions that 'drain' still runs after ``drain_s`` go on."""
 _INSTEAD = {
     "adapters": ": use model.lora.publish: merged",
     "candidates": ": it holds one version at a time",

@@ -104,7 +104,8 @@ class ServiceSettings(BaseSettings):
     """Comma-separated addresses and networks of trusted proxies, or `*`, whose `X-Forwarded-For` and
     `X-Forwarded-Proto` headers name the client of a request (coordinator). Empty: none."""
     http_connections: int = Field(4096, ge=16)
-    """Largest number of client connections (coordinator), lower if its limit of open files is; further ones get 503."""
+    """Largest number of client connections (coordinator), or fewer if its limit of open files is lower; further
+    connections get 503."""
     http_connections_per_address: int = Field(1024, ge=1)
     """Largest number of connections per client address (IPv6: per /64); those of proxies in forwarded_allow_ips do
     not count."""
@@ -122,9 +123,9 @@ class ServiceSettings(BaseSettings):
     large_bodies: int = Field(32, ge=1)
     """Concurrent uploads of bodies above 1 MiB, all keys together."""
     tenant_share: float = Field(0.95, gt=0, le=1)
-    """Largest share that one key may use in the bucket of opened episodes, and one job in the stream of feedback, of
-    the space that others do not use. Beyond it, only their requests are refused (507, 429). Within the share of a
-    job, one key may use 95 % of what the job's other keys do not use."""
+    """Largest share of the space left by others that one key may use in the bucket of opened episodes, and one job in
+    the stream of feedback. Requests of a key or job that has used its share are refused (507, 429), those of others are
+    not. Within the share of a job, one key may use 95 % of what the job's other keys do not use."""
     lease_s: float = Field(3.0, gt=0.2)
     """Time without renewal (seconds) after which another coordinator or trainer may take over a lease."""
     heartbeat_s: float = Field(1.0, gt=0.05)
@@ -169,7 +170,7 @@ class ServiceSettings(BaseSettings):
     """Largest number of checkpoints deployed on request (`model: job:NAME@final`) at a time; 0: only those deployed
     with `penstock serve`."""
     deploy_idle_s: float = Field(600.0, gt=0)
-    """Idle time without a request (seconds) after which such a deployment ends."""
+    """Time without a request (seconds) after which a checkpoint deployed on request is no longer deployed."""
     files_bytes: int = Field(16 << 30, ge=1 << 20)
     """Largest total size of uploaded data sets (bytes; coordinator); more are refused."""
     max_files: int = Field(1000, ge=1)
@@ -237,8 +238,8 @@ class ServiceSettings(BaseSettings):
 
     @property
     def bulk_tls_server(self) -> ssl.SSLContext | None:
-        """TLS context for serving bulk data and weights; None if no variable is set. With authorities, clients need a
-        certificate.
+        """TLS context for serving bulk data and weights; None if no variable is set. If ``bulk_tls_ca`` is set, clients
+        need a certificate.
 
         Raises:
             ConfigError: a file cannot be read, or the server certificate is missing.
@@ -262,7 +263,7 @@ class ServiceSettings(BaseSettings):
 
     @property
     def engines(self) -> list[str]:
-        """Rollout engines that run in an environment or server of their own beside this process."""
+        """Names of the rollout engines found here that run in an environment or server of their own."""
         has_sglang = self.sglang_url or self.sglang_interpreter is not None
         return [*(["vllm_server"] if self.vllm_interpreter is not None else []), *(["sglang"] if has_sglang else [])]
 

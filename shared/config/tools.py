@@ -48,7 +48,8 @@ class PythonTool(StrictModel):
     output_bytes: int = Field(1 << 16, ge=1024, le=1 << 18)
     """Largest output (bytes); a program that writes more is killed."""
     max_processes: int = Field(1, ge=1, le=256)
-    """1: a program may start threads but no processes. More needs namespaces."""
+    """Largest number of processes and threads of a program; 1: it may start threads but no processes. More than 1 needs
+    namespaces."""
     site_packages: bool = False
     """Allow imports of packages installed beside the env service, not only of the standard library."""
     preload: list[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")]] = Field(default_factory=list)

@@ -27,7 +27,7 @@ __all__ = ["DataSummary", "SourceSummary", "check_data", "data_of"]
 
 _ROWS_RENDERED = 64
 _ROWS_MEASURED = 50_000
-"""Number of rows measured in a larger source, evenly spaced."""
+"""Largest number of rows measured per source; in a larger source they are evenly spaced."""
 MAX_SUMMARIES = 64
 SETTLED_S = 2.0
 """Age (seconds) below which a file may still change without a change of its modification time."""
@@ -39,7 +39,7 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class SourceSummary:
-    """Opened source: its name in the job, and ``what`` it is, as a path or a description."""
+    """Source that was opened: name in the job, number of rows, and ``what`` it is, as a path or a description."""
 
     name: str
     rows: int
@@ -88,7 +88,7 @@ def check_data(config: DataConfig, reward: RewardConfig | None = None) -> DataSu
 
 
 def data_of(config: AnyTraining) -> DataSummary:
-    """Return ``check_data`` of a training job; a simulator has no rows, and its held-out reset ids are one source."""
+    """Return ``check_data`` of a training job. An embodied job has no rows; its held-out reset ids are one source."""
     if not isinstance(config, EmbodiedJob):
         return check_data(config.data)
     episodes = config.evaluation.episodes
@@ -97,8 +97,8 @@ def data_of(config: AnyTraining) -> DataSummary:
 
 
 def _key(config: DataConfig, reward: RewardConfig | None) -> str | None:
-    """Return the state of the files that a summary depends on; None if it needs a read, or may still change
-    undetected."""
+    """Return the cache key of a summary: the configuration, and inode, size and times of each file; None if a source is
+    not a regular file, or may still change undetected."""
     parts = [config.model_dump_json(), "" if reward is None else reward.model_dump_json()]
     for source in (*config.train, *config.eval):
         for path in (getattr(source, "path", None), getattr(source, "exclude_path", None)):

@@ -67,7 +67,7 @@ class ArrowRows:
 
 
 FILES, ROWS, MODEL = "files", "rows.jsonl", "model"
-"""Folder of uploads in the data directory; in the folder of each the rows of a data set, or the files of a model."""
+"""Uploads in the data directory: ``files/ID/rows.jsonl`` has the rows of a data set, ``files/ID/model`` is a model."""
 _UPLOADED = re.compile(r"file-[0-9a-f]{32}", re.ASCII)
 
 
@@ -77,7 +77,7 @@ def is_uploaded(path: str) -> bool:
 
 
 def place_of(path: str) -> Path:
-    """Return the path on this host: for an id of an uploaded data set, that of its rows."""
+    """Return the path on this host that a job file names; for the id of an uploaded data set, the path of its rows."""
     return load_settings().data_dir / FILES / path / ROWS if is_uploaded(path) else Path(path)
 
 
@@ -85,7 +85,7 @@ def open_file(path: Path, limit: int | None = None) -> JsonLinesRows | ArrowRows
     """Open a file or directory, by its suffix; ``limit`` keeps only the first rows.
 
     Raises:
-        DataError: missing, empty, of an unknown type, or with content that does not fit the suffix.
+        DataError: the file is missing, empty or of an unknown type, or its content does not fit its suffix.
     """
     if not path.exists():
         raise DataError(f"{path}: no such file; the path must exist on every host that reads the data")

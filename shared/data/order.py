@@ -111,7 +111,7 @@ def rank_of(rank: Callable[[dict[str, Any]], object], row: dict[str, Any], where
     """Return the rank of a row by the user's function, whose exceptions propagate.
 
     Raises:
-        DataError: it returned no number.
+        DataError: the function returned no number.
     """
     value = rank(row)
     if not isinstance(value, int | float) or math.isnan(value):
@@ -140,7 +140,7 @@ def permutation(size: int, key: str) -> NDArray[np.int64]:
 
 def _interleave(counts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Interleave sources evenly: item j of n is at time (j + 1/2) / n. Return source and j of each position, int64
-    [P]; an online job has no source."""
+    [P]; empty arrays for an online job, which has no source."""
     if not counts:
         return np.empty(0, np.int64), np.empty(0, np.int64)
     source_P = np.concatenate([np.full(n, s, np.int64) for s, n in enumerate(counts)])

@@ -93,7 +93,9 @@ class PromptBuilder:
         return Prompt(text, token_ids, answer, row, too_long=too_long, source=source)
 
     def demonstrate(self, prompt: Prompt, place: str = "row") -> Demonstration:
-        """Return the demonstration, or else the reference answer, with the end-of-sequence token.
+        """Return the prompt with its demonstration, or else its reference answer, and the end-of-sequence token.
+
+        In ``warm_start.demonstration``, the texts of the policy are trained on and those of the environment are not.
 
         Raises:
             DataError: rows have no answer, or lack a field.
@@ -161,8 +163,8 @@ class PromptSource:
     def __init__(
         self, config: DataConfig, tokenizer: Tokenizer, seed: int, *, demonstration: Sequence[str] = ()
     ) -> None:
-        """Open the sources. ``demonstration``: as ``warm_start.demonstration``. Raises DataError if the data cannot
-        be used."""
+        """Open the sources. ``demonstration`` is the key ``warm_start.demonstration`` of the job. Raises DataError if
+        the data cannot be used."""
         self._config = config
         self._builder = PromptBuilder(config.prompt, tokenizer, demonstration)
         self._train = [open_rows(s, seed=source_seed(seed, "train", i)) for i, s in enumerate(config.train)]
@@ -181,14 +183,14 @@ class PromptSource:
         return sum(len(rows) for rows in self._eval)
 
     def train(self, ordinal: int) -> Prompt:
-        """Return the prompt of a position in the data order."""
+        """Return the training prompt at position ``ordinal`` of the data order."""
         return self._at(self._order(ordinal))
 
     def eval(self, index: int) -> Prompt:
         """Return held-out prompt ``index``: the sources one after another, each in its own order.
 
         Raises:
-            IndexError: at or above ``num_eval``.
+            IndexError: ``index`` is negative, or not below ``num_eval``.
         """
         offset = index
         for name, rows in zip(self._eval_names, self._eval, strict=True):

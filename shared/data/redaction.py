@@ -13,7 +13,7 @@ from penstock.shared.errors import DataError
 __all__ = ["Finder", "Found", "Redactor"]
 
 Finder = Callable[[str], Iterable[tuple[int, int, str]]]
-"""Finds places ``(start, end, name)`` in a text, in characters."""
+"""Function that returns ``(start, end, name)`` of each match in a text: characters [start, end), and its kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Redactor:
         """Return the matches in order; overlapping ones are merged under the name of the first.
 
         Raises:
-            DataError: the function raised an error, or returned an invalid place.
+            DataError: the function raised an error, or returned an invalid range.
         """
         legal = text.encode("utf-8", "replace").decode()  # same length, without lone surrogates
         places = [
@@ -57,7 +57,7 @@ class Redactor:
         return found
 
     def replace(self, text: str) -> str:
-        """Replace each match in ``text`` by `[NAME]`. Raises DataError, see ``find``."""
+        """Return ``text`` with each match replaced by `[NAME]`. Raises DataError, see ``find``."""
         parts, end = list[str](), 0
         for place in self.find(text):
             parts += [text[end : place.start], f"[{place.name}]"]
@@ -65,7 +65,7 @@ class Redactor:
         return "".join([*parts, text[end:]])
 
     def replace_all(self, value: Any) -> Any:
-        """Replace matches in every string of a JSON value; keys are not changed."""
+        """Return a copy of a JSON value with matches replaced in every string; keys are not changed."""
         if isinstance(value, str):
             return self.replace(value)
         if isinstance(value, dict):

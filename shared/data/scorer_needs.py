@@ -26,7 +26,7 @@ _GIVEN = {"prompt", "completion", "answer"}
 
 
 class ScorerNeeds:
-    """Callable that checks a row, given its place."""
+    """Callable ``(row, place)`` that checks that a row has what the scorers need; ``place`` names the row in errors."""
 
     def __init__(self, config: RewardConfig, *, has_answer: bool) -> None:
         """Collect the needs of the scorers. ``has_answer``: rows have a reference answer.

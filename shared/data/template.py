@@ -49,7 +49,7 @@ class Template:
             raise DataError(f"{where}: '{text}' has a placeholder without a field name")
 
     def render(self, row: dict[str, Any], place: str) -> str:
-        """Fill in ``row``; ``place`` names it in errors.
+        """Return the text with the fields of ``row`` filled in; ``place`` names the row in errors.
 
         Raises:
             DataError: the row lacks a field, or the value cannot be formatted that way.

@@ -67,7 +67,7 @@ def check_call(
     """Check that code of the user accepts these arguments, without calling it; some builtins cannot be checked.
 
     Raises:
-        error: it takes other arguments; the message calls it ``what``, and the arguments ``shown``.
+        error: the code takes other arguments; the message calls the code ``what``, and the arguments ``shown``.
     """
     try:
         inspect.signature(function).bind(*args, **named)

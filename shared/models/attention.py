@@ -20,7 +20,7 @@ __all__ = ["CausalBlocks", "rotate"]
 
 
 def rotate(x_THd: Tensor, cos_T1d: Tensor, sin_T1d: Tensor) -> Tensor:
-    """Rotary position embedding (arXiv 2104.09864, eq. 34), halves convention of Llama."""
+    """Apply the rotary position embedding (arXiv 2104.09864, eq. 34) to ``x_THd``, in Llama's halves convention."""
     first, second = x_THd.chunk(2, -1)
     return x_THd * cos_T1d + torch.cat((-second, first), -1) * sin_T1d
 
@@ -34,11 +34,11 @@ class CausalBlocks:
     pad_SL: Tensor | None
     """Flat index of each position of the block; None if all sequences have the same length."""
     place_T: Tensor | None
-    """Position of each token in the flattened block."""
+    """Position of each token in the flattened block; None if ``pad_SL`` is None."""
 
     @classmethod
     def of(cls, tokens: PackedTokens) -> CausalBlocks:
-        """Build the block of ``tokens``."""
+        """Build the index maps of ``tokens``."""
         num_sequences, length = len(tokens.lengths), tokens.max_seqlen
         if num_sequences * length == tokens.num_tokens:
             return cls(num_sequences, length, None, None)
@@ -50,7 +50,7 @@ class CausalBlocks:
         return cls(num_sequences, length, pad_SL, place_T)
 
     def attend(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        """softmax(q kᵀ / √d) v within each sequence, over keys at or before the query: [T, H, d]."""
+        """Return ``softmax(q kᵀ / √d) v`` within each sequence, over keys at or before the query, [T, H, d]."""
         q, k, v = self._pad(q_THd), self._pad(k_TKd), self._pad(v_TKd)
         out_SHLd = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         out = out_SHLd.transpose(1, 2).reshape(-1, *q_THd.shape[1:])

@@ -20,14 +20,14 @@ __all__ = ["building", "building_apart"]
 _POLL_S = 0.01
 _one_at_a_time = threading.Lock()
 _building: list[object] = []
-"""Owner of the lock, if one holds it."""
+"""Holds the owner of the lock while the lock is held."""
 _owner: ContextVar[object | None] = ContextVar("building", default=None)
-"""Owner on whose behalf this context builds. A context, unlike a thread, goes from a coroutine to its threads."""
+"""Owner on whose behalf this context builds. Threads that a coroutine starts inherit its context."""
 
 
 @contextmanager
 def building(seed: int | None = None) -> Iterator[None]:
-    """Hold the lock for one build, with the CPU's random state at ``seed``; restore that state afterwards. Nests."""
+    """Hold the lock for one build, with the CPU's random seed ``seed``; restore the random state afterwards. Nests."""
     if _is_held_here():
         with _seeded(seed):
             yield
@@ -52,7 +52,7 @@ async def building_apart() -> AsyncIterator[None]:
 
 
 def _is_held_here() -> bool:
-    """Return True if this context belongs to the holder. A task that outlives a build has the owner of the past."""
+    """Return True if this context belongs to the present owner of the lock, not to the owner of an earlier build."""
     return any(_owner.get() is owner for owner in list(_building))
 
 

@@ -17,7 +17,7 @@ Shapes = Iterable[tuple[str, tuple[int, ...]]]
 
 
 def check_same_tokens(tokenizer: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast, *, what: str) -> None:
-    """Raise ConfigError if a token in both vocabularies has different ids."""
+    """Raise ConfigError if a token has different ids in the two vocabularies, or if they have no token in common."""
     ids, theirs = tokenizer.get_vocab(), other.get_vocab()
     moved = sorted(token for token in ids.keys() & theirs.keys() if ids[token] != theirs[token])
     if moved or ids.keys().isdisjoint(theirs.keys()):
@@ -34,7 +34,7 @@ def check_tokenizer(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> 
 
 
 def check_same_shapes(policy: Shapes, other: Shapes, *, what: str) -> None:
-    """Raise ConfigError unless both have the same parameters with the same shapes."""
+    """Raise ConfigError unless ``policy`` and ``other`` have parameters of the same names and shapes."""
     own, theirs = dict(policy), dict(other)
     for name in sorted(own.keys() | theirs.keys()):
         if own.get(name) != theirs.get(name):

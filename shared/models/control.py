@@ -1,6 +1,6 @@
 """Small networks beside a policy in a simulator: critics, value networks, the temperature.
 
-Shape legend: B = transitions, O = numbers of an observation, A = dimensions of an action, C = critics.
+Shape legend: B = transitions, O = components of an observation, A = components of an action, C = critics.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Temperature", "TwinCritics", "ValueNetwork", "orthogonal", "perceptr
 
 
 class TwinCritics(nn.Module):
-    """Two values of an action in a state, from networks without shared weights."""
+    """Two networks without shared weights, each of which estimates the value of an action in a state."""
 
     def __init__(self, observation_size: int, action_size: int, hidden_sizes: Sequence[int]) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Temperature(nn.Module):
 
 
 class ValueNetwork(nn.Module):
-    """Value of a state. Initialised with orthogonal weights; owns the encoder as a submodule."""
+    """Network that estimates the value of a state. Its initial weights are orthogonal; it owns the encoder."""
 
     def __init__(self, encoder: ObservationEncoder, hidden_sizes: Sequence[int]) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def perceptron(sizes: Sequence[int], activation: type[nn.Module]) -> nn.Sequenti
 
 
 def orthogonal(layers: nn.Sequential, *, last_gain: float) -> nn.Sequential:
-    """Initialise ``layers`` with orthogonal weights, of gain √2 except in the last linear one, and zero biases."""
+    """Initialize ``layers`` with orthogonal weights of gain √2 (last linear layer: ``last_gain``) and zero biases."""
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     for layer in linear:
         nn.init.orthogonal_(layer.weight, last_gain if layer is linear[-1] else math.sqrt(2))

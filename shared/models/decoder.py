@@ -29,15 +29,15 @@ __all__ = ["Attend", "decode", "hidden_states", "rope_at", "selected_logits", "s
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 BLOCK_TOKENS = 1536
-"""Number of tokens above which the CPU decodes in blocks of similar lengths: activations stay in the cache (a
-quarter faster)."""
+"""Number of tokens above which the CPU decodes in blocks of sequences of similar lengths, so that activations stay in
+its cache (a quarter faster)."""
 MAX_LOGITS = 1 << 25
 """Largest number of logits held at once, per chunk; with more, chunks are recomputed in the backward pass."""
 
 
 def supports(model: PreTrainedModel) -> bool:
-    """Return True if the functional decoder computes the same function; other architectures use the module's own
-    forward."""
+    """Return True if the functional decoder computes the same function as ``model``; other architectures use the
+    module's own forward."""
     return plan_of(model) is not None
 
 
@@ -113,7 +113,7 @@ def selected_logprobs(
     """Return the log-probability of ``targets_M`` at flat positions ``select_M``, and the entropy there.
 
     The logits at position t score token t + 1 of the same sequence: ``select_M`` holds t. The head is applied only at
-    the selected positions. Log-probs are of logits / temperature, one for all or float32 [M]; see ``tempered``.
+    the selected positions. Log-probs are of logits / temperature, which is one number or float32 [M]; see ``tempered``.
 
     Returns:
         logprobs_M in float32, and entropy_M in nats of the same distribution if ``entropy`` is set, else None.

@@ -1,6 +1,6 @@
-"""Action distributions: log-probs and entropy of each number, and sampling as a function of noise.
+"""Action distributions: log-probs and entropy of each action component, and sampling as a function of noise.
 
-Shape legend: ... = any dimensions, one entry for each number of an action; K = choices of a number.
+Shape legend: ... = any dimensions, with one entry per action component; K = choices of a component.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def squashed_sample(mean: Tensor, log_std: Tensor, noise: Tensor) -> tuple[Tenso
 
 
 def choose(logits_K: Tensor, uniform: Tensor) -> Tensor:
-    """Sample a choice from each row of logits by the inverse of its distribution function, int64 [...].
+    """Sample a choice by each row of logits, by the inverse of the cumulative distribution function, int64 [...].
 
     Args:
         uniform: [...] in [0, 1). Choice k is made where ``Σ_{j<k} p_j <= uniform < Σ_{j<=k} p_j``, in float64.

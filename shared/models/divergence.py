@@ -33,8 +33,8 @@ def exact_scores(
 ) -> ExactScores:
     """Return log-probs and entropy as ``selected_logprobs``, and ``Σ_v pi(v) log(pi(v) / pi_ref(v))``.
 
-    Both distributions are of logits / temperature, one for all or float32 [M]. No gradient flows through ``reference``.
-    ``routes`` are the policy's; the reference selects its own experts.
+    Both distributions are of logits / temperature, which is one number or float32 [M]. No gradient flows through
+    ``reference``. ``routes`` are the policy's; the reference selects its own experts.
     """
     with torch.no_grad():
         theirs = selected_logits(reference, tokens, select_M)

@@ -1,7 +1,7 @@
 """Policies that act in a simulator: used both by rollout workers to act and by the trainer to learn.
 
-Shape legend: N = decisions, C = actions of a decision, A = numbers of an action, K = choices of a number, O = numbers
-of an observation.
+Shape legend: N = decisions, C = actions of a decision, A = components of an action, K = choices of a component, O =
+components of an observation.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ __all__ = ["Decision", "EpisodePolicy", "Evaluation", "SquashedPolicy", "build_p
 MIN_LOG_STD, MAX_LOG_STD = -5.0, 2.0
 """Bounds of the squashed policy's log standard deviation: from 0.007 up to values that tanh saturates."""
 MOST_SQUASHED = 1 - 1e-6
-"""Largest absolute value of an action in [-1, 1] for the inverse of tanh."""
+"""Absolute value at which actions in [-1, 1] are clipped before the inverse of tanh."""
 
 Noise = Literal["normal", "uniform"]
 
 
 class Decision(NamedTuple):
-    """Sampled actions and the log-prob of each of their numbers, both [N, C, A]."""
+    """Sampled actions and the log-prob of each action component, both [N, C, A]."""
 
     actions_NCA: Tensor
-    """Sampled actions: float32, or int64 if an action is a choice or a bin."""
+    """Sampled actions: float32, or int64 if a component is the number of a choice or of a bin."""
     logprobs_NCA: Tensor
     """Log-probs, float32, in nats."""
 
 
 class Evaluation(NamedTuple):
-    """Log-probs of given actions, and the entropy of all numbers of a decision in nats; both differentiable."""
+    """Log-probs of given actions, and the entropy of each decision, summed over its action components, both in nats and
+    differentiable."""
 
     logprobs_NCA: Tensor
     entropy_N: Tensor
@@ -64,11 +65,12 @@ class EpisodePolicy(nn.Module, ABC):
     Actions are kept as sampled: ``to_environment`` converts them to what the simulator accepts.
 
     Attributes:
-        noise: kind of the random numbers that ``act`` needs, one for each number of a decision.
+        noise: kind of the random numbers that ``act`` needs, one per action component.
         noise_shape: (C, A).
-        observed: names of the observations that it reads; vectors: those that are not images.
+        observed: names of the observations that the policy reads.
+        vectors: names of the observed ones that are not images.
         encoder: encodes images as vectors.
-        layers: all other weights except a standard deviation that is independent of the observation.
+        layers: all other weights, except a standard deviation that is independent of the observation.
     """
 
     noise: Noise
@@ -95,7 +97,7 @@ class EpisodePolicy(nn.Module, ABC):
 
     @property
     def trunk(self) -> nn.Module:
-        """Module with all weights except a standard deviation that is independent of the observation."""
+        """Module with all weights, except a standard deviation that is independent of the observation."""
         return nn.ModuleList((self.encoder, self.layers))
 
     def features(self, observations: Mapping[str, Tensor]) -> Tensor:
@@ -104,7 +106,7 @@ class EpisodePolicy(nn.Module, ABC):
         return features_NF
 
     def read(self, observations: Mapping[str, Tensor]) -> Seen:
-        """Return the input of an encoder, of the policy or of a value network."""
+        """Return the input of an encoder (the policy's or a value network's): normalized vectors, and images."""
         numbers_NO = self.normalised(self.numbers(observations))
         return Seen(numbers_NO, tuple(observations[name] for name in self._images))
 
@@ -116,7 +118,7 @@ class EpisodePolicy(nn.Module, ABC):
         return torch.cat([observations[name].flatten(1) for name in self.vectors], dim=1)
 
     def normalised(self, numbers_NO: Tensor) -> Tensor:
-        """Return the normalised input of policy, value network and critics, float32 [N, O]."""
+        """Return ``numbers_NO`` normalized, as policy, value network and critics read them, float32 [N, O]."""
         normal_NO: Tensor = numbers_NO.float() if self.normaliser is None else self.normaliser(numbers_NO)
         return normal_NO
 
@@ -136,7 +138,7 @@ class EpisodePolicy(nn.Module, ABC):
         return self._act(self.features(observations), noise_NCA)
 
     def evaluate(self, observations: Mapping[str, Tensor], actions_NCA: Tensor) -> Evaluation:
-        """Evaluate actions returned by ``act`` of an equal policy or of another version."""
+        """Return log-probs and entropy for actions that ``act`` of this or another version of the policy returned."""
         return self._evaluate(self.features(observations), actions_NCA)
 
     def facts(self) -> dict[str, float]:
@@ -145,8 +147,8 @@ class EpisodePolicy(nn.Module, ABC):
 
     @abstractmethod
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
-        """Convert actions to what the simulator accepts, [N, C, ...] in its dtype: clipped, scaled, or centres of
-        bins."""
+        """Convert actions to what the simulator accepts, [N, C, ...] in its dtype: clipped, scaled, or the centers of
+        their bins."""
 
     @abstractmethod
     def from_environment(self, actions: NDArray[Any]) -> Tensor:
@@ -167,7 +169,7 @@ class EpisodePolicy(nn.Module, ABC):
 
 
 class _Bounds:
-    """Bounds of the numbers of an action."""
+    """Bounds of the components of an action."""
 
     def __init__(self, spec: EnvSpec) -> None:
         self._low_A, self._high_A = np.array([spec.action_low, spec.action_high], np.float64)
@@ -181,7 +183,7 @@ class _Bounds:
         return self.clip(self._low_A + (self._high_A - self._low_A) * parts_NCA)
 
     def parts(self, actions_NCA: NDArray[Any]) -> NDArray[Any]:
-        """Inverse of ``between``, in [0, 1]."""
+        """Return fractions in [0, 1] that ``between`` maps to these actions; actions are clipped first."""
         clipped_NCA = self.clip(actions_NCA.astype(np.float64))
         parts_NCA: NDArray[Any] = (clipped_NCA - self._low_A) / (self._high_A - self._low_A)
         return parts_NCA
@@ -215,7 +217,7 @@ class GaussianPolicy(EpisodePolicy):
         return torch.from_numpy(self._flat(actions).astype(np.float32))
 
     def facts(self) -> dict[str, float]:
-        """Return the mean standard deviation."""
+        """Return the metric ``policy/std``, the mean standard deviation."""
         return {"policy/std": float(self.log_std.detach().exp().mean())}
 
     def _act(self, features_NO: Tensor, noise_NCA: Tensor | None) -> Decision:
@@ -228,7 +230,7 @@ class GaussianPolicy(EpisodePolicy):
         return Evaluation(logprobs_NCA, gaussian_entropy(self.log_std).sum().expand(len(features_NO)))
 
     def _parameters_of(self, features_NO: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean of each decision, and the logarithm of the standard deviation, [C, A]."""
+        """Return the mean for each decision, [N, C, A], and the logarithm of the standard deviation, [C, A]."""
         mean_NCA: Tensor = self.layers(features_NO).unflatten(-1, self.noise_shape)
         return mean_NCA, self.log_std.view(self.noise_shape)
 
@@ -267,7 +269,7 @@ class SquashedPolicy(EpisodePolicy):
         return Decision(raw_NCA, squashed_logprobs(raw_NCA, mean_NCA, log_std_NCA))
 
     def _evaluate(self, features_NO: Tensor, actions_NCA: Tensor) -> Evaluation:
-        """Evaluate actions. The entropy is that of u, because the one of ``tanh(u)`` has no closed form."""
+        """Evaluate actions. The entropy is that of u, because the entropy of ``tanh(u)`` has no closed form."""
         mean_NCA, log_std_NCA = self._parameters_of(features_NO)
         entropy_N = gaussian_entropy(log_std_NCA).sum((1, 2))
         return Evaluation(squashed_logprobs(actions_NCA, mean_NCA, log_std_NCA), entropy_N)
@@ -280,7 +282,7 @@ class SquashedPolicy(EpisodePolicy):
 
 
 class _ChoosingPolicy(EpisodePolicy):
-    """Policy whose action numbers are each one of K choices, sampled from one uniform number each."""
+    """Policy in which each action component is one of K choices, sampled with a uniform random number of its own."""
 
     noise: Noise = "uniform"
 
@@ -322,7 +324,7 @@ class CategoricalPolicy(_ChoosingPolicy):
 
 
 class TokensPolicy(_ChoosingPolicy):
-    """Policy in which each number of a continuous action is one of ``bins`` values between its bounds."""
+    """Policy in which each component of a continuous action is one of ``bins`` values between its bounds."""
 
     def __init__(self, config: PolicyConfig, spec: EnvSpec, action_chunk: int) -> None:
         super().__init__(config, spec, (action_chunk, len(spec.action_low)), config.bins)
@@ -350,11 +352,11 @@ def build_policy(config: PolicyConfig, spec: EnvSpec, *, action_chunk: int, seed
     """Build the policy of a job with its initial weights, a pure function of the arguments.
 
     Args:
-        spec: of the simulator; ``num_envs`` is ignored.
+        spec: specification of the simulator; its ``num_envs`` is ignored.
         action_chunk: actions per decision.
 
     Raises:
-        ConfigError: the simulator has no such observation, or its actions do not fit the type of the policy.
+        ConfigError: the simulator lacks an observation of the policy, or its actions do not fit the policy's type.
     """
     _check_observations(config.observations, spec)
     _check_actions(config.type, spec)

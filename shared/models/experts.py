@@ -90,7 +90,7 @@ def run_experts(experts: Any, h_AD: Tensor, counts: list[int]) -> Tensor:
 
 
 class RouterLoad:
-    """Sums over the tokens of forward passes: numbers of selections of experts, and their probabilities."""
+    """Sums over the tokens of forward passes: how often each expert was selected, its probability, and the entropy."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -118,7 +118,7 @@ class Routes:
     Attributes:
         replay_TNK: experts to use, any integer type; None: the most likely. The weights of the experts are always
             computed by this model, so gradients reach the router (Rollout Routing Replay, arXiv 2510.11370, section 3).
-        load: counts of selections.
+        load: counts the selections; None: they are not counted.
     """
 
     replay_TNK: Tensor | None = None
@@ -133,7 +133,7 @@ class Routes:
         return experts_TK
 
     def blocks(self, place_T: Tensor, sizes: list[int]) -> list[Routes]:
-        """Return the routing of each block of tokens, counted in the same load.
+        """Return the routing of each block of tokens; all count their selections in ``load``.
 
         Args:
             place_T: index of each token in the concatenation of the blocks; ``sizes`` are their lengths.

@@ -76,14 +76,14 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def base_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> dict[str, nn.Parameter]:
-    """Return all other parameters by their Hugging Face names, in the order of the model without adapters."""
+    """Return all parameters except adapters by their Hugging Face names, in the order of the model without adapters."""
     named = model.named_parameters(remove_duplicate=remove_duplicate)
     return {stored_name(name): p for name, p in named if not is_adapter(name)}
 
 
 def merged_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole weights in the order of ``base_parameters``. The model is not modified: adding and subtracting
-    would drift."""
+    """Yield ``(name, weight)`` of each base parameter with its adapter merged, in the order of ``base_parameters``. The
+    model is not modified: adding and subtracting would drift."""
     for name, _ in model.named_parameters():
         if not is_adapter(name):
             yield stored_name(name), merged_weight(model, name)
@@ -93,7 +93,7 @@ def merged_weight(model: nn.Module, name: str) -> Tensor:
     """Return ``W + scale · B A`` of an adapted layer, added in float32 and rounded once; any other parameter unchanged.
 
     Args:
-        name: of a parameter under the adapter, as in ``named_parameters``.
+        name: name in ``named_parameters`` of a parameter that belongs to no adapter.
     """
     weight: Tensor = model.get_parameter(name).detach()
     layer = name.removesuffix(".base_layer.weight")
@@ -132,7 +132,7 @@ def share_base(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def adapter_files(model: PreTrainedModel, config: LoraConfig, *, base: str | None) -> dict[str, bytes]:
-    """Return the files of the adapter in peft's format, by name. ``base``: directory of the base model."""
+    """Return the files beside an adapter's weights in peft's format, by name. ``base``: path of the base model."""
     described = _peft_config(config, _targets(model, config), base_model_name_or_path=base, inference_mode=True)
     with tempfile.TemporaryDirectory() as name:
         described.save_pretrained(name)
@@ -171,12 +171,12 @@ def _targets(model: PreTrainedModel, config: LoraConfig) -> list[str]:
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if this parameter of a module, by its name there, belongs to an adapter."""
+    """Return True if the parameter that its module calls ``name`` belongs to an adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def stored_name(name: str) -> str:
-    """Return the stored name of a module's parameter: an adapter's as in peft's files, others as without adapters."""
+    """Return a module parameter's name in files: for adapters as in peft's, for others as without adapters."""
     if is_adapter(name):
         return _FILE_PREFIX + name.replace(f".{_ADAPTER}.", ".")
     return name.replace(".base_layer.", ".")

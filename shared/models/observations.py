@@ -1,7 +1,7 @@
 """Network inputs: normalised and concatenated vectors, and images encoded by convolutions.
 
-Shape legend: N = observations, O = numbers of the vectors, F = numbers that a network's layers read, H, W, C = rows,
-columns, channels of an image.
+Shape legend: N = observations, O = components of the concatenated vectors, F = features that a network's layers read,
+H, W, C = rows, columns, channels of an image.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ MOST_IMAGES = 512
 
 
 class Seen(NamedTuple):
-    """Observations as input of networks: float32 [N, O], and the images uint8 [N, H, W, C]."""
+    """Observations as input of networks: normalized vectors, float32 [N, O], and images, each uint8 [N, H, W, C]."""
 
     numbers_NO: Tensor
     images: tuple[Tensor, ...] = ()
 
     def rows(self, own_M: Tensor) -> Seen:
-        """Return some of the rows."""
+        """Return the observations of the rows that ``own_M`` selects."""
         return Seen(self.numbers_NO[own_M], tuple(image[own_M] for image in self.images))
 
 
 class Normaliser(nn.Module):
-    """Mean and standard deviation of each number of the observations trained on so far, as buffers in float64.
+    """Mean and standard deviation of each component of the observations trained on so far, as buffers in float64.
 
-    They are part of the weights: a version acts on the statistics that it was trained with.
+    These statistics are part of the weights: a version acts on the statistics that it was trained with.
     """
 
     count: Tensor
@@ -51,7 +51,7 @@ class Normaliser(nn.Module):
         self.register_buffer("squares_O", torch.zeros(size, dtype=torch.float64))
 
     def forward(self, numbers_NO: Tensor) -> Tensor:
-        """Shift, scale and clip, float32 [N, O]; before the first ``observe`` only clip."""
+        """Return the vectors shifted, scaled and clipped, float32 [N, O]; before the first ``observe`` only clipped."""
         variance_O = torch.where(self.count > 0, self.squares_O / self.count.clamp(min=1), 1)
         scaled_NO = (numbers_NO.double() - self.mean_O) / (variance_O + 1e-8).sqrt()
         return scaled_NO.clamp(-LONGEST_DEVIATION, LONGEST_DEVIATION).float()
@@ -70,9 +70,9 @@ class Normaliser(nn.Module):
 
 
 class ObservationEncoder(nn.Module):
-    """Concatenation of the numbers of an observation and the encodings of its images.
+    """Encoder that concatenates the vectors of an observation and the encodings of its images.
 
-    Without images it has no weights and is the identity.
+    Without images the encoder has no weights and is the identity.
 
     Args:
         num_numbers: O.
@@ -130,7 +130,7 @@ class _Convolutions(nn.Module):
 
 
 def _map_sizes(config: EncoderConfig, shape: Sequence[int]) -> list[tuple[int, int]]:
-    """Return rows and columns after each convolution."""
+    """Return the numbers of rows and columns of the image after each convolution."""
     rows, columns = shape[:2]
     sizes = []
     for _ in config.channels:

@@ -44,7 +44,7 @@ class PackedTokens:
         )
 
     def blocks(self, max_tokens: int) -> tuple[list[PackedTokens], Tensor]:
-        """Split into blocks of sequences of similar length, shortest first, each of about ``max_tokens`` at most.
+        """Split into blocks of sequences of similar length, shortest first, of about ``max_tokens`` tokens at most.
 
         Returns:
             The blocks, and ``place_T``: the index of each token of this row in the concatenation of the blocks.

@@ -36,7 +36,7 @@ EVENT_TYPES = tuple(
 
 
 def cloud_event(job: str, seq: int, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an entry of EVENTS. Its ``id`` derives from its sequence, so that receivers recognise repeats.
+    """Return an entry of EVENTS as a CloudEvent. Its ``id`` derives from ``seq``, so that receivers recognize repeats.
 
     Args:
         seq: sequence in the stream.

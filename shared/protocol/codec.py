@@ -37,7 +37,8 @@ _decoders: dict[type, Any] = {}
 
 
 def pack(body: msgspec.Struct, *, job: str = "", id: str = "", epoch: int = 0, trace: str = "") -> bytes:
-    """Wrap ``body`` into an envelope. Its kind is the name of its class; the default trace is that of the task."""
+    """Return ``body`` encoded in an envelope, whose kind is the name of the body's class. ``trace`` defaults to the
+    trace id of the current task."""
     raw = msgspec.Raw(_encoder.encode(body))
     return _encoder.encode(Envelope(SCHEMA, job, type(body).__name__, id, epoch, trace or current_trace(), raw))
 

@@ -161,7 +161,7 @@ class _Encoder:
 def decode_frame(data: Buffer) -> Any:
     """Inverse of ``encode_frame``. Arrays are views of ``data`` (read-only if it is) and keep it alive.
 
-    If ``data`` starts at an odd address, its blobs are copied once so that every array is aligned.
+    If the blobs do not begin at a multiple of 8 bytes in memory, they are copied once so that every array is aligned.
 
     Raises:
         FrameError: ``data`` is not a frame, is truncated, or has values out of bounds.

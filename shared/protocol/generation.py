@@ -66,9 +66,9 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True):
-    """Prescribed form of an answer: JSON of a schema, calls of some tools, or, with both, either of them.
+    """Prescribed form of an answer: JSON that fits ``json_schema``, calls of ``tools``, or, if both are set, either.
 
-    Schemas are JSON. ``asked_by`` is the field of the request that prescribes it.
+    Schemas are JSON texts. ``asked_by`` is the field of the request that prescribes the form.
     """
 
     asked_by: Literal["response_format", "tool_choice"]
@@ -83,12 +83,13 @@ class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request for ``n`` completions of a prompt. Sample i uses seed + i: results depend only on prompt, seed and
     weights.
 
-    ``top_logprobs``: alternatives reported per position, beside the sampled token. The prompt of a request may extend
-    the tokens of the previous one of the same ``session`` (n = 1): an engine that kept its cache computes only the
-    rest. After the ``last`` one the cache is dropped. ``constraint``: only tokens that fit it are sampled; log-probs
-    remain those of the policy. The last ``answered`` tokens of the prompt are the beginning of the constrained answer.
-    ``begun``: an aborted sample of an equal request, with which the completion goes on (n = 1, no constraint). Its
-    tokens count in all limits and begin the result; listeners receive the new ones.
+    ``top_logprobs``: number of alternatives reported per position, beside the sampled token. The prompt of a request
+    may extend the tokens of the previous request of the same ``session`` (n = 1): an engine that kept its cache
+    computes only the rest. After a request with ``last`` the engine drops the session's cache. ``constraint``: only
+    tokens that fit it are sampled; log-probs remain those of the policy. The last ``answered`` tokens of the prompt are
+    the beginning of the constrained answer. ``begun``: an aborted sample of an equal request, which this request
+    continues (n = 1, no constraint). Its tokens count in all limits and begin the result; listeners receive only the
+    new tokens.
     """
 
     request_id: str
@@ -104,7 +105,7 @@ class GenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def input_ids(self) -> list[int]:
-        """Tokens of the prompt, and those of ``begun`` after them."""
+        """Tokens of the prompt, followed by the tokens of ``begun``."""
         return self.prompt_ids if self.begun is None else [*self.prompt_ids, *self.begun.token_ids]
 
 
@@ -145,7 +146,7 @@ class GenResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Scores(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probs of the tokens of a text under policy ``version``, except of the first one, which has none."""
+    """Log-probs of the tokens of a text under policy ``version``, except the first token, which has none."""
 
     version: int
     logprobs: list[float]
@@ -153,7 +154,7 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Caps(msgspec.Struct, frozen=True, kw_only=True):
-    """Capabilities of an engine. A job that needs others is rejected at submission."""
+    """Capabilities of an engine. A job that needs one that the engine lacks is rejected at submission."""
 
     transports: tuple[str, ...]
     pause_modes: tuple[str, ...]
@@ -174,7 +175,7 @@ class Caps(msgspec.Struct, frozen=True, kw_only=True):
     fp32_head: bool = True
     """Computes the logits of a bfloat16 model in float32."""
     forms: bool = True
-    """Constrains an answer to a form."""
+    """Samples answers of a prescribed form (``Constraint``)."""
     plain_logprobs: bool = True
     """Log-probs are of logits / temperature, whatever the sampling parameters."""
 

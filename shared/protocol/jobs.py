@@ -102,9 +102,9 @@ class JobFailure(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     code: ErrorCode
-    """``timeout``: `limits.timeout_s` was exceeded; ``invalid_data``: a data set cannot be used; ``not_scored``: no
-    scorer could score the samples; ``trainer_failed``, ``rollout_failed``: a worker cannot continue the job;
-    ``internal``: a defect."""
+    """``timeout``: `limits.timeout_s` was exceeded; ``invalid_data``: a data set cannot be used;
+    ``environment_failed``: the simulator cannot be created; ``not_scored``: no scorer could score the samples;
+    ``trainer_failed``, ``rollout_failed``: a worker cannot continue the job; ``internal``: a defect."""
     message: str
     service: Literal["coordinator", "rollout", "trainer"] | None = None
     """Service that failed; None if no service is at fault."""
@@ -187,7 +187,7 @@ class JobStatus(BaseModel):
     served_version: int | None = None
     """Version served to agents, in jobs with `online.promotion`; null: the newest."""
     promoted_at: datetime | None = None
-    """Time since which that version is served."""
+    """Time since which ``served_version`` is served."""
     canary: dict[str, Any] | None = None
     """Version in a canary trial, its share of the conversations, and the feedback on both arms so far."""
     total_steps: int | None = None
@@ -196,7 +196,7 @@ class JobStatus(BaseModel):
     reward: float | None = None
     """Mean reward of the samples in the newest batch."""
     draws: dict[str, Any] = Field(default_factory=dict)
-    """Numbers of draws: drawn, trained, in_flight, and dropped by reason; they satisfy the ledger equation."""
+    """Numbers of draws: drawn, trained, in_flight, and dropped by reason. The first is the sum of the others."""
     queues: dict[str, int] = Field(default_factory=dict)
     """Work waiting at each stage: tickets without a group, groups without a batch, untrained batches."""
     checkpoint: str | None = None
@@ -267,5 +267,5 @@ class JobRecord(BaseModel):
         return JobLinks(**{"self": own, **parts})
 
     def stored(self) -> bytes:
-        """Serialise the record for the store, without derived fields."""
+        """Return the record as JSON for the store, without derived fields."""
         return self.model_dump_json(exclude={"links": True, "status": {"progress"}}).encode()

@@ -39,8 +39,8 @@ class KeyRecord(BaseModel):
     """Key as returned by the API. ``rate_limit`` (such as ``600/minute``) replaces the deployment's.
 
     ``models`` (names or ids of jobs) are the only ones that it may access, None: all. ``max_weight`` is the upper bound
-    of the weight of its feedback. ``code_modules`` are those whose functions its job files may name, None: those of the
-    deployment, or none if ``models`` is set.
+    of the weight of its feedback. ``code_modules`` are the modules whose functions its job files may name, None: the
+    modules that the deployment allows, or no module if ``models`` is set.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -77,7 +77,7 @@ class StoredKey(KeyRecord):
 
 
 def key_id(text: str) -> str | None:
-    """Return the id in ``text``; '' if it is malformed, None if it does not have the form of such a key."""
+    """Return the id in the key ``text``; '' if the key is malformed, None if ``text`` does not begin as a key does."""
     if not text.startswith(PREFIX):
         return None
     found = _KEY.fullmatch(text)
@@ -85,7 +85,7 @@ def key_id(text: str) -> str | None:
 
 
 def new_key() -> tuple[str, str, str]:
-    """Make a new key: ``(id, text, digest)``, with the text ``rlk_<id>_<32 random bytes>``."""
+    """Return a new key as ``(id, text, digest)``, with the text ``rlk_<id>_<32 random bytes>``."""
     id = secrets.token_hex(8)
     text = f"{PREFIX}{id}_{secrets.token_urlsafe(32)}"
     return id, text, _digest(text)

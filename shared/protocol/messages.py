@@ -46,8 +46,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     draw: Draw
     min_version: int
     deadline: float
-    """Deadline in bus time, by the clock of the coordinator (Unix seconds). Read only if ``deadline_s`` is missing,
-    in tickets of 0.1 and by workers of 0.1."""
+    """Deadline in bus time, by the clock of the coordinator (Unix seconds). Read only by workers of version 0.1, and in
+    tickets of version 0.1, which lack ``deadline_s``."""
     epoch: int
     purpose: Literal["train", "eval"] = "train"
     version: int | None = None
@@ -57,7 +57,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     deadline_s: float | None = None
     """Seconds from the publication of the ticket to its deadline; the stream stores the time of publication."""
     begun: bool = False
-    """True if a worker that left gave it back, so that completions of it may be saved."""
+    """True if a leaving worker gave the ticket back, so that unfinished completions for it may be in PARTIAL."""
 
     def left_s(self, published: float) -> float:
         """Return the seconds left for a ticket that its stream stored at ``published`` (bus time), however often and
@@ -79,12 +79,12 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def row_for(row: dict[str, Any], places: Sequence[int]) -> dict[str, Any]:
-    """Return the row of a group restricted to some of its completions."""
+    """Return ``row`` with the environment's rewards of only those completions whose indices are in ``places``."""
     return {**row, JUDGEMENTS: [row[JUDGEMENTS][place] for place in places]} if JUDGEMENTS in row else row
 
 
 class ScoreReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One reward per completion; where ``failed`` is set it is a meaningless 0. ``errors``: one cause per failure."""
+    """One reward per completion; it is a meaningless 0 where ``failed`` is True. ``errors``: one cause per failure."""
 
     rewards: list[float]
     failed: list[bool]
@@ -126,13 +126,14 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     any.
     ``trained``: batch ``batch`` (``revision``) made ``version``.
     ``refused``: the batch cannot be trained because of ``bad`` draws.
-    ``checkpointed``: the state after ``batch`` is durable at ``path``; ``reason`` is that of the command that requested
-    it. Like that of ``hello``, the data of its Ack lists the checkpoints that must stay (``pinned``).
+    ``checkpointed``: the state after ``batch`` is durable at ``path``; ``reason`` is the reason of the command that
+    requested the checkpoint. The data of the Ack to this report and to ``hello`` lists the checkpoints that must stay
+    (``pinned``).
     ``forked``: the replay after a crash does not reproduce the ledger, or the coordinator requested the state after
-    batch ``rollback``; numbering continues above the clock from ``version``. ``bad``: draws of ``batch`` whose groups
-    are lost.
-    ``halted``: the batch cannot be trained as it is (a non-finite loss, a backend that cannot hold the job); if it was
-    sealed it stays so, and the job is paused.
+    batch ``rollback``; the policy continues as ``version``, a number above all earlier ones. ``bad``: draws of
+    ``batch`` whose groups are lost.
+    ``halted``: the batch cannot be trained as it is (a non-finite loss, a backend that cannot hold the job); a sealed
+    batch stays sealed, and the job is paused.
     ``not_rolled_back``: the checkpoint of a requested rollback cannot be read.
     ``fell_back``: checkpoint ``batch`` cannot be read; the trainer continues from an older one.
     ``failed``: the trainer cannot continue the job.
@@ -173,7 +174,10 @@ class Command(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request to any trainer to replay batches ``from_batch`` to ``to_batch`` of a job; None: to the end of the log."""
+    """Request to any trainer to replay batches ``from_batch`` to ``to_batch`` of a job.
+
+    ``from_batch`` None: as early as checkpoints and stored groups allow; ``to_batch`` None: to the last trained batch.
+    """
 
     id: str
     from_batch: int | None = None
@@ -183,8 +187,9 @@ class ReplayRequest(msgspec.Struct, frozen=True, kw_only=True):
 class ReplayRow(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of a replay; the last row has ``done``.
 
-    ``match``: the weight digest equals that in the ledger. ``near``: it differs, on another environment than that of
-    the training; True if the recorded values of the update are within the bound that ``detail`` names.
+    ``match``: the weight digest equals the digest in the ledger. ``near`` is set if the digests differ and the replay
+    runs in another environment than the training did: True if the recorded values of the update are within the bound
+    that ``detail`` names.
     """
 
     batch: int = 0

@@ -22,12 +22,18 @@ _DTYPES = {"token_ids": "int32", "logprobs": "float32"}
 
 
 def recipe_of(prompt_ids: Sequence[int], asked: Sequence[tuple[Sampling, int]]) -> str:
-    """Return a digest of what a ticket asks of an engine: equal digests mean equal requests, seeds included."""
+    """Return a digest of a ticket's requests to an engine: equal digests mean equal requests, seeds included.
+
+    ``asked`` has the sampling parameters and the number of completions of each request.
+    """
     return xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode((list(prompt_ids), list(asked))))
 
 
 def encode_partial(sample: Sample, recipe: str) -> bytes:
-    """Encode a completion of a ticket with this recipe; 'abort' means that it can go on."""
+    """Encode a completion of the ticket whose requests have the digest ``recipe``.
+
+    A completion with ``finish`` 'abort' is unfinished, and another worker can continue it.
+    """
     tree = {
         "schema": SCHEMA,
         "kind": "Partial",

@@ -36,7 +36,7 @@ class Permissions:
 
 
 def inbox_of(role: str) -> str:
-    """Return the prefix of a role's inboxes; for '', that of a client without a user."""
+    """Return the prefix of a role's inboxes; for '', the prefix of inboxes of clients without a user."""
     return f"_INBOX.{role}" if role else "_INBOX"
 
 
@@ -88,7 +88,7 @@ def _key(bucket: str, keys: str = ">") -> str:
 
 
 def _reads(stream: str, subject: str, *, direct: bool = False) -> tuple[str, ...]:
-    """Allow reading subjects of a stream through own consumers, and single messages."""
+    """Return the API subjects by which a role reads ``subject`` of a stream: by its own consumers, or one by one."""
     return (
         f"{_API}.STREAM.INFO.{stream}",
         f"{_API}.STREAM.MSG.GET.{stream}",
@@ -100,12 +100,13 @@ def _reads(stream: str, subject: str, *, direct: bool = False) -> tuple[str, ...
 
 
 def _bucket(name: str) -> tuple[str, ...]:
-    """Allow reading a bucket."""
+    """Return the API subjects by which a role reads a bucket."""
     return _reads(f"KV_{name}", _key(name))
 
 
 def _works(queue: str) -> tuple[str, ...]:
-    """Allow taking and acknowledging work of a work queue (also in the form of servers with a domain)."""
+    """Return the API subjects by which a role takes and acknowledges work of a queue, on servers with or without a
+    domain."""
     return (
         f"{_API}.CONSUMER.CREATE.{queue}.*.{_stream(queue)}",
         f"{_API}.CONSUMER.MSG.NEXT.{queue}.*",
@@ -115,7 +116,7 @@ def _works(queue: str) -> tuple[str, ...]:
 
 
 def _answers(*roles: str) -> tuple[str, ...]:
-    """Allow answering requests of these roles."""
+    """Return the subjects by which a role answers requests of ``roles``."""
     return tuple(f"{inbox_of(role)}.>" for role in roles)
 
 

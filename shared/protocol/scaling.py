@@ -16,7 +16,7 @@ POOLS: tuple[Pool, ...] = get_args(Pool)
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Request for ``replicas`` workers; None: only report. Safe to repeat.
 
-    ``wish``: id of the operation. Ids are ordered by time, and a wish older than an applied one is rejected.
+    ``wish``: id of the operation. Ids are ordered by time, and a request is rejected if a newer one was applied.
     """
 
     pool: Pool
@@ -25,7 +25,7 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaleReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of workers that stay, of those that are ready, and of others that are draining."""
+    """Numbers of workers: ``replicas`` stay, ``ready`` of these are ready, ``leaving`` others are draining."""
 
     replicas: int
     ready: int

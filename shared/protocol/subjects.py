@@ -120,7 +120,8 @@ def raw(job: str) -> str:
 
 
 def partial(job: str, key: str, place: int) -> str:
-    """Return the subject of one completion of the ticket with this key; its only message is the newest."""
+    """Return the subject of completion ``place`` (an index in the group) of the ticket with this key. The stream keeps
+    only its newest message."""
     return f"partial.{job}.{token(key)}.{place}"
 
 
@@ -170,12 +171,13 @@ def videos(job: str) -> str:
 
 
 def audit(key: str, job: str) -> str:
-    """Return the subject of audit records: requests of a key about a job ('': about none)."""
+    """Return the subject of the audit records of requests that ``key`` sent about ``job`` ('': about no job)."""
     return f"audit.{token(key)}.{token(job)}"
 
 
 def audits(key: str, job: str) -> str:
-    """Return a filter for audit records of one key ('': of all), about one job ('': about any, or none)."""
+    """Return a filter for audit records of requests of one key ('': of all keys) about one job ('': about any or no
+    job)."""
     return f"audit.{token(key) if key else '*'}.{token(job) if job else '*'}"
 
 
@@ -190,17 +192,17 @@ def interactions(job: str) -> str:
 
 
 def feedback(job: str) -> str:
-    """Return the subject of the feedback of a job, in group commits."""
+    """Return the subject of the feedback of a job; each message has the items of one group commit."""
     return f"feedback.{job}"
 
 
 def erasures(job: str) -> str:
-    """Return the subject of deletions in the interactions and feedback of a job, in FEEDBACK."""
+    """Return the subject, in stream FEEDBACK, of the records of deleted interactions and feedback of a job."""
     return f"feedback.{job}.erased"
 
 
 def feedback_ids(job: str) -> str:
-    """Return the subject of the ids of decided feedback of a job that was removed, in FEEDBACK."""
+    """Return the subject, in stream FEEDBACK, of the ids of a job's decided feedback that was removed from it."""
     return f"feedback.{job}.ids"
 
 
@@ -220,7 +222,7 @@ def inference_chunks(gateway: str) -> str:
 
 
 def inference_claims(gateway: str) -> str:
-    """Return the subject of requests from other HTTP gateways to one gateway (request/reply)."""
+    """Return the subject of requests from other HTTP gateways to take over answers of one gateway (request/reply)."""
     return f"inference.claims.{token(gateway)}"
 
 
@@ -245,13 +247,14 @@ def heartbeat(service: str, worker: str) -> str:
 
 
 def base_manifest(job: str) -> str:
-    """Return the key in MANIFESTS of the base weights under a job's adapters, for workers that cannot load them."""
+    """Return the key in MANIFESTS of the base weights under a job's adapters, for workers whose engine has other base
+    weights."""
     return f"{job}.base"
 
 
 def candidate_manifest(job: str) -> str:
-    """Return the key in MANIFESTS of the newest version of a job with a promotion gate; ``job`` is that of the
-    served one."""
+    """Return the key in MANIFESTS of the newest version of a job with a promotion gate; the key of its served version
+    is ``job``."""
     return f"{job}.candidate"
 
 
@@ -272,12 +275,13 @@ def report(job: str) -> str:
 
 
 def lost_weights(job: str) -> str:
-    """Return the subject of requests from workers that cannot open the trainer's announced version (request/reply)."""
+    """Return the subject of requests to the trainer to publish a version again, from rollout workers that cannot open
+    it (request/reply)."""
     return f"lost_weights.{job}"
 
 
 def command(job: str) -> str:
-    """Return the subject of commands from the coordinator to the job's trainer (request/reply): checkpoint, drain."""
+    """Return the subject of commands from the coordinator to the job's trainer (request/reply): see ``Command``."""
     return f"command.{job}"
 
 
@@ -330,5 +334,5 @@ def tools(job: str) -> str:
 
 
 def token(name: str) -> str:
-    """Escape ``name`` for use as one token of a NATS subject."""
+    """Return ``name`` escaped for use as one token of a NATS subject."""
     return "".join(c if c.isalnum() or c in "-_" else "-" for c in name) or "-"

@@ -19,9 +19,9 @@ MAX_STEP_BYTES = 512 << 10
 """Largest message of an environment that leads the conversation (bytes). A larger one is a failure; it is never cut."""
 
 Purpose = Literal["call", "begin", "answer", "stop", "reward", "keep", "end"]
-"""``call``: execute tool ``name``. ``reward``: the objects' reward for the answer ``arguments["answer"]``. ``keep``:
-the client received the first answer, so the state is needed. ``end``: the state is no longer needed. ``keep`` and
-``end`` have no reply.
+"""``call``: execute tool ``name``. ``reward``: return the reward of the environment's objects for the answer
+``arguments["answer"]``. ``keep``: the client received the first answer, so the state is needed. ``end``: the state is
+no longer needed. The client waits for no reply to ``keep`` and ``end``.
 
 For an environment that leads the conversation: ``begin`` task ``arguments["task"]``, ``answer`` with a turn of the
 policy, or ``stop`` because a budget is used up; the result is an environment's ``Step`` as JSON.
@@ -29,7 +29,7 @@ policy, or ``stop`` because a budget is used up; the result is an environment's 
 
 
 class EpisodeState(msgspec.Struct, frozen=True, kw_only=True):
-    """State that a request uses: that of ``episode``, after ``number`` requests.
+    """State that a request uses: the state of ``episode`` after ``number`` answered requests.
 
     A worker creates the state if ``number`` is 0, from ``seed`` and ``row`` alone. A worker that has not answered
     exactly that many requests of this episode reports the state as lost and never continues from another one.

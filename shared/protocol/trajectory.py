@@ -50,7 +50,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
     ``lengths``, ``rewards``, ``failed`` and ``truncated`` have one entry per trajectory. ``skipped`` is the reason why
     there is no trajectory at all (`prompt_too_long`); then the draw is dropped for that reason and its ordinal is not
     redrawn. ``error`` is the first scoring error, for display. ``greedy`` marks completions decoded at temperature 0;
-    empty: none. The gate's lag bound applies only to ``objective`` `policy`. ``temperature`` is that of the group;
+    empty: none. The gate's lag bound applies only to ``objective`` `policy`. ``temperature`` is as in ``Group``;
     earlier versions did not write it. ``source`` is the name of its prompt's source; empty: a live agent's prompt, or
     written by an earlier version. ``weights`` are the versions in its spans with the short digests of their weights, if
     known.
@@ -85,7 +85,7 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
 
     @property
     def counted(self) -> list[int]:
-        """Trajectories that may be trained on: sampled, not failed, not empty."""
+        """Indices of the trajectories that may be trained on: not greedy, not failed, not empty."""
         greedy = self.greedy or [False] * len(self.lengths)
         rows = zip(self.failed, self.lengths, greedy, strict=True)
         return [i for i, (failed, length, is_greedy) in enumerate(rows) if not failed and length > 0 and not is_greedy]
@@ -98,7 +98,8 @@ class GroupHeader(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Fa
 
     @property
     def has_signal(self) -> bool:
-        """True if the counted rewards, including the baseline's, differ: otherwise all advantages are 0."""
+        """True if the rewards of the counted trajectories and the baseline are not all equal: otherwise all advantages
+        are 0."""
         rewards = {self.rewards[i] for i in self.counted}
         return len(rewards if self.baseline is None else rewards | {self.baseline}) > 1
 
@@ -117,16 +118,16 @@ class Group:
         failed: bool [G], trajectories that must not be trained on (scorer failed, aborted).
         finish: uint8 [G], index into FINISH_REASONS.
         greedy: bool [G], completions decoded at temperature 0: never trained on and excluded from group statistics. In
-            training the reward of one is the group's baseline; default: none.
+            training the reward of the greedy completion is the group's baseline; default: no completion is greedy.
         experts: uint8 or uint16 [P + N, layers with experts, experts of a token], the router table of prompt and
             completions if the job replays it; None otherwise.
         spans: int32 [S, 4]: trajectory, version, start, end; policy ``version`` generated tokens [start, end).
-        weights: short digest of the weights behind each span, "" if unknown; () if all are.
-        objective: the loss that trains the group. A preference has two trajectories, the better one first, whose reward
-            is the strength of the preference.
+        weights: short digest of the weights behind each span, "" if unknown; () if all are unknown.
+        objective: the loss that trains the group. A preference has two trajectories, the better one first; the reward
+            of both is the strength of the preference.
         assumed: the sampling policy is unknown and taken to be the newest one; the log-probs are meaningless.
-        temperature: of its completions except the greedy one; the trainer's log-probs are of logits / temperature, too.
-            0: all are greedy, and none is trained on.
+        temperature: sampling temperature of all completions except the greedy one; the trainer's log-probs are of
+            logits / temperature, too. 0: all are greedy, and none is trained on.
         meta: small JSON-like facts for display: prompt text, completions, answer, source, worker, seconds.
     """
 
@@ -173,7 +174,8 @@ class Group:
         return float(scored[0]) if len(scored) else None
 
     def scored(self, reply: ScoreReply) -> Group:
-        """Return a copy with rewards; a trajectory is failed if its score failed or if it was failed before."""
+        """Return a copy with the rewards of ``reply``. A trajectory is failed if its scoring failed, or if it was
+        failed before."""
         scored = replace(
             self,
             rewards=np.asarray(reply.rewards, np.float32),
@@ -218,7 +220,7 @@ class Group:
             )
 
     def header(self, *, digest: str, nbytes: int) -> GroupHeader:
-        """Return the header for the gate."""
+        """Return the header for the gate; ``digest`` and ``nbytes`` are of the encoded group."""
         versions = self.spans[:, 1]
         finite = bool(np.isfinite(self.logprobs).all() and np.isfinite(self.rewards).all())
         return GroupHeader(
@@ -278,7 +280,7 @@ _DTYPES = {"prompt_ids": "int32", "token_ids": "int32", "cu_seqlens": "int32", "
 
 
 def encode_group(group: Group) -> tuple[bytes, GroupHeader]:
-    """Encode a group as one frame with its header; the header's digest is the xxh3-128 of the frame."""
+    """Encode a group as one frame; return the frame and its header, whose digest is the xxh3-128 of the frame."""
     group.check()
     tree: dict[str, Any] = {
         "schema": SCHEMA,

@@ -24,7 +24,7 @@ class TrialRequest(msgspec.Struct, frozen=True, kw_only=True):
     answer: str | None = None
     row: dict[str, Any] = {}
     judges: bool = False
-    """The environment's objects return the reward of an episode."""
+    """True if the environment's objects return the reward of an episode."""
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, tag="finding"):

@@ -94,7 +94,7 @@ def short_digest(digest: str) -> str:
 
 
 def make_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
-    """Lay out tensors ``(name, dtype, shape)`` consecutively, aligned and in the given order."""
+    """Return the layout of tensors ``(name, dtype, shape)``: consecutive, aligned, and in the given order."""
     specs, offset = [], 0
     for name, dtype, shape in tensors:
         nbytes = prod(shape) * ITEM_BYTES[dtype]
@@ -105,6 +105,10 @@ def make_layout(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Layout:
 
 
 def slot_name(job: str, number: int, copies_of: str = "") -> str:
-    """Return the file name of a slot. ``token`` escapes dots, so that no job's names are a prefix of another's."""
+    """Return the file name of a slot.
+
+    ``copies_of`` is the id of the host whose fetched copy is in the slot; '': the slot of a publisher. ``token``
+    escapes dots, so that no job's names are a prefix of another job's.
+    """
     owner = f"copies-{token(copies_of)}.{token(job)}" if copies_of else f"weights-{token(job)}"
     return f"penstock-{owner}.{number}"

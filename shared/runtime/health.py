@@ -25,7 +25,7 @@ class HealthServer:
     def __init__(self, host: str, port: int, ready: Callable[[], tuple[bool, dict[str, Any]]]) -> None:
         self.host = host
         self.port = port
-        """Port; after the start the real one, if 0 was given."""
+        """Port; if 0 was given, the port in use once the server has started."""
         self._ready = ready
         self._server: asyncio.Server | None = None
 

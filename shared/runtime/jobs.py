@@ -39,7 +39,7 @@ ended."""
 
 
 LONGEST_DOUBT_S = 300.0
-"""Longest time for which a session that was opened again may break for the same reason (seconds)."""
+"""Upper bound of the time for which ``Breaks`` reports a reason after the restart of the session (seconds)."""
 
 
 class _Status(msgspec.Struct, frozen=True):
@@ -63,8 +63,8 @@ OpenServing = Callable[[str, ServingJob], Awaitable[None]]
 class Breaks:
     """Reasons why sessions of this process broke, by job, for its heartbeats.
 
-    A reason holds until the next session has lasted a while longer than the broken one: until then it may break for
-    the same reason, as an engine does that takes minutes to fail.
+    A reason is reported until the next session has lasted a while longer than the broken one. Before that, the next
+    session may still break for the same reason, for example if an engine takes minutes to fail.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Breaks:
         self._reasons.pop(job, None)
 
     def add_to(self, rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Add ``problem`` and ``problem_since`` (Unix seconds) to heartbeat entries by job; returns them."""
+        """Add ``problem`` and ``problem_since`` (Unix seconds) to heartbeat entries by job; return the entries."""
         now = time.monotonic()
         for job, (since, text, end) in self._reasons.items():
             if now < end:
@@ -108,12 +108,12 @@ async def watch_jobs(
 
     Evaluation jobs use ``open_evaluation``, embodied ones ``open_embodied``, deployments ``open_serving``; a service
     without one ignores such jobs. ``amend(job, config)`` is called when the job file changed; a restarted session gets
-    the newest one.
+    the newest job file.
 
     ``on_end(job)`` is called when a job is over and its session, if any, is closed; also for jobs that ended while this
     process was not running, so it must be idempotent.
 
-    ``breaks`` gets the reasons of the failures.
+    ``breaks`` records why sessions failed.
     """
     breaks = breaks or Breaks()
     sessions = _Sessions(open_session, open_evaluation, open_embodied, open_serving, amend=amend, breaks=breaks)
@@ -142,11 +142,11 @@ async def watch_jobs(
 
 
 async def release_memory(after_s: float = 0.0) -> None:
-    """Release the memory that a job left behind in this process.
+    """Release the memory that a job left behind in this process, after a wait of ``after_s`` seconds.
 
     Sessions, engines and their tensors refer to each other, so that only a full collection frees them, and with them
-    the weight slots that they map; without new allocations, none may run for hours. After it, the C library keeps the
-    freed tensors of up to 32 MiB each: ``malloc_trim`` returns their pages to the system.
+    the weight slots that they map; without new allocations, no collection may run for hours. After it, the C library
+    keeps the freed tensors of up to 32 MiB each: ``malloc_trim`` returns their pages to the system.
     """
     await asyncio.sleep(after_s)
     gc.collect()  # not in a thread: finalizers use objects of this loop

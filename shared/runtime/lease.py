@@ -37,7 +37,7 @@ CONNECT_S = 2.0
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
-    """Content of the bucket. ``holder`` is empty after a release."""
+    """Value of a lease's entry in the bucket. ``holder`` is empty after a release."""
 
     holder: str
     epoch: int
@@ -75,10 +75,10 @@ class Lease:
     async def acquire(self, deadline_s: float | None = None) -> int:
         """Wait until this process holds the lease; return its epoch, higher than any before.
 
-        A released lease, and one of this holder's name (after a restart), are taken at once.
+        A lease that was released, or that names this holder (after a restart), is taken at once.
 
         Raises:
-            DeadlineError: another process held it until the deadline; without a deadline the wait has no limit.
+            DeadlineError: another process held the lease until the deadline; without a deadline the wait has no limit.
         """
         start = time.monotonic()
         silence = _Silence(longest_gap_s=self.lease_s / 2)
@@ -103,7 +103,7 @@ class Lease:
         """Renew three times per lease length, in a thread, until the lease is lost or this call is cancelled.
 
         Raises:
-            Fenced: another process holds it, or it could not be renewed in time. The holder must stop writing.
+            Fenced: another process holds the lease, or it was not renewed in time. The holder must stop writing.
         """
         self.check()
         self._beat = time.monotonic()
@@ -123,7 +123,7 @@ class Lease:
         raise Fenced(f"lease '{self.key}' is not renewed any more: {renewing.reason}")
 
     async def _renew_meanwhile(self) -> None:
-        """Renew over the connection of the holder when due, until the thread is connected. Raises Fenced."""
+        """Renew once over the holder's connection, if a renewal is due. Raises Fenced."""
         if time.monotonic() - self._renewed < self.lease_s / 3:
             return
         try:
@@ -132,7 +132,7 @@ class Lease:
             log.warning("lease '%s' could not be renewed: %s", self.key, error)
 
     async def renew_until_lost(self, bus: Bus) -> None:
-        """Renew over ``bus``. Raises Fenced, as ``keep``."""
+        """Renew three times per lease length over ``bus``. Raises Fenced, as ``keep``."""
         while True:
             self.check()
             await asyncio.sleep(self.lease_s / 3)
@@ -149,7 +149,7 @@ class Lease:
         """Write the entry again, over ``bus`` (default: the holder's).
 
         Raises:
-            Fenced: another process wrote to it, or it had expired.
+            Fenced: another process wrote to the entry, or the lease had expired.
             Unavailable: the bus did not answer while the lease was valid.
         """
         self.check()
@@ -170,7 +170,7 @@ class Lease:
         self._renewed = asked
 
     async def release(self) -> None:
-        """Release the lease so that the next holder need not wait. Never raises if the lease is lost already."""
+        """Release the lease so that the next holder need not wait. A lost lease or a silent bus is no error."""
         if not self._held:
             return
         self._held = False
@@ -207,7 +207,7 @@ class Lease:
 
 
 class _Renewing:
-    """Renewal thread of one lease. ``over`` is done once it has stopped renewing, for ``reason``."""
+    """Thread that renews one lease. ``over`` is done once the thread has stopped renewing, for ``reason``."""
 
     def __init__(self, lease: Lease, bus: Bus) -> None:
         self._lease, self._bus = lease, bus
@@ -283,7 +283,7 @@ class _Renewing:
 class _Silence:
     """Time during which an entry was observed without interruption and without a change.
 
-    An interruption (the bus was unreachable, this process was suspended) restarts it.
+    An interruption (the bus was unreachable, this process was suspended) restarts the measurement.
     """
 
     def __init__(self, longest_gap_s: float) -> None:

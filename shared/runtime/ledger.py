@@ -43,17 +43,17 @@ __all__ = [
 ]
 
 ARCHIVED = "Penstock-Archived"
-"""Header of a ledger entry: name of the newest segment, which ends the archived part of the ledger."""
+"""Header of a ledger entry: name of the newest segment, the last one of the archived part of the ledger."""
 MAGIC = b"penstock ledger segment 1\n"
 FOLDER = "ledgers"
 _NAME = re.compile(r"([0-9]{8})-([0-9]{1,20})-([0-9a-f]{64})", re.ASCII)
 _RECORD = struct.Struct(">QI")
-"""Prefix of each entry: its sequence in LEDGER and its length in bytes."""
+"""Prefix of each entry in a segment: its sequence number in LEDGER and its length in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """Encoded events of one decision, with their sequence in LEDGER."""
+    """Encoded events of one decision, with their sequence number in LEDGER."""
 
     seq: int
     data: bytes
@@ -61,7 +61,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The ``number``-th segment of a ledger, from 1; its last entry has sequence ``last_seq``."""
+    """The ``number``-th segment of a ledger, from 1; its last entry has the sequence number ``last_seq``."""
 
     number: int
     last_seq: int
@@ -77,7 +77,7 @@ class LedgerArchive(Protocol):
     """Storage of segments. Methods block: call them off the event loop."""
 
     def put(self, job: str, name: str, data: bytes) -> None:
-        """Store durably. Raises OSError."""
+        """Store a segment durably. Raises OSError."""
 
     def get(self, job: str, name: str) -> bytes:
         """Read a segment. Raises NotFound; OSError if it cannot be read."""
@@ -136,7 +136,7 @@ def _sync(folder: Path) -> None:
 
 
 def segment_of(headers: Mapping[str, str], job: str) -> Segment | None:
-    """Return the newest segment that an entry names; None: nothing was archived before it."""
+    """Return the newest segment that an entry's headers name; None: nothing was archived before the entry."""
     text = headers.get(ARCHIVED)
     if text is None:
         return None
@@ -147,7 +147,7 @@ def segment_of(headers: Mapping[str, str], job: str) -> Segment | None:
 
 
 def newest_segment(messages: Iterable[Message], job: str) -> Segment | None:
-    """Return the newest segment that any of these entries names."""
+    """Return the newest segment that any of these entries names; None: none of them names one."""
     found = (segment_of(message.headers, job) for message in messages)
     return max((segment for segment in found if segment is not None), key=lambda one: one.number, default=None)
 
@@ -179,7 +179,7 @@ def decode_segment(job: str, segment: Segment, data: bytes) -> list[LedgerEntry]
 
 
 def _before(job: str, segment: Segment, data: bytes) -> Segment | None:
-    """Return the predecessor that a segment names; None for the first."""
+    """Return the predecessor that a segment names; None for the first segment."""
     header = msgspec.json.decode(data[len(MAGIC) : data.index(b"\n", len(MAGIC))])
     before = segment_of({ARCHIVED: header["before"]}, job) if header["before"] else None
     if header["job"] != job or (before.number if before else 0) != segment.number - 1:

@@ -84,7 +84,7 @@ def setup_logging(level: str, *, service: str, worker: str, directory: Path | No
 
 
 def _open_file(directory: Path, service: str, worker: str) -> logging.Handler:
-    """Open ``<service>-<worker>.log``, which is rotated once when full; remove old files."""
+    """Open ``<service>-<worker>.log``, of which one full predecessor is kept; remove old log files."""
     name = worker if worker.startswith(f"{service}-") else f"{service}-{worker}"
     try:
         directory.mkdir(parents=True, exist_ok=True)

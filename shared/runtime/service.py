@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 CONNECT_S = 5.0
-"""Length of one round of connecting (seconds); the wait is logged after each."""
+"""Length of one attempt to connect to the bus (seconds); each failed attempt is logged."""
 RETRY_S = 0.5
 CLOCK_EVERY_S = 10.0
 COORDINATOR = "coordinator"
@@ -71,7 +71,7 @@ class Service(Protocol):
         """Finish current work, accept no new work, and return when done."""
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Return the status per job, for the heartbeat."""
+        """Return the status of each job, by job id, for the heartbeat."""
 
 
 class ServiceFactory(Protocol):
@@ -217,7 +217,8 @@ class _Process:
     async def _ensure_streams(self, bus: Bus) -> bool:
         """Create the streams (coordinators) or wait for them (other services); return once all exist.
 
-        Only the coordinator's own service changes sizes, because two settings would conflict.
+        Sizes of existing streams do not change here: only the coordinator's own service changes them, because two
+        settings would conflict.
         """
         settings = self._settings
         reported = ""
@@ -270,8 +271,8 @@ class _Process:
             LOOP_LAG.set(max(loop.time() - due, 0.0))
 
     async def _sign(self) -> None:
-        """Send one heartbeat. The last one, after draining, is not ready, so that the process is not reported as
-        lost."""
+        """Send one heartbeat. The last one, after draining, says that the process is not ready, so that it is not
+        reported as lost."""
         settings, bus, service = self._settings, self._bus, self._service
         assert bus is not None
         assert service is not None

@@ -61,7 +61,7 @@ class Deadline:
 class WorkSlice:
     """Keeps a long loop from blocking the event loop: ``await end()`` after each item.
 
-    Other tasks run after every ``seconds`` of work; with ``rest_s`` for at least that long.
+    Other tasks run after every ``seconds`` of work, each time for at least ``rest_s`` seconds.
     """
 
     def __init__(self, seconds: float = 0.01, *, rest_s: float = 0.0) -> None:
@@ -132,7 +132,7 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
     """Cancel tasks and wait until they have ended, in any way.
 
-    Each is cancelled once: their cleanup continues if this wait is cancelled itself, or if a second one begins. A task
+    Each task is cancelled once: its cleanup continues if this wait is cancelled, or if a second wait begins. A task
     that has not ended after AGAIN_S may have lost its cancellation, and is cancelled again.
     """
     for task in tasks:
@@ -153,7 +153,7 @@ async def wait_for(awaitable: Awaitable[T], deadline_s: float, what: str) -> T:
     """Await with a deadline.
 
     Raises:
-        DeadlineError: the deadline passed; names ``what``. The awaitable is cancelled.
+        DeadlineError: the deadline passed; the message names ``what``. The awaitable is cancelled.
     """
     try:
         async with asyncio.timeout(deadline_s) as scope:
@@ -176,7 +176,8 @@ async def retry(
     """Repeat ``attempt`` while it raises one of ``on``, with doubling, randomised pauses in between.
 
     Raises:
-        DeadlineError: no attempt succeeded in time; names ``what`` and the last error.
+        DeadlineError: no attempt succeeded in time; the message names ``what``, and the last error unless the last
+            attempt was cut off.
     """
     deadline = Deadline(deadline_s)
     pause_s = first_pause_s
@@ -197,7 +198,7 @@ class Background:
     """Tasks that live as long as an ``async with`` block.
 
     At the end of the block they are cancelled and awaited. If a task raises, the block and the other tasks are
-    cancelled and the block raises its error (alone if there is only one, otherwise in an ExceptionGroup).
+    cancelled and the block raises the task's error (alone if it is the only one, otherwise in an ExceptionGroup).
     """
 
     def __init__(self) -> None:
@@ -231,7 +232,7 @@ class Background:
 class Inbox:
     """Queue of facts for the leader of a job, which applies them one at a time and in order, between its decisions.
 
-    A fact is a coroutine function that applies it; ``put`` waits while the queue is full.
+    A fact is a coroutine function, which the leader calls to apply the fact. ``put`` waits while the queue is full.
     """
 
     def __init__(self, max_facts: int = MAX_FACTS) -> None:
@@ -259,7 +260,7 @@ class Inbox:
             self._facts.put_nowait(_nothing)
 
     async def take(self, within_s: float, *, rest_s: float | None = None) -> None:
-        """Wait for a fact, then apply all queued facts, within the same time limit: one decision for many groups.
+        """Wait for a fact, then apply queued facts for at most ``within_s`` seconds, so that one decision covers many.
 
         Later facts stay queued, because the leader checks the desired state and deadlines in between. ``rest_s``:
         longest wait for the first fact (seconds); None: ``within_s``.

@@ -34,13 +34,13 @@ _EXIT_LIMIT_S = 5.0
 _MAX_CHARS = 600
 _FOLDERS = [Path(__file__).parents[1], Path(__file__).parents[1].with_name("services")]
 _OWN = tuple(str(folder) for each in _FOLDERS for folder in {each, each.resolve()})
-"""Folders of Penstock, as imported and as they lie on the disk."""
+"""Paths of Penstock's folders, as imported and with links resolved."""
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _PACKAGES = f"{os.sep}site-packages{os.sep}"
 
 
 class _Doing(msgspec.Struct, frozen=True, kw_only=True, tag="doing"):
-    """A trial begins to do ``what`` with the code under ``key``; to fail at it is ``fatal`` or not."""
+    """Message: the trial begins to do ``what`` with the code under ``key``; ``fatal``: as in ``Attempts.at``."""
 
     key: str
     what: str
@@ -48,7 +48,7 @@ class _Doing(msgspec.Struct, frozen=True, kw_only=True, tag="doing"):
 
 
 class _Done(msgspec.Struct, frozen=True, tag="done"):
-    """A trial has ended."""
+    """Message: the trial has ended."""
 
 
 # -- the service -------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ async def run_trial(module: str, request: TrialRequest) -> TrialReply:
     """Run a trial in a process of its own, and kill that process at its time limit.
 
     Raises:
-        Unavailable: the sender no longer waits, or no process can be started.
+        Unavailable: the sender of the request no longer waits, or no process can be started.
     """
     if bus_time() > request.start_by:
         raise Unavailable("nobody waits for this trial any more")
@@ -84,9 +84,9 @@ async def start_with_channel(
     """Start a process for user code that inherits one end of a pair of sockets.
 
     Args:
-        command: arguments, given the descriptor of the socket in the new process.
-        env: variables of the process; None: those of this one.
-        kind: of the pair.
+        command: function from the descriptor of the socket in the new process to the arguments of the process.
+        env: environment variables of the process; None: the variables of this process.
+        kind: socket type of the pair.
 
     Returns:
         The process, which leads a group of its own for ``kill_group``, and our end of the pair, which does not block.
@@ -111,7 +111,7 @@ async def start_with_channel(
 
 
 async def _findings(reader: asyncio.StreamReader, process: asyncio.subprocess.Process, limit_s: float) -> list[Finding]:
-    """Read until the end of a trial. A trial that hangs or dies is a finding about what it was doing."""
+    """Return all findings of a trial. If the trial hangs or dies, a finding about what it was doing is added."""
     found: list[Finding] = []
     doing = _Doing(key="", what="starting a process", fatal=False)
     decoder = msgspec.msgpack.Decoder(_Doing | Finding | _Done)
@@ -144,7 +144,7 @@ async def _exit_text(process: asyncio.subprocess.Process) -> str:
 
 
 async def kill_group(process: asyncio.subprocess.Process) -> None:
-    """Send SIGKILL to a process and all its children, and wait for its end."""
+    """Send SIGKILL to a process and its process group, and wait for the end of the process."""
     with contextlib.suppress(ProcessLookupError):  # the whole group has just ended
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(TimeoutError):
@@ -165,10 +165,10 @@ class Attempts:
         """Return True and the result of ``action``, which runs user code; False and None if it raised.
 
         Args:
-            key: of the job file.
+            key: key of the job file that names the code.
             what: subject of the message about a failure.
-            fatal: the job cannot run if this fails.
-            advice: end of that message.
+            fatal: the job cannot run if ``action`` raises.
+            advice: end of the message about a failure.
         """
         self._send(_Doing(key=key, what=what, fatal=fatal))
         try:

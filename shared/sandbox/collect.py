@@ -29,7 +29,7 @@ class Outcome:
     flooded: bool
     """True if the run exceeded its output limit and was stopped for it."""
     steps: dict[int, Any]
-    """Value by number of the step; failed steps are missing."""
+    """Value of each step, by its number; failed steps are missing."""
 
     @property
     def ok(self) -> bool:
@@ -75,7 +75,7 @@ class _Run:
         return max(0.0, self._deadline - time.monotonic())
 
     def read(self, descriptor: int) -> bool:
-        """Read from a descriptor; return True at its end."""
+        """Read from a descriptor; return True if nothing more will come from it."""
         if descriptor not in self._written:
             message = self._channel.recv(256)
             if not message:
@@ -113,7 +113,7 @@ class _Run:
 
 
 def _steps(reported: bytes, nonce: str) -> dict[int, Any]:
-    """Parse the run's report; lines without the nonce were written by the program itself and are ignored."""
+    """Return the values of steps in a run's report; lines without the nonce are the program's and are ignored."""
     values = {}
     for line in reported.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):

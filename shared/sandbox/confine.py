@@ -22,12 +22,12 @@ _WARDENS = 2
 """The warden and process 1, which count towards the limit if they have the same user as the program."""
 _NOBODY = 65534
 _PRIVATE_USERS = 0x40000000
-"""First of the user ids assigned to wardens by process id, so that no other process counts towards their limits."""
+"""User ids of runs: this plus the handle's process id, so that processes of others do not count towards limits."""
 
 
 def confine(plan: Plan, warden: int) -> None:
-    """Apply limits, user, capabilities, file access and system-call filter. ``warden`` is the id of the process that
-    forked.
+    """Apply limits, user, capabilities, file access and system-call filter to this process. ``warden`` is the id of the
+    process that forked it.
 
     Raises:
         OSError: a layer does not hold; the program must not be started.
@@ -79,7 +79,7 @@ def _threads_of_user() -> int:
 
 
 def _become_nobody(number: int) -> None:
-    """Change to a user without files and other processes; to the usual nobody if a container maps no others."""
+    """Change to a user without files and other processes; to the usual nobody if a container maps no other user ids."""
     os.setgroups([])
     for user in (_PRIVATE_USERS + number, _NOBODY):
         try:

@@ -48,7 +48,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Capabilities(ctypes.Structure):
-    """Header and the two words of each set, as capset expects them."""
+    """Header, and two words for each of the three capability sets, as capset expects them."""
 
     _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int32), ("sets", ctypes.c_uint32 * 6))
 
@@ -63,7 +63,7 @@ class _MountAttributes(ctypes.Structure):
 
 
 def syscall(name: str, *arguments: object) -> int:
-    """Make one of the calls above by name.
+    """Make the system call ``name``, one of the above, and return its result.
 
     Raises:
         OSError: the kernel refuses.
@@ -73,12 +73,12 @@ def syscall(name: str, *arguments: object) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Leave namespaces. Raises OSError."""
+    """Move this process (for process ids: its children) to new namespaces of the kinds ``flags``. Raises OSError."""
     _checked(_libc.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
-    """Mount. Raises OSError."""
+    """Mount ``source`` at ``target``. Raises OSError."""
     kind_bytes = kind.encode() if kind else None
     result = _libc.mount(source.encode(), target.encode(), kind_bytes, ctypes.c_ulong(flags), options.encode() or None)
     _checked(result, f"mount {target}")
@@ -97,7 +97,7 @@ def protect_mounts(target: str, *, below: bool) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    """Swap the root file system. Raises OSError."""
+    """Make ``new`` the root file system, and mount the previous one at ``old``. Raises OSError."""
     syscall("pivot_root", new.encode(), old.encode())
 
 
@@ -119,8 +119,8 @@ def drop_capabilities() -> None:
 
 
 def stay_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent dies. Call after changes of user or capabilities, which undo
-    it."""
+    """Have the kernel kill this process when its parent dies. Call after changes of user or capabilities, which would
+    undo this setting."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the process that started this one is gone")

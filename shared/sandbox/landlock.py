@@ -27,7 +27,7 @@ _SCOPES = 0b11
 
 
 def landlock_version() -> int:
-    """Return the version of the interface; 0 if the kernel has none or it is disabled."""
+    """Return the version of the Landlock interface; 0 if the kernel has none or it is disabled."""
     try:
         return syscall("landlock_create_ruleset", None, 0, _CREATE_VERSION)
     except (OSError, KeyError):
@@ -35,7 +35,7 @@ def landlock_version() -> int:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Restrict this process and its children to these trees, and to no TCP if the kernel supports that.
+    """Deny this process and its children access to files outside these trees, and TCP if the kernel supports that.
 
     Needs ``no_new_privileges``. Missing paths are ignored.
 

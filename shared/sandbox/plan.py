@@ -50,8 +50,8 @@ class Job(NamedTuple):
     nonce: str
     """Random text written with each result of a step; a program that prints results of its own does not know it."""
     role: Literal["", "program", "judge"] = ""
-    """Role in a pair of runs joined by pipes: the one that answers for the program, or the one that executes the
-    steps."""
+    """Role in a pair of runs joined by pipes: `program` executes the program and answers requests, `judge` executes the
+    steps. Empty: a run of its own."""
 
 
 class Verdict(NamedTuple):

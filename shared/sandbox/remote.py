@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 __all__ = ["Gone", "Remote", "RemoteNames", "serve"]
 
 MAX_BYTES = 64 << 20
-"""Longest message between the two (bytes)."""
+"""Longest message between judge and program (bytes)."""
 _PLAIN = (str, int, float)
 _BY_TEXT: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "bytes": (bytes, bytes.hex, bytes.fromhex),
@@ -67,7 +67,7 @@ class Gone(Exception):  # noqa: N818  no error of the judge
 
 
 class _Peer:
-    """One end of the connection. ``objects`` are those that the other end has handles of."""
+    """One end of the connection. Keeps the objects that the other end refers to by number."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = os.fdopen(read, "rb"), write
@@ -248,8 +248,8 @@ def _private(read: int, write: int) -> tuple[int, int]:
 class Remote:
     """Object of the program. Operations between such objects are executed by the program.
 
-    It never equals data, and other operations with data raise TypeError: otherwise an object could pretend to be any
-    number, and would learn the expected one.
+    Such an object never equals data, and other operations with data raise TypeError: otherwise an object could pretend
+    to be any number, and would learn the expected number.
     """
 
     __slots__ = ("_number", "_peer")
@@ -294,7 +294,7 @@ for _name in (*_UNARY, *_BINARY, *_ITEMS, *_COMPARISONS):
 
 
 class _Judge(_Peer):
-    """Requesting end. The program may call functions that the tests passed to it, and nothing else."""
+    """End of the judge. The program may call functions that the tests passed to it, and nothing else."""
 
     def __init__(self, read: int, write: int) -> None:
         super().__init__(read, write)
@@ -302,7 +302,7 @@ class _Judge(_Peer):
         self._remotes: dict[int, Remote] = {}
 
     def ask(self, *message: Any) -> Any:
-        """Send a request. A ``StopIteration`` ends loops of the statements only if they requested the next item."""
+        """Send a request. ``StopIteration`` passes only if the next item was requested; otherwise RuntimeError."""
         try:
             return super().ask(*message)
         except StopIteration as error:
@@ -364,7 +364,7 @@ class _Judge(_Peer):
         raise error
 
     def _error(self, named: Mapping[str, Any]) -> type[BaseException]:
-        """Return the exception class that a program names: Python's, or a new one with the program's name and bases."""
+        """Return the exception class that a program names: Python's own, or a new one of that name and those bases."""
         module, name, number = str(named["m"]), str(named["v"]), named["n"]
         found = getattr(sys.modules.get(module), name, None) if module.partition(".")[0] in _LIBRARY else None
         if isinstance(found, type) and issubclass(found, Exception | SystemExit):
@@ -420,7 +420,7 @@ class RemoteNames(dict[str, Any]):
 
 
 class _Program(_Peer):
-    """Answering end, in the program's process."""
+    """End of the program, in its process."""
 
     def __init__(self, read: int, write: int, names: dict[str, Any]) -> None:
         super().__init__(read, write)

@@ -36,8 +36,8 @@ _WHATEVER = (Exception, SystemExit, KeyboardInterrupt)
 def run(plan: Plan, descriptors: list[int], warden: int) -> NoReturn:
     """Execute the job of ``descriptors`` (standard input, standard output, results, job) and exit.
 
-    The exit status is that of the program. Results are lines of JSON after ``READY``: ``{"step", "nonce", "value"}``
-    for each step that did not raise; without ``READY`` the containment failed, and the text is the cause.
+    The exit status is the program's. The results are ``READY``, then a line of JSON ``{"step", "nonce", "value"}`` for
+    each step that did not raise; without ``READY`` the containment failed, and the results are the cause as text.
     """
     try:
         job_descriptor = _take(descriptors)
@@ -55,7 +55,7 @@ def run(plan: Plan, descriptors: list[int], warden: int) -> NoReturn:
 
 
 def _take(descriptors: list[int]) -> int:
-    """Move the first three to 0, 1 and ``_RESULTS``, close all others except the job, and return the job's number."""
+    """Move the first three descriptors to 0, 1 and ``_RESULTS``, close all but the job's, and return the job's."""
     stdin, stdout, results, job = (fcntl.fcntl(number, fcntl.F_DUPFD, _ABOVE_ALL) for number in descriptors)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for number, place in ((stdin, 0), (stdout, 1), (nowhere, 2), (results, _RESULTS), (job, _RESULTS + 1)):
@@ -65,7 +65,7 @@ def _take(descriptors: list[int]) -> int:
 
 
 def _read_all(descriptor: int) -> bytes:
-    """Read and close a descriptor, so that a program cannot read it again."""
+    """Return the content of a descriptor and close it, so that a program cannot read it again."""
     with os.fdopen(descriptor, "rb") as file:
         file.seek(0)
         return file.read()
@@ -99,7 +99,7 @@ def _execute(job: Job, names: dict[str, Any]) -> int:
 
 
 def _judge(job: Job) -> int:
-    """Execute the steps with names that are looked up in the program, which runs in another process."""
+    """Execute the steps, with names looked up in the program, which runs in another process; return the exit status."""
     try:
         names = RemoteNames(0, 1, [each for step in job.steps for each in step.get("own", ())])
     except (Gone, OSError, ValueError):  # the program did not complete

@@ -124,7 +124,7 @@ class Limits(Protocol):
 
     @property
     def max_processes(self) -> int:
-        """Number of processes and threads; 1: one process, any threads."""
+        """Largest number of processes and threads; 1: one process, which may start threads."""
         ...
 
     @property
@@ -187,9 +187,9 @@ class Sandbox:
             return self._finish(job, out, results, limit_s)
 
     def judge(self, program: Job, judge: Sandbox, steps: Job, limit_s: float) -> Outcome:
-        """Execute ``program`` here, and ``steps`` in another sandbox, which requests values from this one.
+        """Execute ``program`` in this sandbox, and ``steps`` in the sandbox ``judge``, which requests values from here.
 
-        The two share only two pipes; the outcome is that of the steps.
+        The sandboxes share only two pipes. The outcome returned is the outcome of the steps.
 
         Raises:
             SandboxError: as ``run``.
@@ -231,7 +231,7 @@ class Sandbox:
         return results
 
     def _finish(self, job: Job, out: IO[bytes], results: IO[bytes], limit_s: float) -> Outcome:
-        """Wait for the end of a run. Raises SandboxError."""
+        """Wait for the end of a run and return its outcome. Raises SandboxError."""
         limits: dict[str, Any] = {"limit_s": limit_s, "output_bytes": self._config.output_bytes}
         try:
             return collect(self._channel, out.fileno(), results.fileno(), nonce=job.nonce, **limits)
@@ -291,7 +291,7 @@ class Sandbox:
         )
 
     def _prove(self) -> None:
-        """Attempt forbidden actions from inside.
+        """Attempt forbidden actions from inside the sandbox.
 
         Raises:
             SandboxError: an attempt succeeded.
@@ -307,7 +307,7 @@ def _pipe(files: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment of the warden and of programs: from this process only the path of shared libraries."""
+    """Return the environment variables of the warden and of programs; only LD_LIBRARY_PATH comes from this process."""
     libraries = os.environ.get("LD_LIBRARY_PATH")
     return _ENVIRONMENT | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
 
@@ -327,6 +327,6 @@ def _sealed(text: str) -> Iterator[int]:
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Return the existing directories, with links resolved and without subdirectories of others."""
+    """Return the paths that are directories, sorted, without symbolic links and without subdirectories of others."""
     found = {path for path in paths if Path(path).is_dir() and not Path(path).is_symlink()}
     return sorted(path for path in found if not any(Path(path).is_relative_to(o) for o in found - {path}))

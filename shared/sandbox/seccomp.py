@@ -79,13 +79,13 @@ _FILE_CHANGES: Numbers = {
     "utime": (132, None), "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88),
 }  # fmt: skip
 _ABSENT: Numbers = {"clone3": (435, 435), "openat2": (437, 437)}
-"""Their arguments are in memory, which a filter cannot read: callers fall back to clone and openat."""
+"""Calls whose arguments are in memory, which a filter cannot read; callers then use clone and openat instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Condition:
-    """Deny ``call`` with ``error`` if ``argument`` has any or none of the bits of ``value``, equals or differs from
-    it."""
+    """Rule that denies ``call`` with ``error`` if its ``argument`` (number from 0) passes ``test``: has any or none of
+    the bits of ``value``, equals ``value``, or differs from it."""
 
     call: tuple[int, int | None]
     argument: int
@@ -93,7 +93,7 @@ class _Condition:
     value: int
     error: int
     high: bool = False
-    """Test the upper half of the argument."""
+    """Test the upper 32 bits of the argument; else the lower ones."""
 
 
 def build_filter(*, single: bool, read_only: bool, pid: int) -> bytes:

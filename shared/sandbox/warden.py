@@ -67,15 +67,15 @@ def enter_namespaces(readable: list[str]) -> None:
 
 
 def fresh_scratch(size_bytes: int, *, replace: bool) -> None:
-    """Mount an empty in-memory directory for the next run; ``replace`` removes that of the last."""
+    """Mount an empty in-memory directory for the next run; ``replace``: first unmount the directory of the last run."""
     if replace:
         kernel.unmount(SCRATCH)
     kernel.mount("scratch", SCRATCH, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"size={size_bytes},mode=1777")
 
 
 def _unshared(spaces: int) -> bool:
-    """Return False if this root lacks the right (a container without the capability): a user namespace may still
-    work."""
+    """Leave the namespaces ``spaces``; return False if root lacks the right to (in a container without the capability),
+    where a user namespace may still work."""
     try:
         kernel.unshare(spaces)
     except PermissionError:
@@ -154,7 +154,7 @@ def _serve(channel: socket.socket, plan: Plan) -> None:
 
 
 def _wait(child: int, channel: socket.socket) -> Verdict:
-    """Wait until the run ends, or until the handle requests a stop."""
+    """Wait until the run ends, or kill it when the handle requests a stop; return how it ended."""
     poll = select.poll()
     ended = os.pidfd_open(child)
     try:

@@ -24,14 +24,14 @@ WEBHOOKS = "PENSTOCK_WEBHOOK_PRIVATE"
 MAX_CHARS = 2000
 RESOLVE_S = 5.0
 RESOLVER = ThreadPoolExecutor(2, thread_name_prefix="resolve")
-"""Separate threads for DNS, so that slow names delay only such requests and not files and folds of the loop's
+"""Threads for DNS alone, so that slow look-ups delay only these requests, not the work in the event loop's default
 executor."""
 CARRIERS = tuple(ipaddress.IPv6Network(text) for text in ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96"))
 """IPv6 networks whose last 32 bits are an IPv4 address: compatible, mapped, translated (RFC 2765), NAT64 (RFC 6052)."""
 
 
 def check_url(url: str, *, private: bool) -> str:
-    """Return ``url``. Raises ConfigError unless deliveries may go there, as far as known without resolving its name."""
+    """Check, without resolving its host name, that deliveries may go to ``url``; return ``url``. Raises ConfigError."""
     try:
         parts = urlsplit(url)
         host, secret, _ = parts.hostname, parts.username or parts.password, parts.port
@@ -96,8 +96,10 @@ def _check(
 
 
 def _carried(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Return the IPv4 address that an IPv6 address contains, else the address. A site's own NAT64 (RFC 8215) is
-    reserved."""
+    """Return the IPv4 address that an IPv6 address contains, else ``address``.
+
+    Addresses of a site's own NAT64 (RFC 8215) are not converted: ``_check`` rejects all of them as reserved.
+    """
     if isinstance(address, ipaddress.IPv4Address):
         return address
     if any(address in network for network in CARRIERS):

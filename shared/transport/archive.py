@@ -21,7 +21,7 @@ SILENCE_S = 30.0
 
 
 class StreamImage(msgspec.Struct, frozen=True):
-    """State of a saved stream: the server's own configuration and state, restored unchanged."""
+    """State of a saved stream: the server's own configuration and state, restored with one replica, else unchanged."""
 
     name: str
     config: dict[str, Any]

@@ -182,7 +182,7 @@ class BulkStore:
 
     @contextlib.contextmanager
     def _serve(self, name: str, generation: int) -> Iterator[ServedBlob]:
-        """Hold the reader's lock while the server sends the bytes."""
+        """Yield the content of segment ``name`` for the server, under the reader's lock."""
         with self._changed:
             if name not in self._segments:
                 raise NotFound(f"no segment '{name}' here")

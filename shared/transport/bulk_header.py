@@ -26,7 +26,8 @@ _TAKEN_OFFSET = 24
 class BulkHeader(msgspec.Struct, frozen=True):
     """Content of a segment: ``nbytes`` bytes of generation ``generation`` (0: empty).
 
-    ``single_use``: free once ``taken`` equals ``generation`` (a consumer locked it) and no process holds a lock.
+    With ``single_use`` the segment may be reused once ``taken`` equals ``generation``, which means that a consumer has
+    locked this content, and no process holds a lock any more.
     """
 
     generation: int = 0
@@ -36,13 +37,13 @@ class BulkHeader(msgspec.Struct, frozen=True):
 
 
 def write_header(file: LockedFile, header: BulkHeader) -> None:
-    """Write ``header``."""
+    """Write ``header`` to a segment."""
     packed = _FORMAT.pack(_MAGIC, header.generation, header.nbytes, header.taken, header.single_use)
     os.pwrite(file.fd, packed, 0)
 
 
 def read_header(file: LockedFile) -> BulkHeader:
-    """Read the header.
+    """Return the header of a segment.
 
     Raises:
         NotFound: the file is not a bulk segment, or is truncated.
@@ -57,7 +58,7 @@ def read_header(file: LockedFile) -> BulkHeader:
 
 
 def lock_content(file: LockedFile, generation: int) -> BulkHeader:
-    """Take the reader's lock on content ``generation``, and mark single-use content as taken.
+    """Take the reader's lock on the content of ``generation``, mark single-use content as taken, and return the header.
 
     Raises:
         NotFound: the segment has another content by now.

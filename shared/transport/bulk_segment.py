@@ -157,7 +157,7 @@ class Segment(LockedFile):
 
 
 class Owner:
-    """Liveness mark of a process with segments: a locked file ``<prefix><id>.owner`` for files ``<prefix><id>-<n>``."""
+    """Proof that the owner of segments ``<prefix><id>-<n>`` is alive: it holds the lock of ``<prefix><id>.owner``."""
 
     def __init__(self, directory: Path, prefix: str) -> None:
         self.directory = directory
@@ -171,7 +171,7 @@ class Owner:
             self._file.close()  # a sweeper came between creation and lock and removed it
 
     def next_path(self) -> Path:
-        """Return a path that was never used and never will be again."""
+        """Return the path for a new segment; no other segment ever has this path."""
         self._count += 1
         return self.directory / f"{self.stem}-{self._count}"
 
@@ -184,7 +184,7 @@ class Owner:
 
 
 def sweep(directory: Path, prefix: str) -> list[Path]:
-    """Remove the segments of dead owners and return their paths."""
+    """Remove the segments and owner files of processes that ended; return the paths of the removed files."""
     removed = []
     for path in directory.glob(f"{prefix}*.owner"):
         try:
@@ -200,7 +200,7 @@ def sweep(directory: Path, prefix: str) -> list[Path]:
 
 
 def remove_unheld(paths: Iterable[Path]) -> None:
-    """Remove those of these files that no process has locked."""
+    """Remove the files of ``paths`` that no process has locked."""
     for path in paths:
         with contextlib.suppress(NotFound, Unavailable):  # removed by another process, or owned by another user
             file = LockedFile.open(path)
@@ -210,7 +210,7 @@ def remove_unheld(paths: Iterable[Path]) -> None:
 
 
 def _reserve(fd: int, nbytes: int, on_piece: Callable[[], None]) -> None:
-    """Allocate the pages of a file. Raises OSError without room, if possible before the file takes what is left."""
+    """Allocate the pages of a file. Raises OSError if there is no room, if possible before it allocates any page."""
     if nbytes > _free_bytes(Path(f"/proc/self/fd/{fd}")):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     for start in range(0, nbytes, _PIECE):
@@ -224,7 +224,7 @@ def _free_bytes(path: Path) -> int:
 
 
 def map_file(fd: int, access: Access, on_piece: Callable[[], None] = lambda: None) -> mmap.mmap:
-    """Map a whole file with its pages in place; ``on_piece`` is called repeatedly meanwhile.
+    """Return a mapping of a whole file with its page table filled; ``on_piece`` is called repeatedly meanwhile.
 
     The mapping has its own open file: a mapping keeps a duplicate of its descriptor and thereby the lock of that open
     file, so closing ``fd`` would otherwise not release the lock while an array of the mapping lives.

@@ -10,8 +10,8 @@
 Each blob has a token, which its claim or manifest carries over the bus. ``proof`` is the HMAC-SHA256 of nonce and
 request under that token, so that only recipients of the claim can pull. ``seal`` is the GMAC (NIST SP 800-38D) of the
 bytes under a key that both derive from token and nonce, so that nobody on the path can change them. The bytes
-themselves are encrypted if ``PENSTOCK_BULK_TLS_*`` is set: then all of the above goes through TLS, and with authorities
-both ends authenticate by certificate.
+themselves are encrypted if ``PENSTOCK_BULK_TLS_*`` is set: then all of the above goes through TLS, and with a CA file
+(``PENSTOCK_BULK_TLS_CA``) both ends authenticate by certificate.
 
 Blocking sockets in threads: a loop around ``recv_into`` reaches about 0.9 of loopback TCP's throughput, asyncio streams
 less than 0.2. The segment stays locked until the receipt, because ``sendfile`` passes the pages themselves to the
@@ -56,12 +56,13 @@ _PROOF_S = 5.0
 """Time limit of a peer's request with its proof (seconds)."""
 _MAX_CONNECTIONS = 64
 _MAX_UNPROVEN = 64
-"""Largest number of peers without proof; beyond it the oldest is dropped, so that strangers cannot block others."""
+"""Largest number of connected peers that have not sent a valid proof yet. Above it the server disconnects the oldest of
+these, so that strangers cannot block other peers."""
 _CHUNK = 4 << 20
 _PIECE = 1 << 20
 """Bytes received at a time: few enough to be in a cache while they are checked."""
 _BESIDE = 8 << 20
-"""Smaller blobs are not worth a thread that seals them while they are sent or received."""
+"""Size (bytes) above which a second thread computes the seal of a blob while it is sent or received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +201,7 @@ class BlobServer:
 
 @contextlib.contextmanager
 def _mapped(blob: ServedBlob, file: IO[bytes]) -> Iterator[memoryview]:
-    """Yield the bytes of a blob."""
+    """Yield the bytes of a blob: ``blob.data`` if the producer has it, else a mapping of ``file``."""
     if blob.data is not None:
         with blob.data.data as data:
             yield data
@@ -218,18 +219,18 @@ def _mapped(blob: ServedBlob, file: IO[bytes]) -> Iterator[memoryview]:
 
 
 class _Seal:
-    """GMAC of bytes that arrive in pieces. Its key serves this transfer alone, so that the IV may be constant."""
+    """GMAC of bytes that arrive in pieces. Its key is used for one transfer only, so that the IV may be constant."""
 
     def __init__(self, token: bytes, nonce: bytes) -> None:
         key = _mac(token, b"seal", nonce)
         self._gcm = Cipher(algorithms.AES256(key), modes.GCM(bytes(_IV_BYTES))).encryptor()
 
     def add(self, data: memoryview) -> None:
-        """Add bytes."""
+        """Add the next bytes to the GMAC."""
         self._gcm.authenticate_additional_data(data)
 
     def digest(self) -> bytes:
-        """Return the GMAC of all bytes; the end of this object."""
+        """Return the GMAC of all added bytes; no more can be added after this call."""
         self._gcm.finalize()
         return self._gcm.tag
 
@@ -246,13 +247,14 @@ def pull(
     address: str, name: str, generation: int, token: str, target: NDArray[np.uint8], *, timeout_s: float,
     tls: ssl.SSLContext | None = None, on_bytes: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:  # fmt: skip
-    """Fetch a blob into ``target``, uint8 [its size]; blocks. Memory that was used before is several times faster.
+    """Fetch a blob into ``target``, uint8 [size of the blob]; blocks.
 
-    With ``tls`` the certificate of the producer must name the host in ``address``. ``on_bytes`` is called repeatedly
-    with the number of bytes received so far, perhaps by another thread. They are not proved to be right before the end.
+    A ``target`` whose memory was used before is filled several times faster than fresh memory. With ``tls`` the
+    certificate of the producer must name the host in ``address``. ``on_bytes`` is called repeatedly, perhaps by another
+    thread, with the number of bytes received so far. The seal verifies the bytes only when all have arrived.
 
     Raises:
-        NotFound: the producer no longer has it.
+        NotFound: the producer no longer has the blob.
         Unavailable: the producer cannot be reached or disconnected, rejects the token or this process, or cannot
             authenticate itself.
         DeadlineError: not complete after ``timeout_s``.
@@ -293,7 +295,7 @@ def pull(
 def _receive_blob(
     peer: socket.socket, target: NDArray[np.uint8], deadline: float, seal: _Seal, on_bytes: Callable[[int], None]
 ) -> None:
-    """Receive into ``target`` and add the bytes to the seal."""
+    """Receive a blob into ``target``, add its bytes to ``seal``, and report progress to ``on_bytes`` (see ``pull``)."""
 
     def check(start: int) -> None:
         piece = target[start : start + _PIECE].data
@@ -308,9 +310,11 @@ def _receive_blob(
 
 @contextlib.contextmanager
 def _in_order(nbytes: int) -> Iterator[Callable[[Callable[[int], None], int], None]]:
-    """Yield a function that makes calls one after the other, for large blobs in a second thread beside the caller.
+    """Yield ``submit(call, start)``, which runs ``call(start)``: at once, or in a second thread for a blob of more than
+    ``_BESIDE`` bytes.
 
-    Without an error all calls have been made at the end. The first error of one is raised by a later one or at the end.
+    The thread makes the calls in order. Without an error, the block ends after the last call. An error of a call in the
+    thread is raised by a later ``submit`` or at the end of the block.
     """
     if nbytes <= _BESIDE:
         yield lambda call, start: call(start)
@@ -332,7 +336,7 @@ def _in_order(nbytes: int) -> Iterator[Callable[[Callable[[int], None], int], No
 
 
 def _connected(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | None) -> socket.socket:
-    """Connect to a producer, over TLS if there is a context. Raises OSError."""
+    """Return a socket connected to a producer, over TLS if ``tls`` is set. Raises OSError."""
     peer = socket.create_connection((host, port), timeout=timeout_s)
     try:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -343,7 +347,10 @@ def _connected(host: str, port: int, timeout_s: float, tls: ssl.SSLContext | Non
 
 
 def _greeting(peer: socket.socket, deadline: float) -> bytes:
-    """Read the greeting of a producer. A producer with TLS waits for the client to begin. Raises OSError."""
+    """Return the greeting of a producer. Raises OSError.
+
+    A producer with TLS sends nothing to a client without TLS, and then disconnects: the error suggests this cause.
+    """
     greeting = bytearray(len(MAGIC) + _NONCE_BYTES)
     try:
         _receive_into(peer, memoryview(greeting), deadline)
@@ -355,7 +362,10 @@ def _greeting(peer: socket.socket, deadline: float) -> bytes:
 
 
 def _cut(peer: socket.socket) -> None:
-    """Shut down a socket that a thread may use, below TLS: after a shutdown of TLS, the socket would send in clear."""
+    """Shut down the TCP connection of a socket that another thread may use.
+
+    ``SSLSocket.shutdown`` is not called: it drops the encryption, and the other thread could then send in clear.
+    """
     with contextlib.suppress(OSError):
         socket.socket.shutdown(peer, socket.SHUT_RDWR)
 

@@ -69,9 +69,10 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True)
 class ConsumerState:
-    """Numbers of messages not delivered yet, delivered but not acknowledged, and delivered more than once.
+    """State of a durable consumer: ``pending`` messages are not delivered yet, ``ack_pending`` are delivered but not
+    acknowledged, ``redelivered`` were delivered more than once.
 
-    ``delivered_seq`` is the highest sequence ever delivered; the others are the consumer's settings.
+    ``delivered_seq`` is the highest sequence ever delivered; ``max_deliver`` and ``ack_wait_s`` are settings.
     """
 
     pending: int
@@ -199,7 +200,8 @@ class Bus:
         In a cluster each has ``replicas``; those that have more keep them.
 
         INTERACTIONS and FEEDBACK keep a message for ``live_keep_s``; None: until it is removed explicitly. AUDIT keeps
-        it for ``audit_keep_s``, or until it needs the space. LEDGER has ``ledger_bytes``; None: the size of the others.
+        a message for ``audit_keep_s``, or until it needs the space. LEDGER has ``ledger_bytes``; None:
+        ``stream_bytes``.
 
         Raises:
             ConfigError: the server has no room, or an existing stream cannot be changed.
@@ -304,7 +306,7 @@ class Bus:
         return await reading.last(self._connection, stream, subject)
 
     async def get(self, stream: str, seq: int, *, deadline_s: float = 5.0) -> Message:
-        """Return the message with that sequence. Raises NotFound only if the stream's leader does not have it."""
+        """Return the message with sequence ``seq``. Raises NotFound only if the stream's leader does not have it."""
         return await reading.get(self._connection, stream, seq, deadline_s=deadline_s)
 
     async def get_many(self, stream: str, seqs: Iterable[int], *, deadline_s: float = 10.0) -> dict[int, Message]:
@@ -316,7 +318,8 @@ class Bus:
     ) -> dict[int, Message]:
         """Fetch payloads by the sequence of their first message, with parts joined; incomplete ones are left out.
 
-        ``direct``: from any replica; needs a permission that not every service has.
+        With ``direct`` any replica answers, else the stream's leader. ``direct`` needs a permission that not every
+        service has.
         """
         return await reading.get_whole(self._connection, stream, seqs, deadline_s=deadline_s, direct=direct)
 
@@ -371,7 +374,8 @@ class Bus:
                 raise
 
     async def purge(self, stream: str, subject: str, *, below_seq: int | None = None) -> int:
-        """Delete messages of ``subject``, all or those below a sequence, with their parts; return their number."""
+        """Delete the messages of ``subject`` with sequences below ``below_seq`` (None: all), and their parts; return
+        the number of deleted messages."""
         if below_seq is not None and below_seq <= 1:  # the server treats sequence 0 as no limit
             return 0
         purged = 0
@@ -431,7 +435,7 @@ class Bus:
         return await archive.load_stream(self._connection, image, parts)
 
     async def streams(self) -> list[str]:
-        """Return the names of existing streams; that of a bucket begins with ``KV_``."""
+        """Return the names of existing streams; the name of a bucket's stream begins with ``KV_``."""
         names: list[str] = []
         while True:
             answer = await self._call("STREAM.NAMES", {"offset": len(names)}, "names of the streams")

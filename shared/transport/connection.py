@@ -3,7 +3,7 @@
 Every (re)connect uses a fresh client of nats-py with its own reconnect logic switched off, because that logic keeps
 unsent messages, waits for a dead peer to accept them, and ends permanently on a protocol error. Whatever ends the
 client's read loop (end of file, a reset, missed pongs, a server that refuses) has one effect here: pending requests
-fail at once, the socket is aborted, and new clients are dialled until ``close``.
+fail at once, the socket is aborted, and new clients connect until ``close``.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ class Connection:
     ) -> Subscription:
         """Call ``callback`` for each message, sequentially; it must be quick. Survives reconnects.
 
-        With ``confirm``, return once the server has registered it (while disconnected: at once; it is registered on
-        reconnect).
+        With ``confirm``, return once the server has registered the subscription (while disconnected: at once; the
+        reconnect registers it).
         """
         entry = Subscription(self, subject, queue, callback)
         self._subscriptions.append(entry)
@@ -278,7 +278,8 @@ class Connection:
                 log.debug("unsubscribe from %s: %s", entry.subject, error)
 
     async def echo(self, timeout_s: float) -> float:
-        """Return the seconds that a message to this client takes, which proves server, read loop and subscription.
+        """Return the time (seconds) that a message from this client to itself takes. Its arrival proves that server,
+        read loop and subscription work.
 
         nats-py's own rtt and flush are not used: a pong that arrives after their timeout kills the read loop.
         """

@@ -1,7 +1,7 @@
 """Client of a simulator session: requests in order, repeated if the bus loses them.
 
-On one host they go through a Unix socket, which takes half a millisecond less; if it fails, by the bus. Observations
-are then read where the simulators write them.
+If the env service runs on the same host, requests go through a Unix socket, which takes half a millisecond less, and
+over the bus once the socket fails; observations are read in the memory to which the simulators write them.
 """
 
 from __future__ import annotations
@@ -119,14 +119,14 @@ class EnvClient:
         return self._observations is not None
 
     async def reset(self, request: ResetRequest, *, deadline_s: float = 60.0) -> ResetReply:
-        """Start episodes. Raises as ``step``."""
+        """Start episodes; return a reply with their first observations. Raises as ``step``."""
         return await self._observe(request, ResetReply, deadline_s)
 
     async def step(self, request: StepRequest, *, deadline_s: float = 60.0) -> StepReply:
         """Execute a chunk of actions.
 
         Raises:
-            ProtocolError, Conflict: the request does not fit the environments and is not numbered.
+            ProtocolError, Conflict: the request does not fit the environments; the next request gets the same number.
             Unavailable: no process serves the session for 10 s, or it does not answer until the deadline.
         """
         return await self._observe(request, StepReply, deadline_s)
@@ -135,7 +135,7 @@ class EnvClient:
         """Store the running episodes of ``env_ids`` [n], which continue; return n snapshots for ``restore``.
 
         Raises:
-            Unsupported: the simulator has none (``spec.has_snapshots``).
+            Unsupported: the simulator has no snapshots (``spec.has_snapshots``).
             Unavailable: the simulator lost an episode meanwhile; otherwise as ``step``.
         """
         reply = await self._ask(SnapshotRequest(seq=self.seq, env_ids=env_ids), SnapshotReply, deadline_s)
@@ -216,7 +216,8 @@ class EnvClient:
         return decode_env(self._blob.data, kind)
 
     async def _request(self, data: bytes, deadline_s: float) -> bytes:
-        """Repeat a request until it is answered: through the socket while that is open, and by the bus after it."""
+        """Repeat a request until it is answered, through the socket while it is open, then over the bus; return the
+        reply."""
 
         def send(left_s: float) -> Awaitable[bytes]:
             if self._direct is not None and self._direct.is_open:
@@ -232,7 +233,10 @@ class EnvClient:
 
 
 def _mapped(memory: ObservationMemory, process: int, spec: EnvSpec) -> dict[str, NDArray[Any]] | None:
-    """Map the current observations [B, ...] of a session that ``process`` serves, by name; None if that fails."""
+    """Map the memory with the current observations of a session; return arrays [B, ...] by name, or None if that fails.
+
+    ``process`` is the id of the process that serves the session.
+    """
     try:
         descriptor = os.open(f"/proc/{process}/fd/{memory.descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
         try:
@@ -256,7 +260,8 @@ def _mapped(memory: ObservationMemory, process: int, spec: EnvSpec) -> dict[str,
 async def _repeated(send: Callable[[float], Awaitable[bytes]], deadline_s: float, *, gone_s: float = math.inf) -> bytes:
     """Repeat a request until it is answered; the server executes a repeated request once.
 
-    ``send`` sends it with the time that is left (seconds).
+    ``send`` sends the request, given the time that is left (seconds). The call fails with NoResponders if there is no
+    server for ``gone_s`` seconds.
     """
     clock = asyncio.get_running_loop().time
     end, gone = clock() + deadline_s, math.inf

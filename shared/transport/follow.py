@@ -46,8 +46,8 @@ class Reader:
 
     ``aclose`` it when done early (``contextlib.aclosing``); otherwise garbage collection cleans it up.
 
-    With ``follow=False`` it ends at the end that the stream has when the end is reached. With ``last_per_subject`` it
-    starts with the newest message of each subject.
+    With ``follow=False`` it stops once it has returned every message that the stream has by then. With
+    ``last_per_subject`` it starts with the newest message of each subject.
     """
 
     def __init__(
@@ -147,7 +147,8 @@ class Reader:
         return found is not None
 
     async def _rebuild(self) -> None:
-        """Create a consumer after the last delivered message (waits for the connection without limit)."""
+        """Create a consumer that starts after the last returned message. Wait for the connection without limit, or in a
+        scan for ``RECONNECT_S``."""
         if self._inbox is None:
             weak = _Weak(self)
             self._inbox = await self._connection.subscribe(
@@ -186,7 +187,8 @@ class Reader:
         return True
 
     def _reply_to(self) -> str:
-        """Return a unique reply subject per request, to distinguish its end from the late end of another."""
+        """Return the reply subject of the newest request. Each request has its own, so that the late end of an earlier
+        request is not taken for the end of this one."""
         prefix = self._inbox.subject.removesuffix("*") if self._inbox is not None else ""
         return f"{prefix}{self._requests}"
 
@@ -244,7 +246,7 @@ class Reader:
 
 
 class _Weak:
-    """State of a reader that the connection references, so that an abandoned reader can be collected."""
+    """Receiver that the connection references in place of its reader, so that an abandoned reader can be collected."""
 
     def __init__(self, reader: Reader) -> None:
         self.inbox: Subscription | None = None

@@ -39,7 +39,7 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class Reply:
-    """Sink of one request: the first reply, or the error."""
+    """Sink of one request: resolves ``future`` with the first reply, or with the error."""
 
     future: asyncio.Future[Raw]
 
@@ -55,7 +55,7 @@ class Reply:
 
 
 class Inboxes:
-    """Sinks below one prefix, by the last token of their subject. All are below the inboxes of a NATS user."""
+    """Inboxes of one connection, each with its sink. All share one prefix, below the inboxes of the NATS user."""
 
     def __init__(self, user: str = "") -> None:
         self._user = user
@@ -64,7 +64,7 @@ class Inboxes:
         self._counter = 0
 
     def new(self) -> str:
-        """Return a subject that no other client uses."""
+        """Return the subject of a new inbox, which no other client uses."""
         return f"{inbox_of(self._user)}.{secrets.token_hex(11)}"
 
     def attach(self, sink: Sink) -> str:

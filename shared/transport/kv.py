@@ -24,7 +24,10 @@ KEY = re.compile(r"[-/_=a-zA-Z0-9]+(\.[-/_=a-zA-Z0-9]+)*\Z")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Key at a revision; ``value`` is None if it was deleted. ``time`` is when the server stored it."""
+    """Key and value at a revision; ``value`` is None if the key was deleted.
+
+    ``time`` is when the server stored this revision (Unix seconds).
+    """
 
     key: str
     value: bytes | None
@@ -43,7 +46,7 @@ class KeyValue:
         self._prefix = f"$KV.{bucket}."
 
     async def get(self, key: str, *, deadline_s: float = 5.0) -> Entry | None:
-        """Return the newest value from the leader, or None if there is none or it was deleted."""
+        """Return the newest entry of a key from the leader, or None if the key has no value."""
         entry = await self._last(key, deadline_s)
         return entry if entry is not None and entry.value is not None else None
 
@@ -76,11 +79,11 @@ class KeyValue:
         return await self._put(key, value, revision, deadline_s, _kept(keep_s))
 
     async def overwrite(self, key: str, value: bytes, revision: int, *, keep_s: float | None = None) -> int:
-        """Update a value and overwrite the replaced bytes in the server's files, in buckets that allow it.
+        """Update a value as ``update`` does, and overwrite the old bytes in the server's files if the bucket allows it.
 
         Raises:
             Conflict: the key is at another revision.
-            Unavailable: as for ``update``; the key may then be without a value.
+            Unavailable: the update failed; the key may then have no value.
         """
         info = await call(self._connection, f"STREAM.INFO.{self._stream}", deadline_s=5.0, what=f"of {self.bucket}")
         if info["config"].get("deny_delete"):
@@ -120,8 +123,8 @@ class KeyValue:
         await self._put(key, b"", revision, deadline_s, {OPERATION: "DEL"})
 
     async def entries(self, prefix: str = "") -> list[Entry]:
-        """Return all entries whose key is ``prefix`` or begins with ``prefix.``, oldest first; without ``prefix``
-        all."""
+        """Return the entries whose key is ``prefix`` or begins with ``prefix.``, oldest first; all if ``prefix`` is
+        empty."""
         return [entry for entry in await self._read(prefix, headers_only=False) if entry.value is not None]
 
     async def keys(self, prefix: str = "") -> list[str]:
@@ -150,7 +153,8 @@ class KeyValue:
         return sorted(found, key=lambda entry: entry.revision)
 
     def subjects(self, prefix: str) -> list[str]:
-        """Return the subject filters that cover a prefix."""
+        """Return subject filters for the key ``prefix`` and the keys that begin with ``prefix.``; for all keys if it is
+        empty."""
         if not prefix:
             return [self._prefix + ">"]
         return [self._prefix + self._checked(prefix), f"{self._prefix}{prefix}.>"]

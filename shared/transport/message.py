@@ -14,7 +14,7 @@ __all__ = ["MSG_ID", "AckInfo", "Message", "Outgoing", "from_consumer", "own_hea
 MSG_ID = "Nats-Msg-Id"
 """Header by which a stream drops duplicate publishes."""
 SIZE = "Nats-Msg-Size"
-"""Header of a message that is delivered without its data."""
+"""Header with the size of the data (bytes), in a message that is delivered without the data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def parse_ack(reply: str) -> AckInfo:
 
 
 def from_consumer(raw: Raw) -> tuple[Message, AckInfo]:
-    """Convert a message delivered by a consumer."""
+    """Return a message that a consumer delivered, and its delivery metadata."""
     info = parse_ack(raw.reply)
     nbytes = int((raw.headers or {}).get(SIZE, len(raw.data)))
     return Message(raw.subject, raw.data, own_headers(raw.headers), info.stream_seq, info.time_ns / 1e9, nbytes), info

@@ -27,7 +27,9 @@ def cut(message: Outgoing) -> list[Outgoing]:
 
 
 def whole(first: Message, found: Mapping[int, Message]) -> Message | None:
-    """Join the payload that ``first`` begins with its later parts from ``found`` (by sequence); None if one is missing.
+    """Return the payload whose first part is ``first``, joined with its later parts; None if one is missing.
+
+    ``found`` has the messages to take the later parts from, by sequence number.
 
     Raises:
         ProtocolError: the header that counts the parts is malformed.

@@ -111,9 +111,10 @@ class Publisher:
     ) -> list[int] | None:
         """Publish one atomic batch; return its sequences, or None if single publishes must resolve it.
 
-        That is the case if the stream does not allow batches, and if a message id is known already: then an earlier
-        attempt was stored as a whole, and repeating the messages one by one returns their sequences. ``parts`` of one
-        payload are never published one by one: the first case is an error, and the second means that all are stored.
+        It returns None if the stream does not allow batches, and if a message id is known already: then an earlier
+        attempt was stored as a whole, and repeating the messages one by one returns their sequences. With ``parts`` the
+        messages are parts of payloads, which are never published one by one: a stream without batches is then an error,
+        and None means that all parts are stored.
         """
         attempts = retry_until(self._connection, deadline_s, f"publish {len(messages)} on '{messages[0].subject}'")
         more_s = sum(len(message.data) for message in messages) / SLOWEST_BYTES_PER_S
@@ -164,7 +165,8 @@ class Publisher:
         return answer
 
     async def _resolve(self, subject: str, msg_id: str, expected: int, error: Conflict) -> int:
-        """Return the sequence of an earlier attempt of this append whose response was lost, or raise ``error``.
+        """Return the sequence of the message if an earlier attempt stored it but its response was lost; else raise
+        Conflict.
 
         The server compares the expected sequence before it looks for repeated message ids.
         """
@@ -190,7 +192,7 @@ def _batch_headers(message: Outgoing, batch: str, number: int) -> dict[str, str]
 
 
 def check_size(subject: str, data: bytes) -> None:
-    """Check that a message needs no bulk plane.
+    """Check that a message is small enough to be published as it is.
 
     Raises:
         ProtocolError: more than 1 MiB.

@@ -32,8 +32,8 @@ UNSENT_ACKS = 10_000
 class Delivery:
     """One message under lease. Exactly one of ``ack``, ``nak``, ``term`` ends the lease; ``in_progress`` extends it.
 
-    None of them fails while the bus is down: they are sent on reconnect. Yet an acknowledgement proves nothing: the
-    message may be delivered again, and its handler must recognise that.
+    None of these calls fails while the bus is down: the first three are sent on reconnect, ``in_progress`` is lost.
+    Yet an acknowledgement proves nothing: the message may be delivered again, and its handler must recognize that.
     """
 
     __slots__ = ("_puller", "_reply", "data", "deliveries", "headers", "seq", "subject", "time")
@@ -51,7 +51,7 @@ class Delivery:
         """Number of deliveries; 1 at the first."""
 
     async def ack(self) -> None:
-        """Acknowledge success: never deliver the message again; a work queue deletes it."""
+        """Acknowledge success: the server does not deliver the message again, and a work queue deletes it."""
         await self._puller.answer(self._reply, b"+ACK")
 
     async def nak(self, delay_s: float = 0.0) -> None:
@@ -60,7 +60,7 @@ class Delivery:
         await self._puller.answer(self._reply, body)
 
     async def term(self) -> None:
-        """Give up on the message: never deliver it again although it was not processed."""
+        """Give up on the message: the server does not deliver it again, although it was not processed."""
         await self._puller.answer(self._reply, b"+TERM")
 
     async def in_progress(self) -> None:
@@ -187,12 +187,13 @@ class Puller:
             raise
 
     def _reply_to(self) -> str:
-        """Return a unique reply subject per request, to distinguish its end from the late end of another."""
+        """Return the reply subject of the newest request. Each request has its own, so that the late end of an earlier
+        request is not taken for the end of this one."""
         prefix = self._inbox.subject.removesuffix("*") if self._inbox is not None else ""
         return f"{prefix}{self._requests}"
 
     async def _wait_for_answer(self, timeout_s: float) -> None:
-        """Wait until the request has ended; its messages are in the buffer."""
+        """Wait until the open request has ended, at most ``timeout_s``; its messages are then in the buffer."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._open:

@@ -97,7 +97,10 @@ class Server:
 
 
 def error_reply(what: str, error: BaseException) -> tuple[str, bytes]:
-    """Return the class name and the message with which an error of the handler of ``what`` reaches its requester."""
+    """Return the class name and the message that tell a requester of an error.
+
+    ``what`` names the subject or socket whose handler raised ``error``.
+    """
     if isinstance(error, PenstockError):
         return type(error).__name__, str(error).encode()
     log.error("handler of %s failed", what, exc_info=error)
@@ -105,7 +108,7 @@ def error_reply(what: str, error: BaseException) -> tuple[str, bytes]:
 
 
 def error_of(name: str, message: bytes) -> PenstockError:
-    """Return the error that ``error_reply`` described."""
+    """Return the exception for a class name and a message from ``error_reply``."""
     kind = getattr(errors, name, PenstockError) if name in errors.__all__ else PenstockError
     error: PenstockError = kind(message.decode("utf-8", "replace"))
     return error

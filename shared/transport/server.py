@@ -44,7 +44,8 @@ SILENCE_S = 30.0
 REPORT_S = 5.0
 """Interval of reports about a slow start (seconds)."""
 BUSY_SHARE = 0.01
-"""Share of one CPU that counts as progress: an idle server uses a tenth of it, one that opens its store far more."""
+"""Share of one CPU that counts as progress: an idle server uses a tenth of this share, one that opens its store far
+more."""
 READ_BYTES = 1 << 20
 """Bytes read in SILENCE_S above which reading counts as progress."""
 LAST_LINES = 5
@@ -187,7 +188,7 @@ class _Process:
         return lock
 
     def _lines(self, offset: int) -> list[str]:
-        """Return its log since this start; at least one line."""
+        """Return the lines of the server's log from byte ``offset`` on, where this start began; at least one line."""
         with self.log.open("rb") as log:
             log.seek(offset)
             text = log.read().decode("utf-8", "replace")
@@ -217,7 +218,7 @@ class Progress:
         self._since = time.monotonic()
 
     def silent_s(self, now: float) -> float:
-        """Return the seconds since the last progress; ``now`` is of time.monotonic."""
+        """Return the seconds since the last progress; ``now`` is the current ``time.monotonic()``."""
         logged, busy_s, read = seen = self._seen()
         before = self._mark
         if logged > before[0] or busy_s - before[1] > self._busy_s or read - before[2] > self._bytes:
@@ -241,9 +242,9 @@ class NatsServer(_Process):
     """NATS server with JetStream on disk. With ``sync`` an acknowledged message is on the disk, not only in memory.
 
     Streams reserve their largest sizes, ``max_file_store`` bytes in all; None: three quarters of the free space at each
-    start. ``passwords``: of its users by role (``shared/protocol/permissions.py``); without them every client that
-    reaches the port may do everything. ``tls``: files of a certificate, its key, and the authorities whose clients it
-    accepts.
+    start. ``passwords``: passwords of its users by role (``shared/protocol/permissions.py``); without passwords every
+    client that reaches the port may do everything. ``tls``: files of a certificate, its key, and the authorities whose
+    clients it accepts.
     """
 
     name = "nats"
@@ -321,8 +322,8 @@ class NatsServer(_Process):
         return "\n".join(lines) + "\n" + (nats_users(self._passwords) if self._passwords else "")
 
     def _is_ready(self) -> bool:
-        """Return True if the file with the server's ports exists, which it writes, named after its pid, once it
-        listens."""
+        """Read the ports from the file that the server writes once it listens; return False while it is missing or
+        incomplete."""
         path = self.directory / f"nats-server_{self.pid}.ports"
         try:
             ports = json.loads(path.read_text(encoding="utf-8"))

@@ -46,11 +46,12 @@ EXPIRING = frozenset({subjects.EPISODES})
 ERASABLE = frozenset({subjects.EPISODES})
 """Buckets with content from users: entries can be overwritten in the files of the server."""
 EXPIRING_S = 38 * 86400
-"""Longer than any entry's expiry (seconds); the only limit on servers that do not support an expiry per message."""
+"""Age limit of the EXPIRING buckets (seconds), longer than the expiry of any entry. Servers that do not support an
+expiry per message apply only this limit."""
 EXPIRING_SINCE = (2, 11, 0)
 BUCKET_BYTES = 64 << 20
 SNAPSHOT_BYTES = 256 << 20
-"""Size for two snapshots of each running job, a few hundred bytes per batch that is still in the log."""
+"""Size for two snapshots of each running job; a snapshot has a few hundred bytes per batch that is still in the log."""
 AUDIT_BYTES = 256 << 20
 """Size for some 400,000 records of 600 bytes; the oldest are removed for new ones."""
 VIDEO_BYTES = 256 << 20
@@ -68,7 +69,7 @@ NO_ROOM = (Code.STORAGE_RESOURCES, Code.INSUFFICIENT_RESOURCES)
 def max_bytes(*, experience_bytes: int, stream_bytes: int, ledger_bytes: int | None = None) -> dict[str, int]:
     """Return the size limit of each stream, by its name on the server (``KV_BUCKET`` for a bucket).
 
-    ``ledger_bytes``: of LEDGER; None: as the others.
+    ``ledger_bytes`` is the limit of LEDGER; None: ``stream_bytes``.
     """
     sizes = dict.fromkeys(STREAMS, stream_bytes)
     sizes |= {
@@ -94,7 +95,8 @@ async def ensure(
     update: bool = True,
     deadline_s: float = 30.0,
 ) -> None:
-    """Create missing streams and, with ``update``, change those that differ; replicas are added, never removed.
+    """Create missing streams and, with ``update``, change the streams whose configuration differs from these arguments;
+    replicas are added, never removed.
 
     Raises:
         ConfigError: the server has no room for these sizes, or an existing stream cannot be changed to fit.
@@ -152,14 +154,14 @@ async def _exists(connection: Connection, stream: str, deadline_s: float) -> boo
 
 
 async def _changed(connection: Connection, config: dict[str, Any], deadline_s: float) -> dict[str, Any] | None:
-    """Merge ``config`` into the configuration of an existing stream; None if that changes nothing.
+    """Return the configuration of an existing stream with ``config`` merged in; None if that changes nothing.
 
     Settings made by others (placement, compression) stay. Replicas are never reduced. A stream that discards old
     messages never gets a limit below its current size, because the server would delete the difference. Neither does
     SNAPSHOTS, which earlier versions gave more room: its messages are derived from LEDGER.
 
     Raises:
-        ConfigError: another stream holds more than its new limit.
+        ConfigError: a stream other than these holds more than its new limit.
     """
     name, most = config["name"], config["max_bytes"]
     info = await call(connection, f"STREAM.INFO.{name}", deadline_s=deadline_s, what=f"state of stream {name}")
@@ -184,7 +186,7 @@ async def _changed(connection: Connection, config: dict[str, Any], deadline_s: f
 
 
 def _absent(value: object) -> object:
-    """Return the default of a field of this type, which the server omits."""
+    """Return the zero value of the type of ``value``: the server omits fields with this value."""
     return type(value)()
 
 

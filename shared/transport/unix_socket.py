@@ -126,7 +126,7 @@ class UnixClient:
 
     @property
     def peer(self) -> int:
-        """Process that serves the address; 0 if this process cannot see it."""
+        """Id of the process that serves the address; 0 if this process cannot see it."""
         return self._connection.peer
 
     async def request(self, data: bytes, *, deadline_s: float) -> bytes:
@@ -182,7 +182,7 @@ class _Messages(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
         self.peer = 0
-        """Process at the other end; 0 if it is not in a namespace of this process."""
+        """Id of the process at the other end; 0 if it is outside of this process's PID namespace."""
 
     @property
     def is_open(self) -> bool:

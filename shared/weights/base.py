@@ -65,7 +65,7 @@ class WeightPublisher(Protocol):
         """Copy ``tensors`` out and return their manifest. The version of ``keep`` stays available.
 
         Raises:
-            WeightsError: they do not fit the layout, or the bytes cannot be stored.
+            WeightsError: the tensors do not fit the layout, or the bytes cannot be stored.
             DeadlineError: receivers hold every slot.
             Fenced: a publisher with a higher epoch exists.
         """
@@ -78,13 +78,13 @@ class WeightReceiver(Protocol):
     """Stages policy versions on one host."""
 
     def accepts(self, ref: SlotRef) -> bool:
-        """Return True if this receiver can use such a reference."""
+        """Return True if this receiver can use ``ref``."""
 
     def stage(self, manifest: WeightManifest) -> Staged:
         """Open, check and verify the bytes of ``manifest``.
 
         Raises:
-            WeightsError: that failed; nothing is held and the engine keeps its version.
+            WeightsError: the version could not be staged; nothing is held, and the engine keeps its version.
         """
 
     def close(self) -> None:

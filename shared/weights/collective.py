@@ -88,7 +88,7 @@ class _Offer:
 
 
 class _Group:
-    """One rank of the process group of one membership."""
+    """This process's rank in the process group of one membership."""
 
     def __init__(self, kind: Kind, store: Store, rank: int, size: int, *, address: str) -> None:
         """Connect to the other ranks.
@@ -184,7 +184,7 @@ class CollectivePublisher:
         return SlotRef(self._kind, self._host, offer.handle, self._layout.nbytes)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the current broadcast; return False if it continues, or if no member can be reached any more."""
+        """Wait for the current broadcast; return False if it is still running, or if the group broke."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return time.monotonic() >= self._rests_until and (self._thread is None or not self._thread.is_alive())
@@ -234,7 +234,7 @@ class CollectiveReceiver:
     """Group member that receives into private memory.
 
     Args:
-        name: the coordinator's name of this member.
+        name: name by which the coordinator knows this member.
     """
 
     def __init__(self, name: str, layout: Layout | None = None, *, kinds: Sequence[Kind] = ("gloo",)) -> None:
@@ -280,7 +280,7 @@ class CollectiveReceiver:
         self._pool.clear()
 
     def _enter(self, offer: _Offer) -> _Group:
-        """Report this member to the publisher, and connect to the others."""
+        """Report this member to the publisher, connect to the other members, and return the group."""
         of = (offer.host, offer.port, offer.epoch, offer.group)
         if self._of != of:
             self._leave()
@@ -314,5 +314,5 @@ def _own_address(peer: str) -> str:
 
 
 def _line(error: Exception) -> str:
-    """Return the first line of an error message; those of torch continue with a C++ stack."""
+    """Return the first line of an error message; messages of torch continue with a C++ stack."""
     return str(error).strip().split("\n", 1)[0][:300] or type(error).__name__

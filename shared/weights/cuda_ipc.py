@@ -3,8 +3,8 @@
 A slot has a file beside those of shared memory, with the same header and locks and without data. Its device memory
 belongs to the publishing process and ends with it, so a slot is never adopted, and a receiver serves a private copy,
 which it makes and verifies while it holds the lock of the slot. The publisher keeps a file locked: once that lock is
-gone, its handles are refused. Receivers lock another file for as long as they map its memory, so that a publisher that
-lives does not free it before: CUDA leaves undefined what they would read.
+gone, receivers refuse its handles. Receivers lock another file for as long as they map the publisher's memory, so that
+a living publisher does not free it before they unmap it: CUDA leaves reads of freed memory undefined.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class CudaIpcPublisher:
     ) -> WeightManifest:
         """Fill a free slot of the device, and publish its content by the other transport; see ``WeightPublisher``.
 
-        Without room on the device, if receivers hold all of its slots, or if it computes no digest, the manifest has no
-        reference to it. Raises WeightsError once this is closed.
+        The manifest has no reference to the device if the device has no room, if receivers hold all of its slots, or if
+        it fails to compute the digest. Raises WeightsError after ``close``.
         """
         with self._lock:
             if self._mapped is None:
@@ -188,7 +188,7 @@ class CudaIpcPublisher:
             return ""
 
     def _free_slot(self, epoch: int) -> Segment | None:
-        """Return a locked slot with memory, or None."""
+        """Return a locked slot with memory; None if receivers hold all slots or the device has no room."""
         try:
             slot = self._pool.acquire(epoch=epoch, timeout_s=ROOM_S)
         except DeadlineError as error:
@@ -304,10 +304,10 @@ class CudaIpcReceiver:
                 slot.close()
 
     def prune(self, manifest: WeightManifest) -> None:
-        """Unmap memory that no later version can be in, before ``manifest`` is staged by whatever transport.
+        """Unmap the memory of publishers that ended, or that ``manifest``, of the same job, does not name.
 
-        It is that of publishers that ended, and of one that ``manifest``, of the same job, does not name. A publisher
-        that lives frees its memory only then.
+        Call it before ``manifest`` is staged by any transport. No later version can be in this memory, and a living
+        publisher frees its memory only once no receiver maps it.
         """
         named = {ref.handle.partition("/")[0].rpartition("-")[0] for ref in manifest.refs if self.accepts(ref)}
         with self._lock:
@@ -324,10 +324,10 @@ class CudaIpcReceiver:
                 self._mapped.popitem()[1].close()
 
     def _publisher(self, job: str, owner: str) -> _Mapped:
-        """Return the mapped memory of a living publisher; that of an earlier one of the job is unmapped.
+        """Return the mapped memory of the living publisher ``owner``; unmap the memory of an earlier one of the job.
 
         Raises:
-            NotFound: it ended.
+            NotFound: the publisher ended.
             Unavailable: its files belong to another user.
         """
         mapped = self._mapped.pop(job, None)
@@ -347,7 +347,11 @@ class CudaIpcReceiver:
         return mapped
 
     def _lives(self, owner: str) -> bool:
-        """Return True if a publishing process still locks its owner file. Raises Unavailable: it is another user's."""
+        """Return True if the publisher ``owner`` still locks its owner file.
+
+        Raises:
+            Unavailable: the file belongs to another user.
+        """
         try:
             mark = LockedFile.open(self._directory / f"{owner}.owner")
         except NotFound:

@@ -82,7 +82,8 @@ class DeviceMemory(Protocol):
         """Unique ids of the devices whose memory this one can read, itself included."""
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        """Allocate memory that other processes can open. Raises Unavailable if there is no room, or no way to."""
+        """Allocate memory that other processes can open. Raises Unavailable if there is no room or no way to export
+        it."""
 
     def open(self, handle: bytes, nbytes: int) -> DeviceBuffer:
         """Map memory that a living process allocated; slow, so keep the result."""
@@ -94,7 +95,7 @@ class DeviceMemory(Protocol):
         """Return ``mixed_digest`` of ``flat``, once all earlier work on the current stream has been done."""
 
     def copy(self, source: Tensor, target: Tensor) -> str:
-        """Copy, and return ``mixed_digest`` of what was copied, once the copy is complete."""
+        """Copy ``source`` to ``target``; return ``mixed_digest`` of the copied bytes, once the copy is complete."""
 
 
 def mixed_digest(data: NDArray[np.uint8]) -> str:

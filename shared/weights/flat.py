@@ -34,12 +34,13 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK_BYTES = 256 << 10
 """Bytes that are hashed after they were copied: few enough to be in the cache still."""
 _BESIDE_BYTES = 8 << 20
-"""Smaller tensors and buffers are not worth a thread."""
+"""Size (bytes) up to which tensors and buffers are not worth a second thread."""
 _PIECE_BYTES = 2 << 20
 """Bytes that a thread copies at a time."""
 _MAX_HELPERS = 3
 _KEEP = 5
-"""A single helper leaves one of so many pieces to the caller, so that both are done at about the same time."""
+"""A single helper thread leaves every ``_KEEP``-th piece to the caller, who also hashes, so that both finish at about
+the same time."""
 
 
 def layout_of(tensors: Iterable[tuple[str, Tensor]]) -> Layout:
@@ -125,7 +126,7 @@ def place(flat: Tensor, layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -
 
 
 def _matched(layout: Layout, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[TensorSpec, Tensor]]:
-    """Yield each tensor with its place. Raises WeightsError as ``fill``."""
+    """Yield each tensor after its ``TensorSpec`` in ``layout``. Raises WeightsError as ``fill``."""
     missing = {spec.name: spec for spec in layout.tensors}
     for name, tensor in tensors:
         spec = missing.pop(name, None)
@@ -164,7 +165,10 @@ class _Writing:
             self._helpers.shutdown(cancel_futures=True)
 
     def write(self, spec: TensorSpec, source: Tensor) -> None:
-        """Copy a tensor to its place; zeros follow up to the next one. What is written out of order is hashed last."""
+        """Copy ``source`` to its offset and zero the padding behind it.
+
+        Bytes that are written out of order are hashed only in ``digest``.
+        """
         end, in_order = spec.offset + spec.nbytes, spec.offset == self._written
         if source.device.type != "cpu" or not source.is_contiguous():
             self._flat[spec.offset : end].view(source.dtype).view(spec.shape).copy_(source)
@@ -184,7 +188,7 @@ class _Writing:
         return str(self._hasher.hexdigest())
 
     def _copy_and_hash(self, data: NDArray[np.uint8]) -> None:
-        """Copy ``data``, uint8 [bytes], behind what is written."""
+        """Copy ``data``, uint8 [bytes], behind the bytes written so far, and hash it."""
         self._hash(self._written)
         target = self._buffer[self._written : self._written + len(data)]
         pieces = [slice(start, min(start + _PIECE_BYTES, len(data))) for start in range(0, len(data), _PIECE_BYTES)]
@@ -213,7 +217,7 @@ class _Writing:
         self._hashed += len(data)
 
     def _hash_written(self) -> None:
-        """Hash what is written, beside the copy of the next tensor if it is much."""
+        """Hash the bytes written so far: many in a helper thread, while the next tensor is copied; few later."""
         start, stop = self._hashed, self._written
         if self._helpers is None or stop - start < _BESIDE_BYTES:
             if stop - start >= _CHUNK_BYTES:

@@ -114,7 +114,7 @@ class HostCopies:
         return LockedFile(path, os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
 
     def _find(self, manifest: WeightManifest) -> ShmStaged | None:
-        """Open the copy, if there is one with the right bytes."""
+        """Open and return this host's copy of a version; None if there is no complete one."""
         for path in slot_paths(self._directory, manifest.job, self._host):
             try:
                 file = LockedFile.open(path)
@@ -127,7 +127,10 @@ class HostCopies:
         return None
 
     def _make(self, manifest: WeightManifest, fetch: Fetch, turn: LockedFile) -> ShmStaged | None:
-        """Fetch into a slot; the caller holds the lock."""
+        """Fetch a version into a slot, and return the opened slot; the caller holds the lock of ``turn``.
+
+        Returns None if there is no room for a slot. Raises WeightsError.
+        """
         layout, steps = manifest.layout, itertools.count(1)
 
         def tell() -> None:
@@ -179,7 +182,7 @@ class HostCopies:
 
 
 def _digest_of_fetched(target: NDArray[np.uint8], fetch: Fetch, on_piece: Callable[[], None]) -> str:
-    """Fetch into ``target``, uint8 [bytes], and return its digest, computed while bytes come."""
+    """Fetch into ``target``, uint8 [bytes], and return its digest, which is computed while bytes arrive."""
     hasher, hashed = xxhash.xxh3_128(), 0
 
     def add(num_bytes: int) -> None:

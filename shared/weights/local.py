@@ -17,7 +17,8 @@ __all__ = ["BufferPool", "LocalStaged"]
 
 
 class BufferPool:
-    """Keeps one released buffer, because writing to memory in use is several times faster than to new memory."""
+    """Keeps one released buffer, because writing to memory that was used before is several times faster than to new
+    memory."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()

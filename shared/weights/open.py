@@ -62,12 +62,12 @@ class Publisher:
 
 
 class Receiver:
-    """Tries the transport chosen by the coordinator, then the others: CUDA IPC, shared memory, TCP, disk.
+    """Tries the transport chosen by the coordinator, then the others: CUDA IPC, shared memory, broadcast, TCP, disk.
 
     Args:
-        receivers: by the name of their transport, in the order in which they are tried.
-        member: the receiver of broadcasts among them.
-        device: the one among them that maps memory of GPUs.
+        receivers: one for each transport, by its name, in the order in which they are tried.
+        member: the one of ``receivers`` that takes part in broadcasts; None if there is none.
+        device: the one of ``receivers`` that maps memory of GPUs; None if there is none.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Receiver:
         return () if self._device is None else self._device.devices
 
     def follow(self, worker: str, routes: WeightRoutes) -> None:
-        """Apply the coordinator's choice for this ``worker``."""
+        """Apply ``routes``, the coordinator's choice of transports; ``worker`` is the name of this worker."""
         self._chosen = routes.transports.get(worker, "")
         if self._member is not None:
             self._member.join(routes.members, routes.epoch)
@@ -141,7 +141,7 @@ def open_publisher(
 ) -> Publisher:
     """Open a publisher of ``job`` through ``transports``; shm also serves TCP if ``settings.bulk_host`` is set.
 
-    With ``memory``, a GPU's, versions are also published there, for other processes of this host (CUDA IPC).
+    ``memory``: GPU memory in which versions are also published, for other processes of this host (CUDA IPC).
 
     Raises:
         ConfigError: no transport, or an unknown one.
@@ -161,7 +161,7 @@ def open_receiver(
 ) -> Receiver:
     """Open a receiver for any job; with ``layout`` (the engine's), manifests with other layouts are rejected.
 
-    With ``memory``, the engine's GPU's, it also receives from GPUs of this host (CUDA IPC).
+    ``memory``: memory of the engine's GPU, into which the receiver also copies from GPUs of this host (CUDA IPC).
 
     Raises:
         ConfigError: a file of ``PENSTOCK_BULK_TLS_*`` cannot be used.

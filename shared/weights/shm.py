@@ -107,7 +107,7 @@ class ShmPublisher:
 
     @contextlib.contextmanager
     def _bytes(self, name: str, generation: int) -> Iterator[NDArray[np.uint8]]:
-        """Return the bytes of ``_serve``, mapped, for the broadcast."""
+        """Yield the bytes of a slot for the broadcast, mapped, and locked as in ``_serve``."""
         with self._serve(name, generation) as blob:
             file = LockedFile.open(blob.path)
             data = np.frombuffer(map_file(file.fd, "private"), np.uint8)
@@ -146,8 +146,8 @@ class ShmStaged:
         _held.add(lock)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return views of the slot. Writes to them stay in this process, and make the next version in this slot fail
-        once."""
+        """Return views of the slot. Writes to them stay in this process; the next version in this slot then fails its
+        first verification, and is verified again in a new mapping."""
         return self._tensors
 
     def intact(self) -> bool:

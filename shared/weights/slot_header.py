@@ -35,7 +35,7 @@ class SlotHeader(msgspec.Struct, frozen=True):
         return self.sequence > 0 and self.sequence % 2 == 0
 
     def mismatch(self, manifest: WeightManifest) -> str:
-        """Return the difference to what ``manifest`` announced; empty if there is none."""
+        """Return the difference to ``manifest`` as text for a message; empty if the slot holds its version."""
         if not self.sealed:
             return "it is being written, or its writer died"
         wanted = (manifest.version, manifest.epoch, manifest.layout.nbytes, manifest.layout.id, manifest.digest)
@@ -45,14 +45,14 @@ class SlotHeader(msgspec.Struct, frozen=True):
 
 
 def write_slot(file: LockedFile, header: SlotHeader) -> None:
-    """Write ``header``."""
+    """Write ``header`` to a slot."""
     names = header.layout.encode(), header.digest.encode()
     numbers = header.sequence, header.version, header.epoch, header.nbytes
     os.pwrite(file.fd, _FORMAT.pack(_MAGIC, *numbers, *names), 0)
 
 
 def read_slot(file: LockedFile) -> SlotHeader:
-    """Read the header.
+    """Return the header of a slot.
 
     Raises:
         WeightsError: the file is not a weight slot.

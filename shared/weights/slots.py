@@ -2,8 +2,8 @@
 
 A slot is a file; a receiver keeps its shared lock for as long as it uses the slot, so only its release or its death
 frees it. Files of a crashed publisher are adopted: their versions stay available until they are overwritten. A host
-that fetches versions from another one keeps them in slots of its own, under its host id: ``copies_of``. Slots in the
-memory of a GPU have files, too, which hold only headers and locks.
+that fetches versions from another one keeps them in slots of its own, whose names contain its host id (``copies_of``).
+Slots in the memory of a GPU have files, too, which hold only headers and locks.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ _POLL_S = 0.005
 
 
 def is_slot_name(job: str, name: str) -> bool:
-    """Return True if ``slot_name`` made ``name`` for a publisher."""
+    """Return True if ``name`` is the file name of a slot that a publisher of ``job`` fills."""
     number = name.rpartition(".")[2]
     return number.isascii() and number.isdecimal() and len(number) < 10 and name == slot_name(job, int(number))
 
 
 def slot_stem(job: str, copies_of: str = "") -> str:
-    """Return the names of a job's slots without their numbers; with ``copies_of`` those that a host fetched."""
+    """Return the part before the number that the file names of a job's slots share.
+
+    ``copies_of`` is the id of the host whose fetched copies are meant; '': the publisher's slots.
+    """
     return slot_name(job, 0, copies_of).removesuffix("0")
 
 
 def slot_paths(directory: Path, job: str, copies_of: str = "") -> list[Path]:
-    """Return all slot files of a job; with ``copies_of`` those that this host fetched."""
+    """Return all slot files of a job in ``directory``; ``copies_of`` as in ``slot_stem``."""
     return _paths(directory, slot_stem(job, copies_of))
 
 
 def turn_path(directory: Path, job: str, host: str) -> Path:
-    """Return the lock file that serialises fetching of a job's versions on a host."""
+    """Return the path of the lock file by which only one process of ``host`` at a time fetches versions of ``job``."""
     return (directory / slot_name(job, 0, host)).with_suffix(".turn")
 
 
@@ -109,7 +112,7 @@ class SlotPool:
             time.sleep(_POLL_S)
 
     def _free(self, epoch: int, keep: WeightManifest | None) -> Segment | None:
-        """Lock a slot that may be written and return it."""
+        """Lock a slot that may be written and return it; None if there is none now."""
         newest = self._newest(epoch)
         for slot in self._slots:
             if slot is not newest and not _holds(slot, keep) and slot.try_exclusive():
@@ -117,7 +120,7 @@ class SlotPool:
         return None
 
     def _too_few(self, full: str, timeout_s: float) -> Unavailable | DeadlineError:
-        """Return the error of a wait for a slot; ``full``: why there is no room for another one."""
+        """Return the error of a timed-out ``acquire``; ``full`` is the reason why no slot could be added, or ''."""
         if full:
             return Unavailable(f"{full}; processes use the other {len(self._slots)} slots: {self._holders()}")
         return DeadlineError(
@@ -157,7 +160,7 @@ class SlotPool:
         return newest
 
     def _adopt(self, path: Path, on_piece: Callable[[], None] = lambda: None) -> None:
-        """Adopt a slot of the right size; remove another one unless a process still uses it."""
+        """Adopt the slot at ``path`` if it has the right size; else remove it unless a process still uses it."""
         try:
             file = LockedFile.open(path)
         except NotFound:
@@ -198,7 +201,7 @@ def _holds(slot: Segment, manifest: WeightManifest | None) -> bool:
 
 
 def _state(pid: int) -> str:
-    """Return `` (stopped)`` for a process stopped by SIGSTOP."""
+    """Return `` (stopped)`` for a process stopped by SIGSTOP, '' for others."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -32,7 +32,7 @@ _WIDTH, _HEIGHT = 360, 80
 _MAX_POINTS = 10_000
 _CURVE_POINTS = 200
 _LIVE_S = 2.0
-"""Interval of the pictures in a notebook while it waits."""
+"""Seconds between two updates of the display in a notebook, while ``wait`` blocks."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Metrics:
 class Job:
     """A job of a deployment, found by id, unique prefix of an id, or name. Each call sends a request to the deployment.
 
-    Raises NotFound if there is no such job. ``client`` stays open; ``with Job(...)`` closes it.
+    Raises NotFound if there is no such job. Leaving ``with Job(...)`` closes the client, which otherwise stays open.
     """
 
     def __init__(self, ref: str, client: Client | None = None) -> None:
@@ -86,7 +86,7 @@ class Job:
         return self.client.get(self.id)
 
     def wait(self, timeout_s: float | None = None) -> JobRecord:
-        """Wait for the end of the job; a notebook shows state and reward curve below the cell, and updates them.
+        """Wait for the end of the job and return its record; a notebook shows state and reward curve meanwhile.
 
         Raises DeadlineError if the job has not ended after ``timeout_s`` seconds.
         """
@@ -99,7 +99,7 @@ class Job:
         return Metrics(found["steps"], found["wall"], found["series"])
 
     def samples(self, limit: int = 20) -> list[Any]:
-        """Return completions of the newest update with their rewards."""
+        """Return the newest ``limit`` completions with their rewards, newest update first."""
         return list(self.client.samples(self.id, limit=limit))
 
     def events(self, *, follow: bool = False) -> Iterator[Row]:
@@ -107,7 +107,7 @@ class Job:
         return self.client.events(self.id, follow=follow)
 
     def cancel(self) -> JobRecord:
-        """Request the end of the job."""
+        """Request the end of the job and return its record, without waiting for the end."""
         return self.client.cancel(self.id)
 
     def __repr__(self) -> str:
@@ -127,11 +127,11 @@ class Job:
 
 
 def train(job: JobFile, *, url: str | None = None, api_key: str | None = None) -> Job:
-    """Submit a job and return without waiting for it.
+    """Submit a job and return a handle for it, without waiting for its end.
 
     Args:
-        job: a YAML file with the code beside it, or a mapping.
-        url: URL of the API; default: PENSTOCK_URL, or that of your own `penstock up`.
+        job: path of a YAML file, which may name code by relative paths, or a mapping.
+        url: URL of the API; default: PENSTOCK_URL, or http://127.0.0.1:8000, the default address of `penstock up`.
         api_key: default: PENSTOCK_API_KEY, or the key of your own `penstock up`.
 
     Raises:

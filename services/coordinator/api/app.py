@@ -105,7 +105,8 @@ def create_app(
     stay connected. Without ``desk`` the application accepts no feedback; without ``serving`` it serves no models.
 
     Raises:
-        ConfigError: the bind address is not loopback and no keys exist, or a rate limit cannot be parsed.
+        ConfigError: a rate limit cannot be parsed; or no keys are configured and the API would listen on the network,
+            or on loopback without PENSTOCK_OPEN_LOOPBACK.
     """
     settings = services.settings
     volatile = Volatile(settings.redis_url)

@@ -182,7 +182,7 @@ class _Request:
         )  # fmt: skip
 
     def _stored_value(self, name: str, value: str) -> str:
-        """Return a path parameter as stored, cut to MAX_VALUE; a user as pseudonym ('' while these are unavailable)."""
+        """Return a path parameter as it is stored: cut to MAX_VALUE; for a user, the pseudonym ('' if unavailable)."""
         if name != "user":
             return value[:MAX_VALUE]
         try:

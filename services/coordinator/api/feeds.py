@@ -77,7 +77,11 @@ class Feeds:
     async def until(
         self, record: JobRecord, reached: Callable[[JobRecord], bool], seconds: float
     ) -> JobRecord:  # fmt: skip
-        """Wait up to ``seconds`` until ``reached`` holds for a job's record; return the newest one. Raises NotFound."""
+        """Wait up to ``seconds`` until ``reached`` holds for a job's record, and return the newest record.
+
+        Raises:
+            NotFound: the job does not exist any more.
+        """
         job = record.id
         if reached(record) or seconds <= 0 or self._stopping.is_set():
             return record
@@ -121,7 +125,7 @@ class Feeds:
             await end_tasks([stop])
 
     async def events(self, job: str, *, after: int, encode: Encode) -> AsyncIterator[bytes]:
-        """Stream the events of a job past ``after``, including future ones, until the job's last event.
+        """Stream the events of a job with ids above ``after``, including future ones, until the job's last event.
 
         Each event is read and encoded once for all followers of the job. Readers take turns on the event loop and send
         at most CHUNK events per turn, or a ping. When the service stops, or events cannot be read, the stream breaks
@@ -144,7 +148,7 @@ class Feeds:
             yield END
 
     async def _past(self, job: str, followed: _Followed, place: int) -> AsyncIterator[Sequence[_Event]]:
-        """Yield chunks of events past ``place``; an empty chunk after PING_S without events."""
+        """Yield chunks of the events with ids above ``place``; an empty chunk after PING_S without events."""
         while not followed.covers(place):
             first = followed.first  # read before the page: events that the page lacks come after it
             page = await self.once(("events", job, place, first), LOOK_S, partial(self._page, job, place))
@@ -224,7 +228,7 @@ class _Event:
 
 
 class _Followed:
-    """Buffer of the newest events of a job, complete past ``first``."""
+    """Buffer of the newest events of a job: all events with ids above ``first`` that were read so far."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -242,7 +246,7 @@ class _Followed:
             self.first = self._kept.popleft().seq
 
     def covers(self, place: int) -> bool:
-        """Return True if the buffer holds all events past ``place``."""
+        """Return True if the buffer lacks no event with an id above ``place``."""
         return place >= self.first
 
     def wake(self) -> None:
@@ -253,7 +257,9 @@ class _Followed:
                 reader.set_result(None)
 
     async def past(self, place: int, within_s: float) -> list[_Event] | None:
-        """Wait for events past ``place``; [] after ``within_s`` seconds, None at the end of the job or of the follower.
+        """Wait for events with ids above ``place``, and return at most CHUNK of them.
+
+        Returns [] after ``within_s`` seconds without an event, None at the end of the job or of the follower.
 
         Raises:
             Unavailable: the buffer dropped events that this reader still needs; its client resumes.
@@ -279,7 +285,10 @@ class _Followed:
                 self._waiting.discard(more)
 
     def _kept_past(self, place: int) -> list[_Event]:
-        """Return the first CHUNK buffered events past ``place``; search from the newest: most readers lack only it."""
+        """Return the first CHUNK buffered events with ids above ``place``.
+
+        The search starts at the newest event, because most readers lack only that one.
+        """
         newer = list(takewhile(lambda one: one.seq > place, reversed(self._kept)))
         return newer[::-1][:CHUNK]
 

@@ -1,4 +1,4 @@
-"""Routes that store data sets, as uploads in the format of OpenAI's files API."""
+"""Routes that store data sets and models (uploads in the format of OpenAI's files API), and Python files."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class FileDeleted(BaseModel):
     "", response_model=FileRecord, openapi_extra=_FORM, responses={507: {"description": "No room for more files."}}
 )
 async def upload(request: Request, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep) -> Response:
-    """Store a data set: JSON lines, one object per line. Every line is checked; the file is on disk at the reply.
+    """Store a data set: JSON lines, one object per line. Every line is checked. After the reply the file is on disk.
 
-    With the purpose `model` store a model, of which job files name the id as `model.path`: a ZIP archive of
-    `config.json`, weights in safetensors and the tokenizer, without folders and not compressed.
+    With the purpose `model` store a model: a ZIP archive of `config.json`, weights in safetensors and the tokenizer,
+    without folders and not compressed. Job files name the id of the file as `model.path`.
 
     `/v1/limits` states the largest size.
     """
@@ -171,7 +171,7 @@ async def get_content(file_id: FileId, backend: BackendDep) -> Response:
     "/{file_id}", response_model=FileDeleted, dependencies=WRITE, responses={409: {"description": "In use."}}
 )
 async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
-    """Delete a file that no unfinished job reads, and on which no adapter of a finished one lies."""
+    """Delete a file. 409 if an unfinished job names it, or a finished job with a LoRA adapter does."""
     await asyncio.to_thread(backend.files.find, file_id)
     for job in (await backend.jobs.index()).all():
         spec = job.record().spec
@@ -186,7 +186,7 @@ async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
 
 
 def _paths(spec: dict[str, Any]) -> list[str]:
-    """Return the paths of the sources in the data section of a job file, and of its model."""
+    """Return the paths that a job file names: of its data sources, its model and its tokenizer."""
     data, model = spec.get("data", {}), spec.get("model") or {}
     sources = [source for name in ("train", "eval") for source in _as_list(data.get(name))]
     return [*(str(source.get("path")) for source in sources), str(model.get("path")), str(model.get("tokenizer"))]

@@ -90,7 +90,7 @@ _RUN: dict[str, Any] = {"response_model": GraderRun, "openapi_extra": body_schem
 @router.post("/v1/graders/validate", **_VALIDATE)
 @router.post("/v1/fine_tuning/alpha/graders/validate", operation_id="validate_grader_as_openai", **_VALIDATE)
 async def validate_grader(request: Request, backend: BackendDep) -> Response:
-    """Check a grader: slots, formula, and that a reward worker can open it (Python compiles, sandbox and keys)."""
+    """Check a grader: slots, formula, and that a reward worker can open it (valid Python, sandbox, API keys)."""
     wanted = await read_model(request, GraderToValidate)
     reply = await backend.graders.grade(wanted.grader, None, {})
     if reply.error:

@@ -90,7 +90,11 @@ class Guard:
             await large.leave()
 
     async def _admit(self, scope: Scope, reply: _Reply) -> str:
-        """Authenticate and count the request; return its owner: key id, or address without keys. Raises HttpProblem."""
+        """Authenticate and count a request; return its owner: the key id, or ``local@ADDRESS`` if no keys exist.
+
+        Raises:
+            HttpProblem: 401 or 403 the sender is not authenticated, 429 a rate limit is exceeded.
+        """
         client = scope.get("client")
         address = await self.limiter.hit_address(client[0] if client else "")
         if address is not None:  # before the key is checked, so that guesses count

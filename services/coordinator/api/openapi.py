@@ -173,7 +173,7 @@ def _text(markdown: str) -> str:
 
 
 def _type_of(schema: dict[str, Any]) -> str:
-    """Return the name of a schema for people."""
+    """Return a readable name of a JSON schema, for the HTML page."""
     if "$ref" in schema:
         return str(schema["$ref"]).rpartition("/")[2]
     members = schema.get("oneOf") or schema.get("anyOf")

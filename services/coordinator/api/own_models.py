@@ -1,4 +1,4 @@
-"""Reach of keys that are restricted to some models: their jobs, and ids that belong to one of these jobs."""
+"""Checks of keys that are restricted to some models, and so reach only the jobs of these models."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def check_name(caller: Caller, name: str) -> None:
 
 
 def no_model(name: str) -> HttpProblem:
-    """Return the error for a model that is unknown or out of the key's reach: equal, so that it reveals nothing."""
+    """Return the error for a model that is unknown or out of the key's reach; the text does not reveal which."""
     detail = f"no running job serves a model '{name[:80]}'; GET /v1/models lists those that this key reaches"
     return HttpProblem(404, "model_not_found", detail)
 
 
 async def check_job(backend: Backend, caller: Caller, job: str, missing: str = "") -> None:
-    """Check that a job is within the caller's reach; otherwise raise NotFound with the text ``missing``.
+    """Check that a key that is restricted to some models reaches a job; other keys pass without a look at the job.
 
     Raises:
-        NotFound: the key does not reach the job, or it does not exist.
+        NotFound: the key does not reach the job (with the text ``missing``), or the job does not exist.
         Unavailable: the job cannot be read.
     """
     if caller.models is not None and not caller.may_use((await backend.jobs.get(job)).name, job):
@@ -34,14 +34,14 @@ async def check_job(backend: Backend, caller: Caller, job: str, missing: str = "
 
 
 async def jobs_of(backend: Backend, caller: Caller) -> list[str] | None:
-    """Return the ids of all jobs within the caller's reach; None for all models. Raises Unavailable."""
+    """Return the ids of the jobs that the caller's key reaches; None if it reaches all. Raises Unavailable."""
     if caller.models is None:
         return None
     return [entry.id for entry in (await backend.jobs.index()).of_models(caller.models)]
 
 
 def reaches_all(caller: Caller) -> HttpProblem:
-    """Return the refusal of a restricted key at a route that belongs to no single model."""
+    """Return the error for a key restricted to some models at a route that is not about a single model."""
     detail = f"this key is for some models alone ({_models(caller)}), and what was asked for is not of one model"
     return HttpProblem(403, "other_model", detail)
 

@@ -41,7 +41,7 @@ class JobList(BaseModel):
 
 
 class RowList(BaseModel):
-    """Rows of workers, samples or waits."""
+    """List of rows, whose fields depend on the route."""
 
     object: Literal["list"] = "list"
     data: list[dict[str, Any]]
@@ -107,7 +107,7 @@ class CheckpointList(BaseModel):
 
 
 class Audit(BaseModel):
-    """The ledger equation and all checks of the ledger."""
+    """Audit of a ledger: the equation drawn = trained + dropped + in flight, all checks, and the violations."""
 
     ok: bool
     equation: dict[str, Any] = {}

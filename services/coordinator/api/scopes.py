@@ -15,7 +15,8 @@ from penstock.shared.protocol.keys import Scope
 __all__ = ["Reach", "ScopeCheck", "caller_of", "check_of", "require", "scope_of"]
 
 Reach = Literal["job", "checked", "deployment"]
-"""How a route restricts keys for some models: by the job in its path, by its own check, or by refusing them."""
+"""How a route treats keys that are restricted to some models: ``job`` checks the job in the path, ``checked`` leaves
+the check to the route, and ``deployment`` refuses such keys."""
 
 
 class ScopeCheck:
@@ -41,7 +42,7 @@ class ScopeCheck:
         return caller
 
     def refusal(self, caller: Caller) -> HttpProblem | None:
-        """Return the refusal of a caller, or None."""
+        """Return the error for a key whose kind or scopes the route does not accept; None for an accepted key."""
         if caller.episode and not self.in_episode:
             detail = f"this key is for requests and feedback in episode '{caller.episode}' and for nothing else"
             return HttpProblem(403, "episode_key", detail)
@@ -65,9 +66,9 @@ def require(scope: Scope, *, in_episode: bool = False, by_token: bool = False, r
 
     Use it as ``dependencies=[require("jobs:read")]`` of a route or router, or as ``caller: Annotated[Caller,
     require("feedback:write")]`` where the route needs the caller. Episode keys pass only with ``in_episode``, feedback
-    tokens only with ``by_token``; the route must then restrict them to their episode or verdict. Keys for some models
-    pass if the path names one of their jobs (``job_id``), or if ``reach`` is ``checked`` and the route checks it; other
-    routes refuse them.
+    tokens only with ``by_token``; the route must then restrict them to their episode or verdict. Keys that are
+    restricted to some models depend on ``reach``: with ``job`` they pass if the path names one of their jobs
+    (``job_id``), with ``checked`` they pass and the route must check them, with ``deployment`` they are refused.
     """
     return Depends(ScopeCheck(scope, in_episode=in_episode, by_token=by_token, reach=reach))
 

@@ -30,7 +30,7 @@ WebhookId = Annotated[str, Path(pattern="^wh_[0-9a-f]{32}$", description="wh_ an
 
 
 def _exists(kind: str) -> str:
-    """Check that a type is that of an event, or a prefix of one with `*`."""
+    """Return ``kind`` if it is an event type, or the start of one followed by `*`; else raise ValueError."""
     start = kind.removesuffix("*")
     if kind in EVENT_TYPES or (kind != start and any(one.startswith(start) for one in EVENT_TYPES)):
         return kind
@@ -46,7 +46,7 @@ Text = Annotated[str, Field(max_length=200)]
 
 
 class WebhookRequest(BaseModel):
-    """A new webhook. A type may end with `*`."""
+    """A new webhook. Each of ``types`` is an event type, or the start of one followed by `*`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -98,7 +98,7 @@ class Trial(BaseModel):
 async def create_webhook(
     request: Request, caller: Annotated[Caller, require("jobs:write")], backend: BackendDep
 ) -> Response:
-    """Create a webhook: its address gets job events from now on, as CloudEvents 1.0 signed by Standard Webhooks.
+    """Create a webhook: its address gets job events from now on, as CloudEvents 1.0, signed as in Standard Webhooks.
 
     A repetition with the same `Idempotency-Key` returns the webhook that it created, secret included.
     """
@@ -157,7 +157,7 @@ async def try_webhook(webhook_id: WebhookId, backend: BackendDep) -> Response:
 
 
 async def _with_url(work: Awaitable[StoredWebhook]) -> StoredWebhook:
-    """Report a refused address as a flaw of the body."""
+    """Return the webhook that ``work`` stores. Raises HttpProblem: 422 the address in the body is refused."""
     try:
         return await work
     except ConfigError as error:

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "erasure"
 Forgotten = Callable[[int], Awaitable[None]]
 NAMED = 10_000
-"""Ids of each kind in one message."""
+"""Maximum number of ids of each kind in one message."""
 
 
 class Report(msgspec.Struct, kw_only=True):
@@ -104,7 +104,8 @@ class Eraser:
         return await self._change(user, edit)
 
     async def claim(self, user: str, *, abandoned_s: float) -> Report | None:
-        """Take over a deletion; None if it is done, or another holder was alive in the last ``abandoned_s`` seconds.
+        """Take over a deletion and return its report; None if it is done, or another holder sent a heartbeat in the
+        last ``abandoned_s`` seconds.
 
         Raises:
             Unavailable: the bus does not answer.
@@ -159,10 +160,10 @@ class Eraser:
         return [report for report in reports if report.status != "done"]
 
     async def run(self, report: Report) -> None:
-        """Delete, and repeat if another request arrived meanwhile. Safe to repeat.
+        """Carry out the deletion of ``report``; repeat it if another request arrived meanwhile. Safe to repeat.
 
         Raises:
-            Conflict: another process has taken it over.
+            Conflict: another process has taken the deletion over.
             Unavailable: the bus went away, or an index; the next run deletes what is left.
         """
 
@@ -226,9 +227,9 @@ class Eraser:
         return msgspec.structs.replace(report, **stands)
 
     async def _made(self, user: str, found: Mapping[str, Found], until: float) -> dict[str, Made]:
-        """Return, by job, groups and versions made of the user's data.
+        """Return, by job, the groups and versions made of the user's data, according to the job's ledger.
 
-        Covers all jobs that hold the data, or admitted some of it before ``until`` (Unix seconds), by their ledgers.
+        Covers all jobs whose streams hold the data (``found``), or that admitted some before ``until`` (Unix seconds).
         """
         made = {job: _made_of(user, mine, until) for job, mine in found.items()}
         archived = set[str]()
@@ -295,8 +296,8 @@ class Eraser:
     async def _end_episodes(self, user: str, found: Mapping[str, Found]) -> int:
         """Blank the episodes opened for the user, or for nobody if the user spoke in them; return their number.
 
-        A blanked episode takes no more requests. Its record stays, so that a later request is not recorded as a turn of
-        an episode that was not set aside for evaluation.
+        A blanked episode takes no more requests. Its record stays, because a request that names an unknown episode is
+        served, and would be trained on even if the episode was set aside for evaluation.
         """
         ended = 0
         for found_entry in await self._opened.entries():
@@ -321,7 +322,7 @@ class Eraser:
         return ended
 
     async def _rewrite(self, job: str, place: Place, rest: list[Feedback]) -> None:
-        """Store again what a message or dead letter contains of other users and is still needed, then delete it."""
+        """Store again ``rest``, the items of other users that are still needed, and delete what is at ``place``."""
         if isinstance(place, Message):  # keeps the order of revisions
             rest = [msgspec.structs.replace(item, seq=item.seq or place.seq) for item in rest]
         data = pack(FeedbackBatch(items=rest), job=job)
@@ -342,7 +343,7 @@ class Eraser:
 
 
 def _add_versions(report: Report, job: str, versions: Iterable[int]) -> None:
-    """Add the versions of a job that were trained on the data; known ones stay, even if unreadable by now."""
+    """Add the versions of a job that were trained on the data; the report keeps those of earlier runs, too."""
     if known := {*versions, *report.trained_versions.get(job, ())}:
         report.trained_versions = {**report.trained_versions, job: sorted(known)}
 
@@ -364,6 +365,6 @@ def _made_of(user: str, mine: Found, until: float) -> Made:
 
 
 def target_of(item: Feedback) -> str:
-    """Return the feedback whose status decides on an item: the item itself, or the item that a retraction retracts."""
+    """Return the id of the item whose status decides on ``item``: its own, or that of the item that it retracts."""
     name = str(item.body.get("feedback", "")) if item.kind == "retraction" else item.id
     return bare_id(name) or name

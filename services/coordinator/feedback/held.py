@@ -1,4 +1,4 @@
-"""The quarantine as the API shows it: listed from the index, decided by an item of feedback like any other."""
+"""The quarantine as the API shows it: lists held items from the index, and stores decisions on them as feedback."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 class HeldFeedback:
-    """Quarantined feedback. ``show`` and ``decide`` raise NotFound, or Conflict: it is not quarantined any more."""
+    """Quarantined feedback. ``show`` and ``decide`` raise NotFound, or Conflict if an item is no longer quarantined."""
 
     def __init__(self, bus: Bus, index: FeedbackIndex, ingest: Ingest, pseudonyms: Pseudonyms) -> None:
         self._bus, self._index, self._ingest, self._pseudonyms = bus, index, ingest, pseudonyms
@@ -46,7 +46,7 @@ class HeldFeedback:
         }
 
     async def decide(self, job: str, item: str, verdict: Literal["release", "drop"], *, caller: Caller) -> Row:
-        """Release an item, so that it counts, or drop it; on disk when this returns."""
+        """Release an item, so that it counts, or drop it. The decision is on disk when this returns."""
         row = await self._find(job, item)
         name = f"{verdict} {row['id']} {row['revision']}"
         who = Identity(derived_id(self._pseudonyms.digest, "", name, 0), caller.id, chosen=True)

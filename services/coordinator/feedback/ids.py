@@ -16,7 +16,7 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["keep_ids", "purge_feedback"]
 
 AT_ONCE = 4_096
-"""Ids of one message, about 65 bytes each."""
+"""Maximum number of ids in one message; each takes about 65 bytes."""
 
 
 async def keep_ids(bus: Bus, job: str, items: Sequence[tuple[int, Feedback]]) -> None:

@@ -219,7 +219,7 @@ class FeedbackIndex:
                 raise _damage(error) from error
 
     async def _watch_catch_up(self) -> None:
-        """Set ``_caught_up`` once everything is indexed that was in FEEDBACK at the start."""
+        """Set ``_caught_up`` once the newest message of FEEDBACK is indexed."""
         while not self._caught_up.is_set():
             with contextlib.suppress(Unavailable):
                 newest = await self._bus.last(subjects.FEEDBACK, f"{subjects.FEEDBACK.lower()}.>")
@@ -283,7 +283,7 @@ class FeedbackIndex:
         return await self._read(projection.held, jobs, after, limit)
 
     async def funnel(self, job: str) -> list[tuple[str, str, str, int]]:
-        """Return ``(metric or kind, source, status, items)`` of a job."""
+        """Return ``(metric or kind, source, status, number of items)`` for the feedback of a job."""
         projection = await self._ready()
         return await self._read(projection.funnel, job)
 
@@ -329,12 +329,12 @@ class FeedbackIndex:
 
 
 def _damage(error: sqlite3.DatabaseError) -> Exception:
-    """Convert an error of SQLite: only the base class itself means that the file is malformed or no database."""
+    """Return ``_Damaged`` for an error that means a damaged file (the base class itself), any other error unchanged."""
     return _Damaged(str(error)) if type(error) is sqlite3.DatabaseError else error
 
 
 def _apply(projection: Projection, some: list[tuple[str, Message]], places: list[Place]) -> _Read:
-    """Decode messages and apply them to the projection. Runs in the writing thread."""
+    """Decode messages, apply them to the projection, and return their contents. Runs in the writing thread."""
     read, leaders = _Read(), LeaderEpochs(projection.leaders.epochs)
     for stream, message in some:
         try:

@@ -79,7 +79,7 @@ class Index(Protocol):
     """Index of stored items by id."""
 
     async def known(self, ids: Sequence[str]) -> dict[str, Known]:
-        """Return those of ``ids`` that are stored. Raises Unavailable while the index is incomplete."""
+        """Return what is stored under ``ids``, as far as known. Raises Unavailable while the index is incomplete."""
         ...
 
 
@@ -103,7 +103,7 @@ class _Lane:
 
 
 class _Taken:
-    """Accepted items (or bytes) that are not projected: in total, by job, and by job and key."""
+    """Numbers of accepted items (or bytes) that are not projected: in total, by job, and by job and key."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -118,7 +118,7 @@ class _Taken:
                 del self._by[owner]
 
     def has_room(self, job: str, key_id: str, more: int, most: int) -> bool:
-        """Return True if a key may add ``more``, where all together may have ``most`` and others keep their shares."""
+        """Return True if a key may add ``more`` without using others' shares; ``most``: limit for all together."""
         of_job, of_key = self._by[job], self._by[job, key_id]
         room = math.ceil(MAX_SHARE * (most - (self.total - of_job)))
         return of_key + more <= math.ceil(MAX_SHARE * (room - (of_job - of_key)))
@@ -149,7 +149,7 @@ class Ingest:
         return entry.item
 
     async def add(self, items: Sequence[tuple[Feedback, bool]]) -> list[Stored | PenstockError]:
-        """Store items, each with a flag (sender chose its id); return the position of each, or its refusal.
+        """Store items, each with a flag (sender chose its id); return ``Stored`` for each, or its refusal.
 
         Returns once each one is on disk or refused: StreamFull, Unavailable (it may be stored or not), HttpProblem (422
         the id has other content already, 413 too large). A sender that is faster than the projection waits.
@@ -166,7 +166,7 @@ class Ingest:
         return results
 
     def projected(self, seq: int) -> None:
-        """Forget the items up to this sequence of FEEDBACK, which the projection now contains."""
+        """Stop tracking the items up to this sequence of FEEDBACK, which the projection now contains."""
         for place in [place for place in self._unprojected if place <= seq]:
             for entry in self._unprojected.pop(place):
                 self._forget(entry)
@@ -189,7 +189,7 @@ class Ingest:
             return error
 
     def _is_full(self, more: int, item: Feedback) -> bool:
-        """Return True if the job or key of ``item`` has no room: one that floods waits while others find room."""
+        """Return True if the job or key of ``item`` has no room for ``more`` items; others may still have room."""
         job, key_id = item.job, item.key_id
         has_room = self._items.has_room(job, key_id, more, MAX_UNPROJECTED)
         return not has_room or not self._bytes.has_room(job, key_id, 1, MAX_UNPROJECTED_BYTES)
@@ -289,7 +289,7 @@ class Ingest:
         self._unprojected.setdefault(bound, []).extend(group)
 
     async def _publish(self, message: Outgoing) -> tuple[int | None, int]:
-        """Return ``(sequence, a sequence at or above it)``; the sequence is None for a payload in parts."""
+        """Publish a message; return ``(sequence or None for several parts, a sequence at or above it)``."""
         if len(message.data) <= MAX_INLINE_BYTES:
             seq = await self._bus.publish(
                 message.subject, message.data, headers=message.headers, msg_id=message.msg_id, deadline_s=ACK_S

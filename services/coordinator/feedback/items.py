@@ -260,7 +260,7 @@ def _fingerprint(item: Feedback) -> str:
 
 
 def _bare(text: str) -> str:
-    """Return the canonical id in a text that the models' patterns accept: a prefix and a UUID."""
+    """Return the canonical id in a posted id: a UUID after an optional prefix, as ``posts`` has checked."""
     return text[-UUID_CHARS:].lower()
 
 

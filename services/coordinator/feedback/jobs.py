@@ -176,6 +176,6 @@ def _open(job: LiveJob) -> LiveJob:
 
 
 def no_job(pointer: str, detail: str) -> HttpProblem:
-    """Return the refusal of feedback for no known job. Lists no job names, because they may belong to other users."""
+    """Return the refusal of feedback whose job is unknown. Lists no job names, as they may belong to other users."""
     text = f"{detail}; GET /v1/models lists the models that this key reaches"
     return HttpProblem(422, "no_such_target", text, errors=[Flaw(pointer=pointer, detail=text)])

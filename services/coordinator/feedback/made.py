@@ -46,7 +46,7 @@ class Made:
     Attributes:
         ordinals: draws whose groups contain the user's data.
         versions: policy versions that were trained on it, rolled back or not.
-        decided: those of ``others`` that were admitted, or ended without training.
+        decided: ids in ``others`` that were admitted, or ended without training.
         low_feedback: sequence in FEEDBACK below which everything is decided.
         seq: sequence of the newest ledger entry that was read.
     """
@@ -61,24 +61,24 @@ class Made:
         self._about: set[int] = set()
         """Draws that contain the data, or whose reward comes from it."""
         self._bodies: dict[int, list[str]] = {}
-        """Draw -> those of ``others`` that it is made of."""
+        """Draw -> items in ``others`` of which its group is made."""
         self._open: set[int] = set()
-        """Those of all these draws that are in flight or in a sealed batch."""
+        """Draws made of the user's data or of ``others`` that are in flight or in a sealed batch."""
         self._sealed: dict[int, _Batch] = {}
         self._trained: dict[int, _Batch] = {}
-        """Batches that a fork can reopen or a trainer can repeat, because the log still has them."""
+        """Trained batches that a fork can reopen or a trainer can repeat, because EXPERIENCE still has their groups."""
         self._checkpoints: list[int] = []
         self._served = -1
         """Batch of the served version, in a job with a promotion gate; -1: none."""
 
     @property
     def held(self) -> set[int]:
-        """Those of ``ordinals`` whose groups a trainer may still request."""
+        """Draws in ``ordinals`` whose groups a trainer may still request."""
         return self.ordinals & self._requestable()
 
     @property
     def needed(self) -> frozenset[str]:
-        """Those of ``others`` of which a group may still be made."""
+        """Items in ``others`` of which a group may still be made."""
         return frozenset(name for ordinal in self._requestable() for name in self._bodies.get(ordinal, ()))
 
     def _requestable(self) -> set[int]:
@@ -87,7 +87,7 @@ class Made:
         return self._open.union(*(batch.ordinals for number, batch in self._trained.items() if number > newest))
 
     def _earliest_start(self) -> int:
-        """Return the batch after which a restarted trainer repeats; -1 if none. See ``restart.earliest_start``."""
+        """Return the batch of the checkpoint that a trainer may restart from, or -1; see ``restart.earliest_start``."""
         newest = max(self._checkpoints, default=-1)
         before = [number for number in self._checkpoints if number <= self._served]
         return newest if self._served < 0 else min(newest, max(before, default=newest))

@@ -276,7 +276,7 @@ class FeedbackBodies(RootModel[list[FeedbackPost]]):
 POST: TypeAdapter[Any] = TypeAdapter(FeedbackPost)
 """Validates one body."""
 POSTS: TypeAdapter[list[Any]] = TypeAdapter(list[FeedbackPost])
-"""Validates a batch whose items are all valid."""
+"""Validates a whole batch; raises if any item is invalid."""
 KIND_TAGS = frozenset({"inference", "episode", "interaction", "preference", "posted_preference", "correction"})
 """Names of the union's members in the locations of validation errors."""
 

@@ -100,7 +100,7 @@ class Consents:
 
 
 def objection(said: bool | None, consent: Consent) -> str:
-    """Return why a job that requires ``consent`` must not train on a user with the answer ``said``, or ''."""
+    """Return why a job that requires ``consent`` must not train on a user, or ''; ``said``: see ``Consents.of``."""
     if said is False:
         return "opted_out"
     return "no_consent" if said is None and consent == "opt_in" else ""

@@ -130,7 +130,7 @@ DELETE FROM target WHERE seq = 0 AND id IN (SELECT episode FROM target WHERE id 
     SELECT 1 FROM target AS turn WHERE turn.episode = target.id AND turn.id NOT IN (SELECT id FROM erased)
   )
 """
-"""Deletes episodes without a remaining turn, after the erased ids are gone."""
+"""Deletes episodes whose turns are all erased, while these turns are still in ``target``."""
 _DELETE = f"DELETE FROM {{}} WHERE id IN (SELECT {_columns(1)} FROM json_each(?1))"
 
 
@@ -177,7 +177,7 @@ class LeaderEpochs:
         self.epochs = dict(epochs or {})
 
     def is_gone(self, job: str, epoch: int) -> bool:
-        """Return True if a later leader has published before this message; epoch 0 means no leader."""
+        """Return True if a later leader has published before this message, else record its epoch; 0: no leader."""
         newest = self.epochs.get(job, 0)
         if 0 < epoch < newest:
             return True
@@ -186,7 +186,7 @@ class LeaderEpochs:
 
 
 class Projection:
-    """The tables. One thread writes, one reads; neither is the event loop's."""
+    """The tables of one file. One thread writes and another reads; neither is the thread of the event loop."""
 
     def __init__(self, path: Path, lock: IO[bytes] | None = None) -> None:
         self.path = path
@@ -229,7 +229,7 @@ class Projection:
             self._lock.close()
 
     def places(self) -> dict[str, Place]:
-        """Return how far each stream was read."""
+        """Return, by stream, the position up to which it was read."""
         return {row[0]: tuple(row) for row in self._writer.execute("SELECT stream, created, seq FROM place")}
 
     def clear(self) -> None:
@@ -251,7 +251,15 @@ class Projection:
         kept: Iterable[tuple[int, Feedback]] = (),
         epochs: Mapping[str, int] | None = None,
     ) -> None:
-        """Apply messages of the streams up to ``places``, atomically; ``epochs``: newest leader epoch by job."""
+        """Write the contents of messages, and the positions up to which the streams are read with them, atomically.
+
+        Args:
+            posts: items of feedback, each with the sequence of its message.
+            places: new position in each stream.
+            decided: statuses of interactions, each with its job.
+            kept: like ``posts``, for items of which only the ids are still stored.
+            epochs: newest leader epoch by job.
+        """
         posts, statuses, epochs = list(posts), list(statuses), dict(epochs or {})
         retracted = [(item.body.get("feedback", ""), 1) for _, item in posts if item.kind == "retraction"]
         with self._writer:
@@ -288,7 +296,7 @@ class Projection:
             self._writer.execute(statement, (msgspec.json.encode(some).decode(),))
 
     def known(self, ids: Sequence[str]) -> dict[str, Known]:
-        """Return those of ``ids`` that are stored."""
+        """Return the content stored under each of ``ids`` that is known."""
         query = "SELECT id, fingerprint, revision, seq, source FROM feedback WHERE fingerprint != '' AND id IN ({})"
         return {row[0]: Known(row[1], row[2], row[3], row[4]) for row in self._in(query, ids)}
 
@@ -333,7 +341,7 @@ class Projection:
         return {row[0]: dict(zip(names, row[1:], strict=True)) for row in self._in(query, ids)}
 
     def outcomes(self, job: str) -> list[tuple[str, str, int]]:
-        """Return ``(status, reason, interactions)`` of the decided interactions of a job."""
+        """Return ``(status, reason, number of interactions)`` for the decided interactions of a job."""
         query = "SELECT status, reason, count(*) FROM decided WHERE job = ? GROUP BY 1, 2 ORDER BY 1, 2"
         return list(self._reader.execute(query, (job,)))
 
@@ -349,7 +357,7 @@ class Projection:
         return [dict(zip(names, row, strict=True)) for row in self._reader.execute(query, (wanted, after, limit))]
 
     def funnel(self, job: str) -> list[tuple[str, str, str, int]]:
-        """Return ``(metric or kind, source, status, items)`` of a job."""
+        """Return ``(metric or kind, source, status, number of items)`` for the feedback of a job."""
         query = """
         SELECT CASE metric WHEN '' THEN kind ELSE metric END, source, status, count(*) FROM feedback
         WHERE job = ? AND kind NOT IN ('retraction', 'release', 'drop') GROUP BY 1, 2, 3 ORDER BY 1, 2, 3

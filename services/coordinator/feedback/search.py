@@ -36,7 +36,7 @@ __all__ = ["Found", "Place", "Search", "decoded"]
 
 T = TypeVar("T", bound=msgspec.Struct)
 Place = Message | DeadLetter
-"""Location of an item: its first message in INTERACTIONS or FEEDBACK (without its payload), or a dead letter."""
+"""Location of data: its first message in INTERACTIONS or FEEDBACK (without its payload), or a dead letter."""
 ID = re.compile(rb"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
 
@@ -99,7 +99,7 @@ class Search:
         return self._found
 
     async def _recall(self) -> None:
-        """Load ids of earlier deletions: a repeated one finds copies and feedback that arrived since."""
+        """Load the ids that earlier deletions of the user named, to find copies of them and feedback on them."""
         async for message in self._bus.scan(subjects.FEEDBACK, subjects.erasures("*")):
             erasure = decoded(message.data, Erasure)
             if erasure is not None and erasure.user == self._user:

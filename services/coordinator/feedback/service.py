@@ -48,7 +48,7 @@ RETRY_S = 1.0
 RETRY = {"Retry-After": "1", "retry-after-ms": "1000"}
 FOLDER = "feedback"
 PROMPT_S = 2.0
-"""Time that the request waits for its deletion, so that a quick one is reported in the response (seconds)."""
+"""Time that a request for a deletion waits, so that its response can report a quick deletion as done (seconds)."""
 REACH_S = 30.0
 RELEASED_S = 600.0
 """Longest time that a deletion waits until no trainer can request groups made of the data (seconds)."""
@@ -174,7 +174,7 @@ class FeedbackService:
                 raise HttpProblem(410, "erased", f"'{id}' was deleted together with the data of its user")
 
     def _refuse_old(self, item: Feedback, chosen: bool) -> None:
-        """Refuse an item so old that its id is not remembered any more."""
+        """Refuse an item whose id or target is so old that a replica may no longer know an earlier post of it."""
         if self._ids_keep_s is None:
             return
         oldest = bus_time() - self._ids_keep_s
@@ -189,7 +189,7 @@ class FeedbackService:
                 raise HttpProblem(422, "beyond_horizon", detail, errors=[Flaw(pointer=pointer, detail=detail)])
 
     async def retract(self, feedback: str, *, caller: Caller) -> Row:
-        """Retract an item (``RetractReply``). Raises NotFound."""
+        """Retract an item, and return a ``RetractReply``. Raises NotFound."""
         row = await self.status_of(feedback)
         id = derived_id(self.pseudonyms.digest, "", f"retract {row['feedback_id']}", 0)
         item = retraction_of(row["feedback_id"], row["job"], Identity(id, caller.id, chosen=True))
@@ -269,7 +269,7 @@ class FeedbackService:
         return {name: _decision(row) for name, row in (await self.index.decided(interactions)).items()}
 
     def after_end(self, record: Interaction) -> Row | None:
-        """Return the decision on an undecided response after its job's end (``InteractionDecision``), else None."""
+        """Return the decision (``InteractionDecision``) on an undecided response that ended after its job, or None."""
         if not self.jobs.was_over(record.job, record.ended):
             return None
         return {**ENDED, "ordinal": None, "trained": None, "time": record.ended}
@@ -291,7 +291,7 @@ class FeedbackService:
     # -- users -------------------------------------------------------------------------------------------------------
 
     async def consent(self, user: str, *, train: bool) -> Row:
-        """Store a user's consent (``ConsentReply``)."""
+        """Store a user's consent, and return a ``ConsentReply``."""
         pseudonym = self.pseudonyms.of(user)
         await self.consents.say(pseudonym, train=train)
         return {"user": pseudonym, "train": train}
@@ -323,7 +323,10 @@ class FeedbackService:
             await asyncio.sleep(ABANDONED_S / 2)
 
     async def _take_up(self, user: str) -> asyncio.Task[None] | None:
-        """Return the task that deletes a user's (pseudonym's) data; None if another process does so, or it is done."""
+        """Start the deletion of a user's (pseudonym's) data unless it runs here already, and return its task.
+
+        Return None if another process carries out the deletion, or if it is done.
+        """
         report = None if user in self._erasing else await self._eraser.claim(user, abandoned_s=ABANDONED_S)
         if user not in self._erasing and report is not None:
             self._erasing[user] = asyncio.create_task(self._delete_all(report))
@@ -348,7 +351,11 @@ class FeedbackService:
             del self._erasing[report.user]
 
     async def _forget(self, seq: int) -> None:
-        """Wait until deletions up to ``seq`` are applied to every index of this host. Raises Unavailable."""
+        """Delete the indexes of processes that are gone, and wait until this process's has read FEEDBACK to ``seq``.
+
+        Raises:
+            Unavailable: the index did not reach ``seq`` in time.
+        """
         await self.index.forget_abandoned()
         await self.index.reach(seq, REACH_S)
 
@@ -356,7 +363,8 @@ class FeedbackService:
 def _identity(post: Posted, caller: Caller, key: str | None, place: int, digest: Callable[[str], bytes]) -> Identity:
     """Return sender and id of a post.
 
-    Episode keys made by one key share its id; ids that their senders choose are unique per episode.
+    An episode key counts as the key that made it. Ids that holders of episode keys choose are unique only within their
+    episode, so the stored id also depends on the episode.
     """
     sender = caller.sender
     if post.feedback_id is not None:

@@ -28,7 +28,7 @@ CHAT = {"messages": "messages", "answer": None}
 
 
 class _Length(BaseModel):
-    """Batch size and length in the file; the job's validation checks the rest of the section."""
+    """Batch size and length of the training in the file; the job's validation checks the rest of section ``train``."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -39,7 +39,7 @@ class _Length(BaseModel):
 
 @dataclass(frozen=True)
 class BaseModelFile:
-    """A partial job file; ``name`` is the file's, '' if the request named a directory."""
+    """A partial job file. ``name``: the base model's, '' for a model directory or a checkpoint without base model."""
 
     name: str
     sections: Mapping[str, Any]

@@ -30,7 +30,7 @@ __all__ = ["DataFile", "check_rows", "job_file"]
 
 MAX_FLAWS = 20
 Check = Callable[[dict[str, Any], str], object]
-"""Check of a row, given with its name; raises DataError."""
+"""Check of a data row; the second argument names the row in the text of the DataError that it raises."""
 
 
 def check_rows(path: Path, parameter: str, prompt: PromptConfig, reward: RewardConfig) -> None:
@@ -111,7 +111,7 @@ def job_file(
     *,
     scorer: Callable[[Any], GraderScorer],
 ) -> tuple[JobConfig, dict[str, Any]]:
-    """Return the job, and the resolved values of hyper-parameters set to `auto`. Reads the files: call it in a thread.
+    """Return the job and its hyper-parameters, with `auto` resolved. Reads the files: call it in a thread.
 
     Args:
         scorer: returns a scorer for a grader; raises ConfigError.
@@ -177,7 +177,7 @@ def _reinforcement(wanted: FineTuningRequest) -> Reinforcement:
 
 
 def _reward(base: BaseModelFile, scorer: GraderScorer) -> RewardConfig:
-    """Return the reward section: the file may set scoring limits, which must accommodate the grader's own deadline."""
+    """Return the reward section. The base model's file may set time limits, which must allow the grader's deadline."""
     given = {"timeout_s": 2 * scorer.deadline_s, **base.section("reward"), "scorers": [scorer]}
     try:
         return RewardConfig.model_validate(given)

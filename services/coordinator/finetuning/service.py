@@ -47,7 +47,7 @@ class FineTuningService:
         self._checkpoints, self._origins, self._files, self._settings = checkpoints, origins, files, settings
 
     async def create(self, wanted: FineTuningRequest, *, key: str) -> FineTuningJob:
-        """Submit a job.
+        """Submit a fine-tuning request as a job, and return the job in OpenAI's format.
 
         Raises:
             HttpProblem: 422, with pointers into the request, or to lines of its files.
@@ -76,7 +76,10 @@ class FineTuningService:
             raise _refused(pointer, str(error)) from None
 
     async def _base(self, model: str) -> BaseModelFile:
-        """Return the base of the job file. A checkpoint of a fine-tuning job continues with that job's base model."""
+        """Return the base of the job file for ``model``, a base model or a checkpoint.
+
+        For a checkpoint of a fine-tuning job this is the base of that job, with the weights of the checkpoint.
+        """
         folder = self._settings.base_models
         if not model.startswith(REFERENCE):
             return await asyncio.to_thread(open_base, model, folder)
@@ -103,7 +106,13 @@ class FineTuningService:
     async def page(
         self, *, after: str | None, limit: int, labels: dict[str, str], models: frozenset[str] | None
     ) -> JobPage:
-        """List jobs, newest first; ``labels`` of the metadata, ``models`` as in ``JobIndex.page``."""
+        """List fine-tuning jobs, newest first.
+
+        Args:
+            after: id of the last job of the previous page.
+            labels: entries that a job's metadata must contain.
+            models: names or ids of the only jobs to list; None for all.
+        """
         index = await self._jobs.index()
         jobs = (job for job in reversed(index.of_models(models)) if job.fine_tuned)
         jobs = (job for job in jobs if after is None or job.id < after)

@@ -19,7 +19,7 @@ from penstock.shared.transport.bus import Bus
 __all__ = ["check_camera", "check_held_out", "check_spec", "describe_environment"]
 
 LEAST_S = 5.0
-"""For the second simulator of a job, where the first one took nearly all of the time."""
+"""Shortest deadline for describing a simulator (seconds), where a job's first one took nearly all of the time."""
 REST_BYTES = 96
 """Bytes of a stored decision beside its arrays: spans, padding of the frame."""
 
@@ -27,7 +27,7 @@ REST_BYTES = 96
 async def describe_environment(bus: Bus, config: EmbodiedJob, *, deadline_s: float, camera: bool = False) -> EnvSpec:
     """Have an env worker create the job's simulator and begin one episode; return its description.
 
-    The simulator of held-out episodes is made, too, where it is another one.
+    If held-out episodes use another simulator, the worker creates that one, too.
 
     Args:
         camera: also check if episodes can be recorded as video; see ``no_video`` of the description.
@@ -92,10 +92,10 @@ def check_spec(config: EmbodiedJob, spec: EnvSpec) -> None:
 
 
 def check_held_out(config: EmbodiedJob, spec: EnvSpec, held_out: EnvSpec) -> None:
-    """Look whether the policy of a job can act in the simulator of its held-out episodes.
+    """Check that the policy of a job can act in the simulator of its held-out episodes.
 
     Raises:
-        ConfigError: an observation that the policy reads, or the actions, are not those of the simulator that trains.
+        ConfigError: the actions, or an observation that the policy reads, differ from the simulator used in training.
     """
     pairs = {
         f"observation '{name}'": (spec.observations[name], held_out.observations.get(name))

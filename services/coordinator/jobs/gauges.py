@@ -29,14 +29,14 @@ VERSION = metrics.gauge(
 
 
 class JobGauges:
-    """Gauges of one job. A row replaces the earlier row of its kind, and removes the values that it lacks."""
+    """Gauges of one job's metrics. A new row of a kind removes the values that only the last row of that kind had."""
 
     def __init__(self, job: str) -> None:
         self._job = job
         self._shown: dict[str, frozenset[str]] = {}
 
     def show(self, kind: str, values: Mapping[str, float]) -> None:
-        """Export the values of a new row of ``kind``."""
+        """Export the values of a new row of metrics; ``kind``: `train` or `eval`."""
         for name in self._shown.get(kind, frozenset()) - values.keys():
             VALUES.remove(self._job, name)
         for name, value in values.items():
@@ -79,7 +79,7 @@ class StreamGauges:
 
 
 def oldest_versions(members: Iterable[Member], clock: float) -> dict[tuple[str, str], int]:
-    """Return the oldest policy version of a live worker, by job and service."""
+    """Return the oldest policy version among the live workers, by job and service."""
     found: dict[tuple[str, str], int] = {}
     for member in members:
         if not member.alive(clock):

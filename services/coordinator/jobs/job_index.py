@@ -31,7 +31,7 @@ Order = Literal["asc", "desc"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_BYTE_BUDGET = 256 << 20
-"""Bytes of a job file without `limits.byte_budget`."""
+"""Byte budget of a job whose job file does not set `limits.byte_budget`."""
 YIELD_EVERY = 64
 """Number of records that are read before other tasks run."""
 

@@ -144,7 +144,7 @@ class PresenceChange:
 
 
 class ProblemWatch:
-    """Reports problems of workers with one job: each once, and those of one worker at most every ``PROBLEM_S``."""
+    """Reports problems of workers with one job: each problem once, at most one per worker in ``PROBLEM_S`` seconds."""
 
     def __init__(self, job: str) -> None:
         self._job = job

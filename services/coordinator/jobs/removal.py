@@ -33,7 +33,7 @@ STREAMS: tuple[tuple[str, Callable[[str], str]], ...] = (
     (subjects.DEAD, subjects.dead),
     (subjects.LEDGER, subjects.ledger),
 )
-"""Streams with messages of a job, and their subjects."""
+"""Streams that hold messages of a job, each with the function that returns the job's subject there."""
 KEYS: Mapping[str, tuple[Callable[[str], str], ...]] = {
     subjects.POLICY: (str,),
     subjects.MANIFESTS: (str, subjects.candidate_manifest, subjects.base_manifest),

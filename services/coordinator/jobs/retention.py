@@ -22,7 +22,7 @@ GIVEN_UP: Mapping[str, Callable[[str], str]] = {
     subjects.FEEDBACK: subjects.feedback,
     subjects.DECISIONS: subjects.decisions,
 }
-"""Streams from which finished jobs can be purged, with a job's subject there."""
+"""Streams from which finished jobs can be purged, each with the function that returns a job's subject there."""
 
 
 def oldest_finished(
@@ -49,7 +49,7 @@ def without_interactions(jobs: Iterable[JobEntry]) -> list[str]:
 
 
 def check_room(jobs: Iterable[JobEntry], byte_budget: int, *, experience_bytes: int) -> None:
-    """Refuse a job whose byte budget does not fit beside those of running jobs.
+    """Refuse a job whose byte budget does not fit beside the byte budgets of running jobs.
 
     Raises:
         ConfigError: it does not fit; names the numbers.

@@ -59,7 +59,11 @@ class JobStore:
         return record.model_copy(update={"revision": revision})
 
     async def _known(self, job: str) -> JobRecord:
-        """Return the job that has this id. Ids are never reused, since messages of the old job may be in flight."""
+        """Return the job that has this id.
+
+        Raises:
+            Conflict: the job was deleted; ids are never reused, since messages of the old job may be in flight.
+        """
         record = await self.find(job)
         if record is None:
             raise Conflict(f"job '{job}', which this request made before, was deleted; use a new Idempotency-Key")
@@ -86,7 +90,10 @@ class JobStore:
         return await self._index.current()
 
     async def change(self, job: str, edit: Callable[[JobRecord], JobRecord]) -> JobRecord:
-        """Store ``edit(record)`` by compare-and-set, repeated on conflicts; an edit without changes writes nothing."""
+        """Store ``edit(record)`` by compare-and-set, repeated on conflicts, and return the stored record.
+
+        An edit that changes nothing writes nothing.
+        """
         for _ in range(CAS_TRIES):
             record = await self.get(job)
             changed = edit(record)
@@ -102,7 +109,7 @@ class JobStore:
     async def set_desired(
         self, job: str, state: DesiredState, *, force: bool = False, checkpoint: bool = True
     ) -> JobRecord:
-        """Write the desired state. Raises Conflict when the job is terminal or being cancelled."""
+        """Write the desired state. Raises Conflict if the job is terminal, is being cancelled, or cannot be paused."""
 
         def edit(record: JobRecord) -> JobRecord:
             if record.status.phase in TERMINAL_PHASES:
@@ -123,7 +130,7 @@ class JobStore:
         return await self.change(job, edit)
 
     async def amend(self, job: str, edit: Callable[[JobRecord], AnyJob]) -> JobRecord:
-        """Write the job file that ``edit`` makes of a record. Raises Conflict when the job is terminal."""
+        """Store the job file that ``edit`` returns for the record. Raises Conflict when the job is terminal."""
 
         def change(record: JobRecord) -> JobRecord:
             if record.status.phase in TERMINAL_PHASES:
@@ -140,7 +147,7 @@ class JobStore:
         return await self.change(job, change)
 
     async def extend(self, job: str, edit: Callable[[JobRecord], AnyJob]) -> JobRecord:
-        """Continue a finished job with the job file that ``edit`` makes of its record.
+        """Continue a finished job with the job file that ``edit`` returns for its record.
 
         Raises:
             Conflict: the job has not ended.

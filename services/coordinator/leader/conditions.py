@@ -68,7 +68,7 @@ def _facts(run: JobRun, job: str, members: Members, clock: float) -> dict[Type, 
 
 
 def _clocks(run: JobRun, members: Members, clock: float) -> Fact:
-    """Compare the clocks of coordinators and workers with that of the bus, which all decisions use."""
+    """Return the fact for `ClocksAgree`: decisions use the bus's clock, so all others must agree with it."""
     alive = [member.beat for service in ("coordinator", *run.config.services) for member in members.of(service, clock)]
     known = [(beat.worker, beat.clock_skew_s) for beat in alive if beat.clock_skew_s is not None]
     wrong = [f"{worker} {skew_s:+.1f} s" for worker, skew_s in known if abs(skew_s) > MAX_SKEW_S]

@@ -1,7 +1,7 @@
-"""Dead letters: finds messages past their deliveries, and reads, shows and deletes the copies in DEAD.
+"""Dead letters: finds messages that used up their deliveries, and reads, shows and deletes their copies in DEAD.
 
-The server sends one advisory about a message past its deliveries. If no coordinator listens then, the advisory is lost,
-so the work queues are scanned, too. A message that was delivered, was not acknowledged and is not under lease is dead.
+The server sends one advisory about such a message. If no coordinator listens then, the advisory is lost, so the work
+queues are scanned, too. A message that was delivered, was not acknowledged and is not under lease is dead.
 The server does not say which messages are under lease, only how many.
 """
 
@@ -48,7 +48,7 @@ WORKERS = {subjects.TICKETS: "rollout", subjects.RAW: "reward"}
 """Work queue -> service that consumes it; the consumer is named after the service and the job."""
 SCAN_EVERY_S = 5.0
 SUSPECT_LEASES = 2.0
-"""Number of lease durations for which a message must look dead."""
+"""Number of lease durations for which a message must look dead before it counts as dead."""
 LIVE = frozenset({subjects.INTERACTIONS, subjects.FEEDBACK})
 """Streams whose dead letters belong to no draw."""
 SHOWN_BYTES = 4096
@@ -72,7 +72,7 @@ class _Queue:
 
 
 class Suspects:
-    """Separates dead messages of one queue from those under lease. Pure; callers pass the time in."""
+    """Separates dead messages of one queue from messages under lease. Pure; callers pass the time in."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
@@ -84,11 +84,11 @@ class Suspects:
 
         Args:
             delivered: sequence -> draw of the messages that were delivered and are still in the queue.
-            num_leased: number of them under lease, counted before they were listed.
+            num_leased: number of these messages that are under lease, counted before the messages were listed.
             held: draws that live workers report to hold.
             now: monotonic seconds.
-            ripe_s: how long a message must look dead while others are under lease; half as long while none is, because
-                a restarted server forgets its leases before it counts them again.
+            ripe_s: seconds for which a message must look dead while others are under lease; half of that while none is,
+                and not 0, because a restarted server forgets its leases before it counts them again.
         """
         num_dead = len(delivered) - num_leased
         suspects = [seq for seq, draw in delivered.items() if draw not in held]
@@ -174,7 +174,7 @@ class DeadLetterScanner:
         }
 
     async def _hand_over(self, queue: _Queue, message: Message) -> None:
-        """Pass a message to its job's leader; without a leader it waits for the next scan or the end of the job."""
+        """Pass a message to its job's leader; without one, the message waits for the next scan or the job's end."""
         runner = self._runners.get(queue.job)
         if runner is None or not runner.ready:
             return
@@ -210,7 +210,7 @@ def draw_of(stream: str, message: Message) -> Draw | None:
 
 
 def _name_of(stream: str, message: Message) -> str:
-    """Return the draw as the worker that holds the message reports it."""
+    """Return the draw of a message in the form in which workers report the draws that they hold; '' if unknown."""
     draw = draw_of(stream, message)
     if draw is None and stream == subjects.TICKETS:
         try:
@@ -237,7 +237,7 @@ class DeadLetter:
     """A dead letter.
 
     Attributes:
-        first: its first message; if that is missing, the first of its parts that is there.
+        first: its first message. If DEAD lacks that, each other part is a dead letter of its own, and its ``first``.
         places: position in the payload, from 0, and sequence in DEAD of each of its messages.
     """
 
@@ -290,12 +290,12 @@ def origin_of(message: Message) -> tuple[str, int]:
 
 
 def header_number(text: str | None) -> int:
-    """Return the count in a header; 0 if it is malformed."""
+    """Return the number in a header; 0 if it is malformed."""
     return int(text) if text is not None and text.isascii() and text.isdigit() and len(text) < 16 else 0
 
 
 class DeadLetterQueue:
-    """Dead letters of the stream DEAD, oldest first; the id of one is its sequence there.
+    """Dead letters of the stream DEAD, oldest first. The id of a dead letter is its sequence number in DEAD.
 
     Every method but ``page`` raises NotFound if the job has no such dead letter.
     """
@@ -304,7 +304,10 @@ class DeadLetterQueue:
         self._bus = bus
 
     async def page(self, job: str, *, after: int, limit: int) -> list[Row]:
-        """Return rows with ``id``, ``time``, ``stream``, ``sequence``, ``attempts``, ``reason``, ``draw`` (or None)."""
+        """Return a row for each of at most ``limit`` dead letters with an id above ``after``.
+
+        A row has ``id``, ``time``, ``stream``, ``sequence``, ``attempts``, ``reason`` and ``draw`` (or None).
+        """
         found = await self._bus.read(subjects.DEAD, subjects.dead(job), start_seq=after + 1, headers_only=True)
         return [_letter_row(message) for message in found if PART not in message.headers][:limit]
 

@@ -23,7 +23,7 @@ __all__ = ["CANCEL_GRACE_S", "DesiredState"]
 
 logger = logging.getLogger(__name__)
 CANCEL_GRACE_S = 15.0
-"""Time for a cancelled job to train its sealed batches and to write a last checkpoint."""
+"""Time for a cancelled job to train its sealed batches and to write a last checkpoint (seconds)."""
 
 
 class DesiredState:
@@ -71,14 +71,14 @@ class DesiredState:
         return run.amend(config, generation, now)
 
     def applies_at_step(self, state: LedgerState) -> int | None:
-        """Return the first update (from 1) that uses the current job file, or None if that changed no setting."""
+        """Return the first update (from 1) that uses the current job file, or None if this file changed no setting."""
         if state.applies_at is None or state.generation != self.followed:
             return None
         return state.applies_at + 1
 
     @property
     def pending(self) -> bool:
-        """True while a request of the user is unfinished or still waits."""
+        """True while the job is being cancelled, or an operation that the user requested is pending."""
         return self.desired == "cancelled" or any(
             one.state == "pending" and one.id not in self._settled for one in self.record.operations
         )
@@ -102,7 +102,7 @@ class DesiredState:
     ) -> list[Operation]:
         """Replay the dead letters that the user requested; return the finished operations.
 
-        For most of them the run draws the prompt again, which waits for a free slot in flight that the run reserves.
+        For most dead letters the run draws the prompt again, once a slot in flight is free, which the run reserves.
         Interactions and feedback return to their stream through ``supply``.
         """
         done = []
@@ -132,7 +132,11 @@ class DesiredState:
     async def _redraw(
         self, run: JobRun, draw: Draw, letter: int, commit: Callable[[list[Event]], Awaitable[None]]
     ) -> dict[str, Any] | None:
-        """Draw the prompt of a dead letter again; None while no slot is free. Raises Conflict: it cannot be drawn."""
+        """Draw the prompt of a dead letter again; return the operation's result, or None while no slot is free.
+
+        Raises:
+            Conflict: the prompt cannot be drawn.
+        """
         if self._may_wait(run, letter):
             return None
         events = run.replay_dead_letter(letter, draw, bus_time())

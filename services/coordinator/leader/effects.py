@@ -1,4 +1,4 @@
-"""Publishes effects of decisions: tickets, batch manifests, deletions, purges, dead letters, the trainer's commands.
+"""Publishes effects of decisions: tickets, batch manifests, deletions, purges, dead letters, commands to the trainer.
 
 All effects are derived from the ledger and safe to repeat.
 """
@@ -98,9 +98,10 @@ class EffectPublisher:
             await self.publish_tickets([self._ticket(run, draw) for draw in draws[start : start + TICKETS_AT_ONCE]])
 
     async def publish_again(self, run: JobRun, draws: Sequence[Draw], seq: int) -> None:
-        """Publish the ticket with this sequence again for those of its draws that wait for a group.
+        """Publish tickets anew for those of ``draws`` that still wait for a group; a leaving worker gave them back.
 
-        Its new message has all deliveries left: that workers leave is no failure. A repeated call stores nothing more.
+        The new messages have all their deliveries left, because a worker that leaves is no failure. ``seq``: sequence
+        number of the old message in TICKETS, which makes a repeated call store nothing more.
         """
         in_flight = set(run.state.in_flight) - run.candidates.keys()
         tickets = [msgspec.structs.replace(self._ticket(run, draw), begun=True) for draw in draws if draw in in_flight]
@@ -115,7 +116,10 @@ class EffectPublisher:
         )  # fmt: skip
 
     async def publish_tickets(self, tickets: list[Ticket], *, again: str = "") -> None:
-        """Publish tickets, all or none; waits while the bus is away. ``again`` makes their message ids others."""
+        """Publish tickets, all or none; wait while the bus is away.
+
+        ``again``: suffix of the message ids, so that the bus stores tickets that it has stored before.
+        """
 
         async def publish() -> None:
             await self.bus.publish_many([self._sent(ticket, again) for ticket in tickets], deadline_s=5)
@@ -139,8 +143,9 @@ class EffectPublisher:
     async def copy_to_dead(self, stream: str, seq: int, *, reason: str, attempts: int) -> int:
         """Copy a payload to DEAD before it is deleted; return the number of its messages.
 
-        Messages of other payloads, which a wrong header may claim, do not count. Safe to repeat, also if the payload is
-        gone. Waits while the bus is away. If DEAD is full, the copy is lost, an error is logged, and the job continues.
+        If a wrong header names too many messages, those of other payloads are left out. Safe to repeat, also if the
+        payload is gone. Waits while the bus is away. If DEAD is full, the copy is lost, an error is logged, and the job
+        continues.
         """
         place, count, parts = 0, 1, ""
         what, subject = f"a copy of message {seq} of {stream}", subjects.dead(self.job)
@@ -161,7 +166,8 @@ class EffectPublisher:
     async def copy_unreadable(self, messages: Sequence[Unreadable]) -> list[Unreadable]:
         """Copy messages to DEAD and leave them in place, because a coordinator of another version may read them.
 
-        Returns those without a copy so far; later leaders read the same messages again. Waits while the bus is away.
+        Returns the messages that had no copy before, since later leaders read the same messages again. Waits while the
+        bus is away.
         """
         known = await self._dead_origins() if messages else set()
         new = [one for one in messages if (one.stream, str(one.seq)) not in known]
@@ -201,7 +207,7 @@ class EffectPublisher:
 
 
 def _count(message: Message) -> int:
-    """Return the number of messages of a payload, from its first one; 1 for an unreadable header."""
+    """Return the number of messages of a payload, which its first message names; 1 for an unreadable header."""
     try:
         return count_of(message.headers)
     except ProtocolError:
@@ -209,7 +215,7 @@ def _count(message: Message) -> int:
 
 
 def headers_of(ticket: Ticket) -> dict[str, str]:
-    """Return the headers of a ticket, which name its draw, so that a dead letter still names it."""
+    """Return the headers of a ticket: the draw of a training ticket, so that a dead letter still names the draw."""
     return {DRAW_HEADER: str(ticket.draw)} if ticket.purpose == "train" else {}
 
 
@@ -243,7 +249,7 @@ async def purge_manifests(bus: Bus, job: str, *, up_to: int) -> int:
 
 
 class TrainerCommands:
-    """Sends the trainer's commands of one job: checkpoints, rollbacks, draws to leave out; one at a time."""
+    """Sends commands to the trainer of one job, one at a time: to checkpoint, roll back, or leave out draws."""
 
     def __init__(self, bus: Bus, outbox: Outbox, job: str, epoch: int) -> None:
         self._bus, self._outbox, self._job, self._epoch = bus, outbox, job, epoch

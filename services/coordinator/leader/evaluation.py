@@ -24,7 +24,10 @@ Measured = MeasureConfig | EpisodeEvaluationConfig
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the probability that one of k samples is correct: 1 - C(n-c, k) / C(n, k) (arXiv 2107.03374, eq. 1)."""
+    """Return the estimated probability that at least one of k samples is correct, from c correct ones of n.
+
+    ``1 - C(n-c, k) / C(n, k)`` (arXiv 2107.03374, eq. 1).
+    """
     if num_samples - num_correct < k:
         return 1.0
     return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
@@ -158,7 +161,7 @@ class EvaluationPlan:
         return self.num_prompts > 0 and self.config.completions > 0
 
     def due(self, point: int, *, final: bool = False) -> bool:
-        """Return True if ``point`` (completed updates) must be evaluated and is not yet."""
+        """Return True if ``point`` (completed updates) must be evaluated and has not been."""
         if not self.enabled or point in self.done:
             return False
         if point == 0:
@@ -176,7 +179,10 @@ class EvaluationPlan:
         )
 
     def waits(self, now: float, *, batch_ready: bool) -> bool:
-        """Return True while results are missing; ``batch_ready``: a batch could be sealed if this point were done."""
+        """Return True while results are missing and the deadline is not over; record if this alone holds up a batch.
+
+        ``batch_ready``: True if a batch could be sealed, were it not for this evaluation.
+        """
         current = self.current
         if current is None or not current.expected or now >= current.deadline:
             return False
@@ -185,7 +191,7 @@ class EvaluationPlan:
         return True
 
     def roll_back(self, updates: int) -> None:
-        """Forget the point in progress and those after ``updates``, to which the lineage went back."""
+        """Forget the evaluation in progress and all points above ``updates``, the updates that a rollback left."""
         self.done = {point for point in self.done if point <= updates}
         self.current = None
 

@@ -1,6 +1,6 @@
 """Leads one evaluation job: publishes a ticket per held-out prompt, counts the groups, and aggregates the rewards.
 
-There is no ledger: the groups themselves are durable; another leader counts those in EXPERIENCE and requests the rest.
+There is no ledger: the groups themselves are durable. Another leader counts the stored groups and requests the rest.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class EvaluationRunner(LedgerlessRunner):
         )
 
     def status(self) -> dict[str, Any]:
-        """Return this leader's view of the job."""
+        """Return policy version 0 and the number of unanswered prompts, for the heartbeat."""
         return {"version": 0, "running": len(self.expected)}
 
     def why(self) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ class Leader(Protocol):
         ...
 
     def status(self) -> dict[str, Any]:
-        """Return this leader's view of the job, for the heartbeat."""
+        """Return the job's entry in the heartbeat: ``version`` of the policy, and ``running``, the work in flight."""
         ...
 
     async def on_dead_message(self, stream: str, seq: int, draw: Draw | None, *, reason: str, attempts: int) -> None:
@@ -91,12 +91,16 @@ class LeaderRpc:
         return msgspec.json.encode(rows)
 
     async def _hold(self, data: bytes) -> bytes:
-        """Pause purging of streams for some seconds (JSON), at most HOLD_S; the reply is empty."""
+        """Pause the purging of streams for the seconds in ``data`` (JSON), at most HOLD_S; return an empty reply."""
         self._bus.hold(min(float(msgspec.json.decode(data, type=float)), HOLD_S))
         return b""
 
     async def name(self) -> str:
-        """Return the holder of the lease and its epoch; the holder may have died since. Raises Unavailable."""
+        """Return a text with the holder of the lease and its epoch, or `nobody`; the holder may have died since.
+
+        Raises:
+            Unavailable: the bus does not answer.
+        """
         entry = await self._bus.kv(subjects.LEASES).get(COORDINATOR)
         record = msgspec.json.decode(entry.value, type=LeaseRecord) if entry is not None and entry.value else None
         return f"{record.holder} (epoch {record.epoch})" if record is not None and record.holder else "nobody"

@@ -29,11 +29,12 @@ AGAIN_S = 10.0
 """Delay before an evaluation that scored nothing is repeated (seconds): its grader is away."""
 
 MAX_RESTORED = 1000
-"""Most rows that are restored. A dead leader left fewer unwritten; if more are missing, they were dropped before."""
+"""Largest number of rows that are restored. A leader that dies leaves fewer rows unwritten; if more are missing, the
+stream has lost them in another way."""
 
 
 class Measures:
-    """Source of all rows of METRICS. ``reward`` is the mean sampled reward of the newest update."""
+    """Produces all rows of METRICS of one job. ``reward`` is the mean sampled reward of the newest update."""
 
     def __init__(self, config: AnyTraining, outbox: Outbox) -> None:
         self.config, self.outbox = config, outbox
@@ -60,7 +61,7 @@ class Measures:
         self.tally.begin(now, {})
 
     def resume(self, rows: Iterable[dict[str, Any]], state: LedgerState) -> None:
-        """Restore from the rows that earlier leaders wrote to METRICS, oldest first, in one or more calls."""
+        """Restore measurements from rows that earlier leaders wrote to METRICS, oldest first, in one or more calls."""
         for row in rows:
             values = {name: value for name, value in row["values"].items() if value is not None}  # null: not finite
             if row["kind"] != "eval":
@@ -94,7 +95,7 @@ class Measures:
         return served is not None and served.version == state.version and not self.gate.lacks(state)
 
     def _is_older(self, row: Mapping[str, Any], state: LedgerState) -> bool:
-        """Return True if an evaluation row is of the version that the fork to the current one replaced."""
+        """Return True if an evaluation row measured a version that a fork has replaced by the current, unknown one."""
         of_now = int(row["step"]) == state.updates
         return of_now and int(row["version"]) != state.version and not self._is_known(state)
 
@@ -106,7 +107,7 @@ class Measures:
         self.health.error = header.error or self.health.error
 
     def on_events(self, events: Sequence[Event], candidates: Mapping[Draw, Candidate]) -> None:
-        """Count decisions that are about to be committed; ``candidates`` is their state before."""
+        """Count decisions that are about to be committed; ``candidates``: the groups as they are before the commit."""
         self.tally.on_events(events, candidates)
 
     def values_of(
@@ -124,8 +125,8 @@ class Measures:
     def disproof(self, report: Report) -> str:
         """Return why an update shows that its tokens were not sampled by the weights that they name, or ''.
 
-        A large update of the policy also raises lag/logprob, but only in the ``max_lag`` batches that versions before
-        it sampled: one more in a row is needed.
+        A large update of the policy also raises lag/logprob, but only in the ``max_lag`` batches that earlier versions
+        sampled, so lag/logprob must exceed the bound in one more update in a row.
         """
         train = self.config.train
         self._count_far(report.metrics)
@@ -162,14 +163,14 @@ class Measures:
         self._warned = True
 
     def look(self, *, ended: bool = False) -> None:
-        """Publish events for health warnings that began or ended. ``ended``: the run is over; judge short ones too."""
+        """Publish events on health warnings that began or ended. ``ended``: the run is over; judge it even if short."""
         self.health.recent = self.tally.since
         for change in self.health.judge(ended=ended):
             level, text = ("warning", change.message) if change.message else ("info", f"{change.kind} is over")
             self.outbox.event(level, "health", text, kind=change.kind)
 
     def lacks_rows(self, state: LedgerState) -> bool:
-        """Return True if rows of the newest updates are missing, and the ledger has their values."""
+        """Return True if METRICS lacks rows of the newest updates that can be restored from the ledger."""
         batch, entry = self.newest_row
         return 0 < state.last_trained - batch <= MAX_RESTORED and (entry > 0 or not batch)
 
@@ -190,7 +191,7 @@ class Measures:
     # -- evaluations -------------------------------------------------------------------------------------------------
 
     def holds(self, state: LedgerState, point: int) -> bool:
-        """Return True if the update after ``point`` completed ones must not be sealed yet."""
+        """Return True if the batch that follows ``point`` completed updates must not be sealed yet."""
         return self._is_due(state, point) or self.goals.holds(state)
 
     def _is_due(self, state: LedgerState, point: int, *, final: bool = False) -> bool:

@@ -104,7 +104,7 @@ class Outbox:
         self._changed.set()
 
     def clock(self, version: int, digest: str, epoch: int) -> None:
-        """Queue the job's policy clock."""
+        """Queue the job's policy clock: the newest version, the digest of its weights, and the leader's epoch."""
         self._clock = msgspec.json.encode({"version": version, "digest": digest, "epoch": epoch, "time": bus_time()})
         self._changed.set()
 
@@ -164,7 +164,7 @@ class Outbox:
             await self._try(lambda: self._put_status(fields))
 
     def _status_rest_s(self) -> float:
-        """Return the seconds until an unchanged status must be written."""
+        """Return the seconds until the status is due: sooner if it has changed since it was written."""
         if not self._status:
             return HEARTBEAT_S
         due = self._last_status + STATUS_EVERY_S

@@ -64,7 +64,8 @@ TICK_S, IDLE_S = 0.25, 2.0
 """Shortest and longest interval between checks of deadlines (seconds). An idle job is checked ever less often, because
 one coordinator leads hundreds of jobs; messages and user requests wake it at once."""
 MAKE_S = 120.0
-"""Time for an env worker to load a simulator's libraries (seconds); the request repeats after it and the step limit."""
+"""Time for an env worker to load a simulator's libraries (seconds); after this time plus the step limit, the request is
+repeated."""
 
 
 class JobRunner:
@@ -96,7 +97,7 @@ class JobRunner:
         self._presence, self._problems, self._onsets = PresenceWatch(), ProblemWatch(self.job), Onsets()
         self._leads_since = bus_time()
         self._next_seq = self._unread = 1
-        """Next EXPERIENCE sequence to read, and the one below which nothing was read before the first decision."""
+        """Next EXPERIENCE sequence to read; ``_unread``: sequence below which recovery read nothing."""
         self.ready = False
         self._reported = 0.0
         self._decided = False
@@ -177,7 +178,7 @@ class JobRunner:
             await self._restore_rows()
 
     async def _restore_rows(self) -> None:
-        """Write the rows of the newest updates again, which an earlier leader committed but died before writing."""
+        """Write the rows of the newest updates, which an earlier leader committed but did not write before it died."""
         slice_, start = WorkSlice(), self.measures.newest_row[1] + 1
         entries = self.bus.scan(subjects.LEDGER, subjects.ledger(self.job), start_seq=start)
         async with contextlib.aclosing(entries) as messages:
@@ -205,7 +206,7 @@ class JobRunner:
         self.inbox.wake()
 
     async def _read_groups(self) -> None:
-        """Process stored groups without a decision; ``_check_stored`` reads the rest in the background."""
+        """Judge the stored groups that the next decisions may need; ``_check_stored`` reads the rest later."""
         subject = subjects.experience(self.job)
         self._next_seq = self.run.take_up()
         stream = await self.bus.stream_state(subjects.EXPERIENCE)
@@ -314,7 +315,7 @@ class JobRunner:
     # -- decisions ---------------------------------------------------------------------------------------------------
 
     async def _commit(self, events: list[Event]) -> None:
-        """Append a decision to the ledger, apply it to the core, and publish its effects."""
+        """Append the supply's decisions and ``events`` to the ledger, apply them to the core, publish their effects."""
         if self.supply is not None:
             await self.supply.flush()
             for one in await self.publisher.copy_unreadable(self.supply.unreadable()):
@@ -419,7 +420,7 @@ class JobRunner:
         return Ack(ok=True, data=summary.retention_of(self.run) if report.kind == "checkpointed" else {})
 
     async def _record(self, report: Report, events: list[Event], now: float) -> None:
-        """Commit the events of a report, an update with its metrics, and the decisions that follow."""
+        """Commit the events of a report, with the metrics of an update, and the decisions that follow from them."""
         if report.kind == "refused":
             await self.publisher.copy_refused(self.run, events)
         batch, state = self.run.state.sealed.get(report.batch), self.run.state
@@ -566,7 +567,7 @@ class JobRunner:
             self.outbox.event("info", "clock_skew", "the clocks of all hosts agree again")
 
     def status(self) -> dict[str, Any]:
-        """Return this leader's view of the job."""
+        """Return the newest policy version and the number of open draws, for the heartbeat."""
         return {"version": self.run.state.version, "running": len(self.run.state.open)}
 
     def why(self) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ class ServedVersionPublisher:
                 await asyncio.sleep(LOOK_S)
 
     async def _watch(self) -> None:
-        """Watch both keys; the key of the candidates is below the other in the hierarchy."""
+        """Watch the key of the served version and the key of the candidates, which is below it in the hierarchy."""
         async with contextlib.aclosing(self._bus.kv(subjects.MANIFESTS).watch(self._job)) as entries:
             async for entry in entries:
                 announced = (
@@ -81,7 +81,7 @@ class ServedVersionPublisher:
                 self._take_served()
 
     def _take_served(self) -> None:
-        """Keep the latest trainer's manifest of the promoted version, even if its key changes."""
+        """Keep the latest trainer's manifest of the promoted version, even after its key holds another version."""
         promoted = self._promoted()
         known = (self._candidate, self._standing, self._served)
         fitting = [one for one in known if one is not None and promoted is not None and one.version == promoted.version]

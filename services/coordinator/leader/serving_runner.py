@@ -46,7 +46,7 @@ class ServingRunner(LedgerlessRunner):
             self._report(*end)
 
     def _entries(self, clock: float) -> dict[str, dict[str, Any]]:
-        """Return the entry for this job of each live rollout worker."""
+        """Return the heartbeat's entry for this job, by worker, of the live rollout workers that have one."""
         found = {m.beat.worker: m.beat.jobs.get(self.job, {}) for m in self.members.of("rollout", clock)}
         return {worker: entry for worker, entry in found.items() if entry}
 
@@ -97,7 +97,7 @@ class ServingRunner(LedgerlessRunner):
         self._write_status(phase, message, observed_generation=generation, started_at=self._started_at)
 
     def status(self) -> dict[str, Any]:
-        """Return this leader's view of the job."""
+        """Return zeros for the heartbeat: a deployment has no versions and no draws."""
         return {"version": 0, "running": 0}
 
     def why(self) -> list[dict[str, Any]]:

@@ -92,7 +92,7 @@ def status_of(run: JobRun, desired: str) -> dict[str, Any]:
 
 
 def queues_of(run: JobRun) -> dict[str, int]:
-    """Count the work at each stage: tickets without a group, groups without a batch, untrained batches."""
+    """Return the work at each stage: tickets without a group, usable groups without a batch, untrained batches."""
     opened, accept = run.state.open, Verdict.ACCEPT
     waiting = sum(not info.batch for info in opened.values())
     groups = [c.verdict for d, c in run.candidates.items() if (info := opened.get(d)) is not None and not info.batch]
@@ -158,7 +158,7 @@ def _rows_of(state: LedgerState, numbers: Iterable[int]) -> list[list[Any]]:
 
 
 def summary_of(state: LedgerState) -> dict[str, Any]:
-    """Return the summary in the last event of a job."""
+    """Return the summary that the last event of a job contains."""
     return {
         "updates": state.updates,
         "version": state.version,

@@ -54,7 +54,7 @@ def chosen_transports(job: str, trainer: Member | None, workers: Sequence[Member
 
 
 def transports_of(job: str, members: Members, clock: float) -> dict[str, str]:
-    """Return the choice among the processes that are alive now."""
+    """Return the transport of each live rollout worker of ``job``; see ``chosen_transports``."""
     trainers = [one for one in members.of("trainer", clock) if _transports(one, job)]
     return chosen_transports(job, next(iter(trainers), None), members.of("rollout", clock))
 
@@ -69,13 +69,13 @@ def _listed(member: Member, job: str, key: str) -> list[str]:
 
 
 class WeightRouter:
-    """Keeps the choice for one job current."""
+    """Keeps the stored choice of transports for one job current."""
 
     def __init__(self, bus: Bus, job: str, members: Members) -> None:
         self._bus, self._job, self._members = bus, job, members
 
     async def follow(self) -> None:
-        """Choose until cancelled."""
+        """Update the stored choice until cancelled."""
         while True:
             try:
                 await self._choose()

@@ -68,7 +68,7 @@ def recovery_waits(job: str, blocked: Blocked | None, now: float, since: float) 
 
 
 def blocked_waits(job: str, blocked: Blocked | None, now: float) -> list[dict[str, Any]]:
-    """Return a wait for a write that the leader cannot complete."""
+    """Return the wait for ``blocked``, a write that the leader cannot complete; [] for None."""
     if blocked is None:
         return []
     what = f"the bus, for {blocked.what} ({blocked.why})"

@@ -62,7 +62,7 @@ __all__ = [
 LEVELS: tuple[Level, ...] = ("interaction", "episode")
 NUMBER = (float, int)
 MAX_OUT_OF_RANGE = 10.0
-"""A float beyond this many times its metric's bounds is an error of its sender, not a judgement."""
+"""A float beyond this many times its metric's bounds is an error of its sender, not a judgment."""
 STALE, TRUNCATED, UNFINISHED = "stale", "truncated", "unfinished"
 MASKED = frozenset({TRUNCATED, UNFINISHED})
 """Reasons for which the tokens of an admitted turn enter no loss, while its reward still enters the baseline."""
@@ -82,8 +82,9 @@ class Decision:
     ``wait``: feedback, or a version, is missing. ``reject``: the interaction is never trained, for ``reason``; its
     ``reward`` still counts for the turns before it. ``train``: ``reason`` names the origin of the reward (`feedback`,
     `credit` from other turns only, `default`, `invalid`) or why its tokens are masked; of a posted interaction it names
-    the rule of the policy loss, or ``denied``. ``objective`` names the loss, and ``denied`` why the policy loss may not
-    use it. ``compared``: the interaction is not trained, but its reward counts in a canary trial.
+    the rule by which the policy loss uses it, or equals ``denied``. ``objective`` names the loss, ``denied`` the reason
+    why the policy loss may not use the interaction. ``compared``: the interaction is not trained, but its reward counts
+    in a canary trial.
     """
 
     verdict: Literal["wait", "train", "reject"]
@@ -269,8 +270,11 @@ def is_far_off(value: bool | float | str | None, metric: MetricConfig) -> bool:
 
 
 def arrival_order(item: Feedback) -> tuple[int, float, int, str]:
-    """Return the sort key of feedback, newest last: the place in the stream first, because the clocks of coordinators
-    differ; the clock of the receiving coordinator within one message."""
+    """Return the sort key that puts the newest feedback last.
+
+    Messages are ordered by their sequence, because the clocks of coordinators differ; items of one message by the clock
+    of the coordinator that received them.
+    """
     return item.seq, item.received, item.revision, item.id
 
 
@@ -325,7 +329,7 @@ AS_SAMPLED = frozenset({"posted", "rescored"})
 """Rules of the policy loss under which a posted turn has log-probs of its own, so that several can form one trajectory.
 """
 NOT_TRAINED_YET = "not_trained"
-"""Reason to wait for the version of a sealed batch, which engines may have shortly before the ledger."""
+"""Reason to wait with an answer of a version from a sealed batch: engines may have it shortly before the ledger."""
 
 
 class PostedFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -370,7 +374,7 @@ class PolicyState:
 
     Attributes:
         version: version from which the next update starts; lags count from it.
-        newest: newest version that exists; sealed batches not trained yet lie between the two.
+        newest: newest version that exists; below ``version`` while sealed batches are not trained yet.
         temperature: temperature at which the job samples.
         distrusted: API keys whose log-probs were wrong.
     """
@@ -401,7 +405,7 @@ def _is_trusted(key_id: str, job: OnlineJob) -> bool:
 def admit_posted_for(
     facts: PostedFacts, key_id: str, job: OnlineJob, now: PolicyState, reward: float | None
 ) -> Decision:
-    """Decide on a posted interaction by a given reward; None is one without feedback."""
+    """Decide on a posted interaction by the given ``reward``, which is None without feedback."""
     refusal = refusal_of_posted(facts, job)
     if refusal:
         return Decision("reject", refusal)

@@ -45,24 +45,25 @@ ROOT = -1
 """Parent of a turn that begins a branch."""
 TOKEN_BYTES = array("i").itemsize
 HEADER_TOKENS = 4
-"""Tokens that a chat template may put between an answer's header and its text (an empty thought, for example) and leave
-out once the answer is part of the conversation."""
+"""Most tokens that a chat template may put between an answer's header and its text (an empty thought, for example) and
+leave out once the answer is part of the conversation."""
 
 
 def longest_earlier_prefix(
     texts: Iterable[tuple[bytes, int]], asked: Iterable[tuple[bytes, int]]
 ) -> dict[int, tuple[int, int]]:
-    """Find for each of ``asked`` its longest prefix among ``texts`` with a lower place; texts without one are left out.
+    """Find for each text in ``asked`` the longest of ``texts`` that is a prefix of it and has a lower position.
 
-    In sorted order a text follows all of its prefixes. These form a path, on which the nearest one with a lower place
-    takes ``O(log n)`` steps to find, whatever the order of places is.
+    In sorted order a text follows all of its prefixes. These form a path, on which the nearest one with a lower
+    position takes ``O(log n)`` steps to find, whatever the order of positions is.
 
     Args:
-        texts: texts, none of them empty, each with its place from 0.
-        asked: texts with places of their own.
+        texts: ``(text, position from 0)``; no text is empty.
+        asked: ``(text, position)`` of the texts whose prefixes are wanted.
 
     Returns:
-        By place, ``(bytes of the prefix, its newest place below that one)``.
+        ``(length of the prefix in bytes, its newest lower position)`` by the position of the text in ``asked``; texts
+        without a prefix are left out.
     """
     entries = [(data, False, place) for data, place in texts] + [(data, True, place) for data, place in asked]
     found: dict[int, tuple[int, int]] = {}
@@ -81,10 +82,10 @@ def longest_earlier_prefix(
 
 
 class _PrefixNode:
-    """A text and its places, lowest first. The root is the empty text, with which every text begins.
+    """A text and its positions (``places``), lowest first. The root is the empty text, with which every text begins.
 
     Attributes:
-        earlier: the longest prefix with a lower place: a chain down to the root.
+        earlier: node of the longest prefix with a lower position. These links form a chain down to the root.
         far: a node further down that chain, as far as jumps that double with depth allow (Myers 1983, "An applicative
             random-access stack").
     """
@@ -100,7 +101,7 @@ class _PrefixNode:
             self.far = earlier.far.far
 
     def before(self, place: int) -> _PrefixNode:
-        """Return this node, or the longest one below it, whose lowest place is below ``place``."""
+        """Return the longest text whose lowest position is below ``place``: this node, or one down its chain."""
         text = self
         while text.places[0] >= place:
             text = text.far if text.far.places[0] >= place else text.earlier
@@ -109,7 +110,7 @@ class _PrefixNode:
 
 @dataclass(frozen=True, slots=True)
 class TurnTokens:
-    """Token ids of a turn as bytes: those of the prompt, and those of prompt and completion."""
+    """Token ids of a turn as bytes: ``prompt``, and ``full`` with the prompt and the completion."""
 
     prompt: bytes
     full: bytes
@@ -122,13 +123,13 @@ class TurnTokens:
 
     @property
     def nbytes(self) -> int:
-        """Size of both."""
+        """Size of both byte strings."""
         return len(self.prompt) + len(self.full)
 
 
 @dataclass(frozen=True, slots=True)
 class TurnTree:
-    """Parents of turns, by place in time (``ROOT`` for the first turn of a branch).
+    """Parent of each turn, by position in time (``ROOT`` for the first turn of a branch).
 
     ``extends`` is True where a turn's prompt begins with all tokens of its parent.
     """
@@ -154,7 +155,7 @@ class TurnTree:
         return found
 
     def rated(self, has_feedback: Sequence[bool], *, whole: bool) -> list[bool]:
-        """Return for each turn whether its conversation, or the ``whole`` episode, has feedback."""
+        """Return, by turn, True if its conversation has feedback; all True with ``whole``: feedback on the episode."""
         roots = self.roots
         rated = {root for root, one in zip(roots, has_feedback, strict=True) if one}
         return [whole or root in rated for root in roots]
@@ -192,17 +193,17 @@ def turn_tree(turns: Sequence[TurnTokens]) -> TurnTree:
 
 
 def _extended_turns(turns: Sequence[TurnTokens]) -> list[int]:
-    """Find for each prompt the newest of the earlier turns that are its longest prefix."""
+    """Return for each turn the newest earlier one whose tokens are the longest prefix of its prompt, or ``ROOT``."""
     wholes = [(one.full, place) for place, one in enumerate(turns) if one.full]
     found = longest_earlier_prefix(wholes, [(one.prompt, place) for place, one in enumerate(turns)])
     return [found[place][1] if place in found else ROOT for place in range(len(turns))]
 
 
 def _continued_prompts(turns: Sequence[TurnTokens], asked: Sequence[int]) -> dict[int, int]:
-    """Find for each of ``asked`` the newest earlier turn whose prompt, up to the answer's header, is its longest
-    prefix.
+    """Return for each of the turns ``asked`` the newest earlier turn whose prompt, up to the answer's header, is the
+    longest prefix of its prompt; turns without one are left out.
 
-    The header is what a template puts before an answer; it ends both prompts and does not count.
+    The header is the text that a template puts before an answer; it ends both prompts and does not count.
     """
     found: dict[int, tuple[int, int]] = {}
     for header in range(HEADER_TOKENS + 1):
@@ -228,7 +229,7 @@ def _split_header(prompt: bytes, header: int) -> tuple[bytes, bytes]:
 
 
 def branch_ends(parents: Sequence[int]) -> set[int]:
-    """Return the places that are the parent of no other: the last one of each branch."""
+    """Return the positions that are the parent of no other position: the last one of each branch."""
     return set(range(len(parents))) - set(parents)
 
 
@@ -273,7 +274,10 @@ def returns(
 
 
 def nearest_ancestor(tree: TurnTree, place: int, among: Container[int]) -> tuple[int, bool]:
-    """Return ``(nearest ancestor in among, True if the turn extends all of its tokens)``, or ``(ROOT, False)``."""
+    """Return ``(nearest ancestor that is in among, True if the turn extends it)``, or ``(ROOT, False)``.
+
+    The turn extends an ancestor if its prompt begins with all tokens of the ancestor.
+    """
     extends = tree.extends[place]
     above = tree.parents[place]
     while above != ROOT and above not in among:
@@ -285,8 +289,10 @@ def nearest_ancestor(tree: TurnTree, place: int, among: Container[int]) -> tuple
 def trajectory_weights(
     job: OnlineJob, tree: TurnTree, parts: Sequence[Sequence[int]], lengths: Sequence[int]
 ) -> dict[int, float]:
-    """Return the weight of each policy-loss trajectory by its first turn; ``lengths`` count the sampled tokens of
-    turns."""
+    """Return the weight of each policy-loss trajectory by its first turn; {} if all have the weight 1.
+
+    ``parts`` has the turns of each trajectory, ``lengths`` the number of sampled tokens of each turn of the episode.
+    """
     if job.online.balance == "trajectories":
         return {}
     part_of = {place: part for part, places in enumerate(parts) for place in places}
@@ -300,7 +306,7 @@ def trajectory_weights(
 def join_turns(
     tree: TurnTree, kinds: Mapping[int, Hashable], values: Sequence[float], temperatures: Sequence[float]
 ) -> list[list[int]]:
-    """Group the places of trained turns into trajectories, in order; ``kinds`` gives the use of each trained turn.
+    """Group trained turns (positions) into trajectories, in order; ``kinds`` has the use of each of these turns.
 
     A turn joins its nearest trained ancestor if its prompt begins with that turn's prompt and completion, token by
     token, the ancestor has no other child, and both have one kind, return and temperature. Then one pass over the
@@ -339,10 +345,10 @@ def form_trajectories(
     turns: Sequence[tuple[float, int]],
     owners: Callable[[Sequence[int]], Owners] | None = None,
 ) -> list[tuple[list[int], float]]:
-    """Form the trajectories of an episode; return ``(places of the turns, weight)`` of each.
+    """Form the trajectories of an episode; return ``(positions of the turns, weight)`` of each.
 
     Args:
-        kinds: uses of the turns that can be trained, by place.
+        kinds: uses of the turns that can be trained on, by position.
         values: returns of all turns.
         turns: temperature and number of sampled tokens of each turn.
         owners: returns the owners of a trajectory, whose bounds limit the trajectories; None sets no bounds.

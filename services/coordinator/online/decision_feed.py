@@ -1,7 +1,8 @@
 """Publishes decisions to DECISIONS, a feed that is derived from the ledger and completed from it after gaps.
 
-Each message names the entry of the ledger up to which the feed is complete with it. A leader continues from there, so a
-feed that was full, lost or incomplete after a crash catches up: every decision appears, in the order of the ledger.
+Each message names the ledger entry up to which the feed is complete once the message is stored. A new leader continues
+from there, so a feed that was full, lost or incomplete after a crash catches up: every decision appears, in the order
+of the ledger.
 
 ``Funnel`` counts interactions, feedback and their statuses, for the metrics row of an update and for Prometheus.
 """
@@ -53,7 +54,7 @@ REASONS = frozenset(
 
 
 class Funnel:
-    """Counts of interactions, feedback and statuses since the last row."""
+    """Counts of interactions, feedback and statuses since the last metrics row."""
 
     def __init__(self, job: OnlineJob) -> None:
         self._job = job
@@ -126,7 +127,7 @@ class Funnel:
 
 logger = logging.getLogger(__name__)
 ENTRY_HEADER = "Penstock-Entry"
-"""Header of a message: the entry of LEDGER up to which the feed is complete, this message's own included."""
+"""Header of a message: sequence of the entry of LEDGER up to which the feed is complete once the message is stored."""
 MAX_STATUSES = 1000
 """Maximum number of statuses in one message."""
 
@@ -135,8 +136,8 @@ class DecisionFeed:
     """Publishes the decisions of one job's leader.
 
     Args:
-        retry: returns the wait to report while the bus is unavailable.
-        archive: has the older entries of the ledger.
+        retry: returns the leader's ``Retry``, which repeats writes and reports the wait while the bus is unavailable.
+        archive: archive of the older entries of the ledger.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class DecisionFeed:
 
     @property
     def is_behind(self) -> bool:
-        """True if the feed was full and lacks decisions that the ledger has."""
+        """True if the feed lacks decisions of the ledger: it was full, or an earlier leader did not publish them."""
         return self._is_behind
 
     async def resume(self, last_seq: int) -> None:
@@ -188,7 +189,10 @@ class DecisionFeed:
             logger.error("%s: the feed of decisions waits, the ledger has them: %s", self._job, error)
 
     async def notify(self, statuses: Sequence[FeedbackStatus], interactions: Sequence[InteractionStatus] = ()) -> None:
-        """Publish statuses that the ledger does not record: non-final ones, or any after the job. May be lost."""
+        """Publish statuses that the ledger does not record: non-final ones, or any after the job's end.
+
+        They are lost if the stream is full.
+        """
         self._funnel.on_feedback_statuses(statuses)
         self._funnel.on_interaction_statuses(interactions)
         try:
@@ -221,7 +225,10 @@ class DecisionFeed:
             self._is_behind = False
 
     async def _folded(self) -> AsyncIterator[tuple[LedgerState, LedgerEntry]]:
-        """Yield entries and the state to fold them into, starting at a snapshot that the feed has passed."""
+        """Yield ``(state, entry)`` for each ledger entry after a snapshot that the feed has passed.
+
+        The caller folds the entry into the state.
+        """
         subject = subjects.ledger(self._job)
         for snapshot, state, _ in await read_snapshots(self._bus, self._job):
             if snapshot.seq > self._position:

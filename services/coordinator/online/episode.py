@@ -133,9 +133,10 @@ class EpisodeOutcome(Generic[T]):
 def without_objectors(
     outcome: EpisodeOutcome[Trajectory], objects: Callable[[str], bool], reason: str
 ) -> EpisodeOutcome[Trajectory]:
-    """Refuse, for ``reason``, the trajectories of users (HMAC) who opted out of training.
+    """Return the outcome with the trajectories of users (HMAC) who opted out of training refused, for ``reason``.
 
-    Feedback on these counts by credit, as for other refused turns: it moves to the last trajectory left.
+    Feedback on the refused turns counts by credit, as for other refused turns: it moves to the last trajectory left.
+    ``objects`` returns True for a user who opted out.
     """
     left, out = list[Trajectory](), list[Trajectory]()
     for one in outcome.trajectories:
@@ -160,7 +161,7 @@ class ServedEpisode:
     turns: list[Turn] = field(default_factory=list)
     items: dict[str, FeedbackItem] = field(default_factory=dict)
     place: int = 0
-    """Position of the episode among those of the job, by start."""
+    """Position of the episode in the order in which the job's episodes started."""
     due: float = field(default=0.0, init=False)
     """While something is missing: the next time that may change the outcome; infinity if no time can."""
     _tree: tuple[tuple[int, ...], TurnTree] = field(default=((), TurnTree((), ())), init=False, repr=False)
@@ -205,7 +206,10 @@ class ServedEpisode:
         return False
 
     def holder(self, name: str) -> tuple[dict[str, FeedbackItem], str]:
-        """Return the feedback on a turn (canonical id), else on the whole, and the API key that received the answer."""
+        """Return the dictionary with the feedback on a target, and the API key that received the target's answer.
+
+        The target is the turn with the canonical id ``name``, or the whole episode if no turn has it.
+        """
         for turn in self.turns:
             if canonical_id(turn.interaction.id) == name:
                 return turn.items, turn.interaction.key_id
@@ -301,7 +305,7 @@ class ServedEpisode:
         return [*self.items.values(), *(item for turn in self.turns for item in turn.items.values())]
 
     def _feedback_on(self, place: int, job: OnlineJob) -> list[Feedback]:
-        """Return the feedback on one turn; feedback on the episode goes to its last turn, or to the one it numbers."""
+        """Return the feedback on one turn; feedback on the episode goes to its last turn, or to the turn it numbers."""
         on_turn = [item.feedback for item in self.turns[place].items.values()]
         return on_turn + [
             item.feedback
@@ -370,7 +374,11 @@ class ServedEpisode:
         return owners_of_turns([self.turns[place] for place in places], judges)
 
     def _feedback_reaching(self, place: int, job: OnlineJob) -> list[FeedbackItem]:
-        """Return the feedback that reaches a turn by credit: on it, its descendants, the whole, or its conversation."""
+        """Return the feedback that counts for a turn by credit.
+
+        This is feedback on the turn, on its descendants, on the whole episode, or on the turn of its conversation
+        whose number the feedback gives.
+        """
         roots = self.tree.roots
         of_episode = [
             item
@@ -407,7 +415,7 @@ def _reason(decisions: Sequence[Decision], values: Sequence[float], judges: Coll
 
 
 def _unfinished(decision: Decision) -> Decision:
-    """Mask a turn of an episode that no client ended."""
+    """Return the decision on a turn of an episode that no client ended: masked, or rejected if it was for imitation."""
     if decision.verdict != "train":
         return decision
     if decision.objective == "policy":
@@ -427,7 +435,7 @@ def _only_if_good(decision: Decision, value: float, job: OnlineJob) -> Decision:
 
 @dataclass(slots=True)
 class PostedEpisode:
-    """Undecided turns by the ids of their items; ``key`` is the episode's name, scoped to its API key."""
+    """Undecided turns of a posted episode by item id; ``key`` is the episode's name, scoped to its API key."""
 
     key: str
     turns: dict[str, PostedTurn] = field(default_factory=dict)
@@ -516,7 +524,7 @@ class PostedEpisode:
     def trajectories(
         self, job: OnlineJob, taken: Mapping[int, Decision], owners: Callable[[Sequence[int]], Owners] | None = None
     ) -> list[tuple[list[int], float]]:
-        """Return the places and the weight of each trajectory of the turns ``taken``; see ``form_trajectories``."""
+        """Return ``(positions, weight)`` of each trajectory of the turns ``taken``; see ``form_trajectories``."""
         turns, credit = self.ordered, self.credit(job)
         kinds = {}
         for place, one in taken.items():
@@ -532,7 +540,7 @@ class _EpisodeCredit:
     """Tree and returns of a posted episode, and for each turn whether these include feedback."""
 
     orders: list[tuple[int, float, int]]
-    """Orders of the turns that it was computed for."""
+    """Sort keys (``PostedTurn.order``) of the turns for which this was computed."""
     tree: TurnTree
     values: list[float]
     rated: list[bool]

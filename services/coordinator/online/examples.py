@@ -61,10 +61,11 @@ class InteractionRecord:
 
 @dataclass(frozen=True, slots=True)
 class OffPolicyExample:
-    """An example that the leader can admit as one draw. ``reward`` is the strength of a preference, 1 for a correction.
+    """An example that the leader can admit as one draw.
 
-    The leader may admit an example for the policy loss while ``settled_at`` is current: the version from which the next
-    update starts, and the newest version that exists.
+    ``reward`` is the strength of a preference, the reward of a posted interaction, or 1 (correction, demonstration).
+    ``settled_at`` has the version from which the next update started and the newest version that existed when the
+    example was settled: while both are unchanged, the leader may admit the example for the policy loss.
     """
 
     item: FeedbackItem
@@ -100,7 +101,10 @@ class OffPolicyExample:
         return Owners((judge,), self.askers or (judge,), tuple(sorted(set(self.users))))
 
     def admission(self, ordinal: int, start: int, now: float) -> Admission:
-        """Build the ledger's record of its admission; ``start`` is the version from which the next update starts."""
+        """Build the ledger's record of this example's admission as draw ``ordinal``.
+
+        ``start`` is the version from which the next update starts.
+        """
         feedback, owners = self.item.feedback, self.owners
         return Admission(
             ordinal=ordinal, interactions={}, reward=self.reward,
@@ -134,7 +138,7 @@ def posted_example(
 
 
 def _sampler_version(facts: PostedFacts, reason: str, policy: PolicyState) -> int | None:
-    """Return the version that counts as the sampler of an answer used for ``reason``; None if no loss needs one."""
+    """Return the version that counts as having sampled an answer used for ``reason``; None if its loss needs none."""
     return facts.version if reason in AS_SAMPLED else policy.newest if reason == "assumed" else None
 
 
@@ -157,7 +161,7 @@ class KeyQuota:
     """Bytes of undecided examples by API key, oldest first; bounds each key, and all keys together.
 
     Attributes:
-        max_bytes: size of the stream that holds them.
+        max_bytes: maximum size of FEEDBACK, which holds them.
     """
 
     def __init__(self) -> None:
@@ -193,8 +197,8 @@ class KeyQuota:
         items[name] = items.pop(name)
 
     def excess(self, key_id: str) -> list[str]:
-        """Return the examples to reject after ``key_id`` has posted: its oldest, or those of the largest key if all are
-        full.
+        """Return the examples to reject after ``key_id`` has posted one: the oldest ones of this key if it exceeds its
+        bounds, and the oldest ones of the largest key if all keys together exceed theirs.
 
         The newest example of a key stays, however large it is.
         """
@@ -216,7 +220,7 @@ class KeyQuota:
 
 
 def _oldest(items: dict[str, int], count: int, nbytes: float) -> list[str]:
-    """Return the oldest of ``items`` until ``count`` and ``nbytes`` are reached; never the newest one."""
+    """Return the oldest ids of ``items`` (id -> bytes), at least ``count`` and ``nbytes``; never the newest one."""
     found: list[str] = []
     for name, size in islice(items.items(), max(0, len(items) - 1)):
         if count <= 0 and nbytes <= 0:

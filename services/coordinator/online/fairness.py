@@ -42,8 +42,7 @@ WITHOUT_SOURCE = ("default", "invalid")
 
 
 def comparisons(job: OnlineJob, items: Iterable[Feedback]) -> list[tuple[str, float, float]]:
-    """Return ``(source, its value, mean of the reference keys)`` for each metric and target that both judged, in
-    rewards.
+    """Return ``(source, its reward, mean reward of the reference keys)`` for each metric and target that both judged.
 
     Only the newest item of each key counts.
     """
@@ -85,7 +84,7 @@ def weight_of(job: OnlineJob, agreements: Mapping[str, Paired], judges: Sequence
 def flaws_of_weights(
     entries: Iterable[Iterable[Event]], trained: Mapping[int, BatchSealed], job: OnlineJob
 ) -> list[str]:
-    """Find the weights that do not follow from the feedback before them, and the groups trained with other weights."""
+    """Describe admissions whose weight does not follow from earlier feedback, and groups trained with another one."""
     flaws: list[str] = []
     agreements: dict[str, Paired] = {}
     admissions: dict[int, Admission] = {}
@@ -113,8 +112,9 @@ OVER_SHARE = "over_share"
 class Owners(NamedTuple):
     """Keys and users behind a trajectory.
 
-    ``judges`` are the API keys whose feedback determines its reward. Without feedback they are the keys that sent the
-    requests, because they gave none. ``askers`` are the keys that received its answers, ``users`` their users.
+    ``judges`` are the API keys whose feedback determines the reward. Without feedback they are the keys that sent the
+    requests, because the reward then follows from the absence of their feedback. ``askers`` are the keys that received
+    the answers, ``users`` the users of the conversations.
     """
 
     judges: tuple[str, ...]
@@ -139,7 +139,7 @@ class OwnerShares:
 
     Args:
         least: number that every owner may have, however small the share is.
-        strict: limit an owner whose share is 1 to ``size``, too.
+        strict: True: a share of 1 limits an owner to ``size``; False: it sets no limit.
     """
 
     def __init__(self, online: OnlineConfig, size: int, *, least: int = 0, strict: bool = True) -> None:
@@ -214,9 +214,9 @@ def max_auxiliary_in_flight(job: OnlineJob) -> int:
 
 @dataclass(frozen=True, slots=True)
 class InFlightBounds:
-    """Shares of one owner of all draws in flight, and of those for auxiliary losses (other than the policy loss).
+    """Bounds of one owner's draws in flight: of all draws, and of draws for auxiliary losses (not the policy loss).
 
-    Every owner may have one auxiliary draw: the number that an update takes may be less than one share.
+    Every owner may have one auxiliary draw, because a share of the few that an update takes may be less than one.
     """
 
     all: OwnerShares
@@ -262,14 +262,15 @@ def within_bounds(
     join: Callable[[Collection[int]], list[list[int]]],
     owners: Callable[[Sequence[int]], tuple[Owners, Objective]],
 ) -> list[list[int]]:
-    """Choose the trajectories of an episode that fit into the bounds with nothing else in flight, earlier ones first.
+    """Return the trajectories of an episode, each as the positions of its turns, that fit into the bounds with nothing
+    else in flight; earlier ones have priority.
 
     They are admitted together. More would never fit: no batch may exceed an owner's share, and the policy loss cannot
     use trajectories that are older than the batches in flight.
 
     Args:
-        places: places of the turns that can be trained.
-        join: forms trajectories from a subset of these places.
+        places: positions in the episode of the turns that can be trained on.
+        join: forms trajectories from a subset of these positions.
         owners: returns the owners of a trajectory and its loss.
     """
     left = places

@@ -53,10 +53,10 @@ def group_of(
 ) -> Group:
     """Build one trajectory from turns: the first prompt, then sampled tokens and, masked, the context between them.
 
-    Context tokens belong to the version that read them: the first one of the next turn. Their log-probs are 0 and never
-    used. The attempt follows from the draw, so every leader makes the same group.
+    Context tokens get the first version of the turn after them, which read them. Their log-probs are 0 and never used.
+    The attempt follows from the draw, so every leader makes the same group.
 
-    ``temperature``: training temperature; None is that of the turns, which share one.
+    ``temperature``: training temperature; None: the sampling temperature of the turns, which is the same for all.
     """
     prompt, tokens, mask = list(turns[0].prompt_ids), list[int](), list[int]()
     logprobs, spans, weights = list[float](), list[list[int]](), list[str]()
@@ -99,7 +99,7 @@ def group_of(
 
 
 def _transcripts(turns: Sequence[Interaction]) -> dict[str, list[str]]:
-    """Return the text after the first prompt if there are several turns with stored prompts."""
+    """Return the text after the first prompt as a field of ``meta``; {} for one turn, or without stored prompts."""
     first, last = turns[0].prompt, turns[-1]
     if len(turns) == 1 or not first or not last.prompt.startswith(first):
         return {}
@@ -125,8 +125,8 @@ def example_group(
     """Build the group of answers that were not sampled for this draw: one answer, or the better and the worse of two.
 
     Args:
-        logprobs: those of a single answer; None stores 0, for a loss without log-probs or with ``assumed`` ones.
-        version: version that sampled the answers; 0 replaces an unknown one (below 0).
+        logprobs: log-probs of a single answer; None: zeros, because the loss needs none or they are ``assumed``.
+        version: version that sampled the answers; a negative (unknown) one is stored as 0.
         temperature: sampling temperature, or, where that does not matter, the training temperature.
     """
     lengths = [len(answer) for answer in answers]
@@ -153,7 +153,7 @@ def example_group(
 def turn_of(
     item: Feedback, read: ReadReply, logprobs: Sequence[float], *, version: int, temperature: float
 ) -> Interaction:
-    """Build the interaction that a posted answer would be if the gateway had served it; ``read`` has its tokens."""
+    """Return a posted answer as the interaction that the gateway would have recorded; ``read`` has its tokens."""
     return Interaction(
         id=item.id, request=item.id, index=0, job=item.job, episode=item.episode, key_id=item.key_id, user=item.user,
         split="train", untrainable="", prompt_ids=read.prompt_ids, token_ids=read.token_ids, logprobs=list(logprobs),
@@ -165,7 +165,7 @@ def turn_of(
 
 
 def empty_group(job: str, draw: Draw, *, epoch: int, reason: str) -> Group:
-    """Build the group of a draw whose interactions are gone; the gate drops it for ``reason``."""
+    """Build a group without completions for a draw that cannot be trained on; the gate drops it for ``reason``."""
     empty = np.zeros(0, np.int32)
     return Group(
         job=job, draw=draw, attempt=f"live-{draw}", epoch=epoch, prompt_ids=empty, token_ids=empty,
@@ -329,9 +329,10 @@ class GroupMaker:
             raise Unusable("completion_too_long")
 
     def _is_audited(self, name: str) -> bool:
-        """Return True if a posted interaction is in the recomputed sample. The id decides, so every leader agrees.
+        """Return True if the posted interaction ``name`` is in the sample whose log-probs a worker recomputes.
 
-        Workers compute log-probs without a temperature, so answers sampled at another one cannot be compared.
+        The id decides, so every leader agrees. Workers compute log-probs at temperature 1, so the log-probs of answers
+        that were sampled at another temperature cannot be compared.
         """
         return xxhash.xxh32_intdigest(name.encode()) < self._config.online.posted.audit_share * (1 << 32)
 

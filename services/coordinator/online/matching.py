@@ -1,6 +1,6 @@
 """Matches interactions with feedback, in whatever order they arrive, and settles their episodes.
 
-Pure: the input are facts, the output statuses and trajectories. ``Matching`` holds undecided data; the ledger holds all
+Pure: inputs are facts, outputs statuses and trajectories. ``Matching`` holds undecided data; the ledger holds all
 decisions (admissions, refusals, expiries). So a new leader that folds the ledger, and reads both streams from its
 low-water marks, reaches the state of the previous leader.
 """
@@ -68,7 +68,7 @@ TOO_MANY_WAITING, JOB_ENDED, ERASED, TOO_MANY_UNMATCHED = (
 MAX_WAITING = 50_000
 """Maximum number of undecided episodes; above this the leader rejects some."""
 RELIEF = 0.75
-"""Share of a limit that remains after episodes are dropped, so that drops are rare."""
+"""Share of a limit down to which episodes are dropped once there are more, so that drops are rare."""
 
 
 class Matching:
@@ -92,7 +92,7 @@ class Matching:
         """Feedback without a known target; interactions that are never trained; retractions that arrived before their
         item."""
         self._episode_keys: dict[str, str] = {}
-        """Undecided interaction, or another name of its episode -> key of the episode."""
+        """Undecided interaction, or id of its episode -> key of the episode in ``episodes``."""
         self._undecided = UndecidedFeedback()
         self._holders: dict[str, Holder] = {}
         """Holders of the items that are matched with a target, by item."""
@@ -109,12 +109,12 @@ class Matching:
         """Episodes settled for another version since the newest full sweep."""
         self._next = (1, 1)
         self.num_waiting = 0
-        """Undecided interactions."""
+        """Number of undecided interactions."""
         self._num_started = 0
         """Number of episodes so far; orders episodes by their start."""
         self._by_version: dict[int, dict[str, None]] = {}
-        """Version -> episodes whose outcome changes when it is reached: a token becomes too old, or known to the
-        ledger."""
+        """Version -> episodes whose outcome may change when updates start from it: then a token is too old, or no
+        longer newer than the policy in the ledger."""
         self._turn_seqs = LazyHeap[str](self._is_turn_at, lambda: self.num_waiting)
         """Sequences of undecided interactions, by episode."""
         self._due_times = LazyHeap[str](self._is_due_at, lambda: len(self.episodes))
@@ -129,7 +129,7 @@ class Matching:
     # -- queries -------------------------------------------------------------------------------------------------------
 
     def low_water(self, without: Iterable[str] = ()) -> tuple[int, int]:
-        """Return the sequences of both streams below which all is decided once ``without`` (episodes, items) is."""
+        """Return the sequences of both streams below which all is decided except the episodes and items ``without``."""
         gone = set(without)
         items = {item for name in gone if name in self.episodes for item in self.episodes[name].feedback_ids}
         interactions, feedback = self._turn_seqs.lowest(gone), self._undecided.lowest_seq(gone | items)
@@ -155,7 +155,7 @@ class Matching:
     # -- facts ---------------------------------------------------------------------------------------------------------
 
     def on_interaction(self, seq: int, interaction: Interaction) -> list[FeedbackStatus]:
-        """Add an interaction, and match the feedback that waited for it."""
+        """Add an interaction, and match the feedback that waited for it; return the statuses of this feedback."""
         self._next = (max(self._next[0], seq + 1), self._next[1])
         name, episode_id = canonical_id(interaction.id), episode_key(interaction)
         self._changed_names.update(dict.fromkeys(self.examples.on_interaction(name, seq, interaction)))
@@ -197,7 +197,7 @@ class Matching:
         )
 
     def on_feedback(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
-        """Add an item of feedback."""
+        """Add an item of feedback; return the statuses that result."""
         if seq > self._next[1]:
             self._next = (self._next[0], seq)  # the message may hold more items
         if item.id in self.final.feedback:
@@ -232,7 +232,7 @@ class Matching:
         return ERASED if ERASED in map(self.final.targets.get, targets_of(item)) else ""
 
     def on_erasure(self, erasure: Erasure, now: float) -> list[FeedbackStatus]:
-        """Forget the interactions and feedback of a deleted user."""
+        """Remove the data that a user's deletion names; return statuses of other feedback on it, which is rejected."""
         statuses: list[FeedbackStatus] = []
         for name in map(canonical_id, erasure.feedback):
             self._end_feedback(name, ERASED)
@@ -246,7 +246,7 @@ class Matching:
         )
 
     def _erase(self, key: str, name: str, now: float) -> list[FeedbackStatus]:
-        """Remove a turn from its episode, and discard the episode if it was the last one."""
+        """Remove the turn ``name`` from the episode ``key``, and discard an episode that has no turn left."""
         episode = self.episodes[key]
         gone = [turn for turn in episode.turns if canonical_id(turn.interaction.id) == name]
         left = [turn for turn in episode.turns if turn not in gone]
@@ -317,7 +317,7 @@ class Matching:
         return self.reject(list(self._undecided.items), JOB_ENDED, now)
 
     def reject(self, items: Iterable[str], reason: str, now: float) -> list[FeedbackStatus]:
-        """Reject undecided feedback."""
+        """Reject undecided feedback, given by ids; return its statuses."""
         return [one for name in items for one in self._close_feedback(name, "rejected", reason, now)]
 
     # -- internals -----------------------------------------------------------------------------------------------------
@@ -350,7 +350,7 @@ class Matching:
     def _attach_to_turn(
         self, item: FeedbackItem, key: str, holder: dict[str, FeedbackItem], asker: str, now: float
     ) -> list[FeedbackStatus]:
-        """Attach an item to its target, whose answer the key ``asker`` received."""
+        """Attach an item to its target: add it to ``holder``. The key ``asker`` received the target's answer."""
         name = item.feedback.id
         if self.job.online.raters == "same_key" and item.feedback.key_id != asker:
             return self._close_feedback(name, "rejected", "other_key", now)
@@ -373,7 +373,7 @@ class Matching:
             self.unmatched.add(item.target, moved)
 
     def _detach(self, name: str) -> None:
-        """Remove an undecided item. Its holder is recorded, since another turn may have its target's name by now."""
+        """Remove an undecided item from its recorded holder; another turn may have the target's name by now."""
         item = self._undecided.remove(name)
         if item is None:
             return
@@ -445,7 +445,7 @@ class Matching:
         return key in self.episodes and key not in self.ready and self.episodes[key].due == due
 
     def _is_expiring(self, received: float, name: str) -> bool:
-        """Return True if an item received at this time still lacks its target, or a record of it."""
+        """Return True if an item received at this time still lacks its target, or a record that it refers to."""
         item = self._undecided.items.get(name)
         if item is None or item.feedback.received != received or name in self._holders:
             return False
@@ -471,7 +471,7 @@ class Matching:
     def _refuse(
         self, key: str, reason: str, now: float, reasons: Mapping[str, str] | None = None
     ) -> list[FeedbackStatus]:
-        """Refuse an episode permanently; ``reasons`` are the reasons of turns that differ from ``reason``."""
+        """Refuse an episode permanently for ``reason``; ``reasons`` has other reasons of turns, by canonical id."""
         episode = self.episodes[key]
         reason_of_turn = same_reason(episode.turns, reason) | dict(reasons or {})
         self.refused_interactions.add(reason_of_turn, now)
@@ -560,7 +560,7 @@ class Matching:
 
 
 def _compact(interaction: Interaction) -> Interaction:
-    """Store numbers as arrays (16 bytes for a token instead of about 80), and drop the texts."""
+    """Return an interaction with numbers in arrays (16 bytes for a token instead of about 80) and without texts."""
     try:
         return msgspec.structs.replace(
             interaction, prompt_ids=array("i", interaction.prompt_ids), token_ids=array("i", interaction.token_ids),

@@ -41,7 +41,7 @@ from penstock.shared.protocol.live.interaction import Feedback, Interaction
 __all__ = ["COMMENT", "DEMONSTRATION", "ClosedEpisodes", "OffPolicyExamples"]
 
 MAX_CLOSED = 100_000
-"""Maximum number of closed posted episodes that a leader remembers."""
+"""Maximum number of closed posted episodes that a leader keeps in memory."""
 COMMENT, DEMONSTRATION = "comment", "demonstration"
 EXAMPLES = frozenset({"interaction", "preference", "correction"})
 """Kinds of feedback that are examples; metrics named `demonstration` are examples, too."""
@@ -104,7 +104,7 @@ class OffPolicyExamples:
         self.temperature = job.sampling.temperature
         """Current sampling temperature of the job."""
         self._missing: set[str] = set()
-        """Interactions without a record that examples refer to, or did at the newest sweep."""
+        """Interactions without a record that examples refer to, or have referred to since the newest sweep."""
         self._by_target: dict[str, dict[str, None]] = {}
         """Interaction -> examples that refer to it, in their order."""
         self._unreferenced: set[str] = set()
@@ -114,7 +114,7 @@ class OffPolicyExamples:
         self._settled_for: PolicyState | None = None
         """Policy state of the newest full sweep."""
         self._to_recheck: list[tuple[int, str]] = []
-        """Posted interactions to settle again for that state, the oldest last."""
+        """Posted interactions to settle again for ``_settled_for``, as ``(order of arrival, id)``, the oldest last."""
         self._due = LazyHeap(self._is_due_at, lambda: len(self._episodes))
         """Times at which posted episodes close without a further turn."""
         self._order: dict[str, int] = {}
@@ -146,7 +146,7 @@ class OffPolicyExamples:
         return f"{name}_is_no_reward" if name in unused else ""
 
     def add(self, seq: int, item: Feedback) -> FeedbackItem:
-        """Add an example without the fields that only training needs."""
+        """Add an example without the fields that only training needs; return the stored item."""
         kept = {name: item.body[name] for name in ("chosen", "rejected", "strength") if name in item.body} or EMPTY_BODY
         if item.kind == "interaction":
             self._facts[item.id] = facts_of(item)
@@ -216,7 +216,7 @@ class OffPolicyExamples:
                 self._unreferenced.add(target)
 
     def episode_key(self, item: Feedback) -> str:
-        """Return the posted episode, scoped to its API key, that an item is a turn of, or '' if it stands alone."""
+        """Return the posted episode of which an item is a turn, scoped to its API key; '' for a single item."""
         if item.kind != "interaction" or not item.episode or not self._job.online.has_credit:
             return ""
         return f"{item.key_id} {item.episode}"
@@ -289,8 +289,11 @@ class OffPolicyExamples:
         return refused
 
     def _changed_without_facts(self, policy: PolicyState, now: float, opted_out: Callable[[str], bool]) -> set[str]:
-        """Return the examples to settle without new facts: those marked as changed, at most ``MAX_RECHECKS``
-        after a change of the policy, overdue episodes, and those of users who object now."""
+        """Return the examples to settle without new facts of their own.
+
+        These are: examples marked as changed, after a change of the policy at most ``MAX_RECHECKS`` posted ones at a
+        time, a turn of each overdue episode, and examples or turns of users who object now.
+        """
         found = {name for name in self._changed_items if name in self.items}
         self._changed_items.clear()
         if policy != self._settled_for:
@@ -342,7 +345,10 @@ class OffPolicyExamples:
     def _settle_episode(
         self, key: str, policy: PolicyState, now: float, opted_out: Callable[[str], bool]
     ) -> dict[str, str]:
-        """Refuse the late turns of an episode; make the other turns ready together once the episode is over."""
+        """Refuse the late turns of an episode; make the other turns ready together once the episode is over.
+
+        Return the reasons of refused turns by item.
+        """
         episode = self._episodes[key]
         self._clear_ready(key)
         if key in self.closed:
@@ -451,7 +457,10 @@ class OffPolicyExamples:
         )  # fmt: skip
 
     def _refusal_by_records(self, feedback: Feedback, records: list[InteractionRecord]) -> str:
-        """Return why records exclude an example, or ''. Consent, split and lengths apply to imitation, too."""
+        """Return why the records of the interactions that an example refers to exclude the example, or ''.
+
+        Consent, split and lengths apply to imitation, too.
+        """
         same_key = self._job.online.raters == "same_key"
         checks = {
             "other_key": same_key and any(record.key_id != feedback.key_id for record in records),

@@ -1,8 +1,8 @@
 """Holds feedback that is unusual for its source until a user releases or drops it. Pure.
 
 The quarantine filters items between the stream and ``Matching``, so held items have no effect. Which items it holds
-depends only on the stream, and the ledger records them before any decision without them. So a leader that reads the
-stream again holds the same items.
+depends only on the stream, and the ledger records the held items before any decision that leaves them out. So a leader
+that reads the stream again holds the same items.
 
 Two rules apply, each to one source (API key) and metric:
 
@@ -40,7 +40,8 @@ __all__ = ["DECIDING", "Outliers", "Quarantine", "Window"]
 
 MAD_TO_SIGMA = 1.4826
 SMALLEST_SHARE = 0.02
-"""Smallest spread, as a share of the metric's range: equal values alone make no other value unusual."""
+"""Least spread that is assumed, as a share of the metric's range. Without it, equal values would make any other value
+unusual."""
 MAX_SERIES = 20_000
 """Pairs of source and metric in memory; above this the one used least recently is dropped."""
 
@@ -56,7 +57,7 @@ class Window:
         self._ordered: list[float] = []
         self._sum = self._squares = 0.0
         self._since = 0
-        """Values since the sums were recomputed: adding and subtracting leaves rounding errors."""
+        """Number of values since the sums were recomputed, because adding and subtracting leaves rounding errors."""
 
     def __len__(self) -> int:
         return len(self._newest)
@@ -81,30 +82,30 @@ class Window:
 
     @property
     def mean(self) -> float:
-        """Mean of at least one value."""
+        """Mean of the values; there must be at least one."""
         return self._sum / len(self)
 
     @property
     def deviation(self) -> float:
-        """Standard deviation of at least one value."""
+        """Standard deviation of the values; there must be at least one."""
         return math.sqrt(max(0.0, self._squares / len(self) - self.mean**2))
 
     @property
     def median(self) -> float:
-        """Median of at least one value."""
+        """Median of the values; there must be at least one."""
         half = len(self) // 2
         middle = self._ordered[half]
         return middle if len(self) % 2 else (self._ordered[half - 1] + middle) / 2
 
     @property
     def mad(self) -> float:
-        """Median absolute deviation from the median, of at least one value."""
+        """Median absolute deviation from the median; there must be at least one value."""
         centre, half = self.median, len(self) // 2
         upper = self._distance(centre, half + 1)
         return upper if len(self) % 2 else (self._distance(centre, half) + upper) / 2
 
     def _distance(self, centre: float, count: int) -> float:
-        """Return the distance from ``centre`` that contains ``count`` values; these are neighbours in sorted order."""
+        """Return the least distance from ``centre`` within which ``count`` values lie: neighbors in sorted order."""
         values, low, high = self._ordered, 0, len(self._ordered) - count
         while low < high:
             middle = (low + high) // 2
@@ -122,14 +123,14 @@ class _Series:
 
 
 class Outliers:
-    """Statistics of each source, in the order of the stream."""
+    """Detects unusual values by statistics of each source and metric. Values must come in the order of the stream."""
 
     def __init__(self, config: QuarantineConfig) -> None:
         self._config = config
         self._series: OrderedDict[tuple[str, str], _Series] = OrderedDict()
 
     def judge(self, source: str, metric: str, value: bool | float, span: float) -> str:
-        """Return why the next value of a source is unusual; learn a usual one and return ''.
+        """Return why the next value of a source is unusual; if it is usual, learn it and return ''.
 
         Args:
             span: largest difference between two values of the metric.
@@ -189,7 +190,7 @@ DECIDING = frozenset({"release", "drop"})
 MAX_HELD = 10_000
 """Maximum held items; above this the oldest one is rejected."""
 MAX_JUDGED = 100_000
-"""Maximum items whose judgement is remembered, so that each is judged once."""
+"""Maximum number of items whose newest judged revision is kept, to judge each revision once; also of rejected items."""
 
 
 class Quarantine:
@@ -201,14 +202,14 @@ class Quarantine:
         self._outliers = Outliers(self._config or QuarantineConfig())
         self._held: OrderedDict[str, FeedbackItem] = OrderedDict()
         self._recorded: dict[str, int] = {}
-        """Items that the ledger records as held, released or not, and the sequences of their revisions."""
+        """Items that the ledger records as held, even if released since, and the sequences of those revisions."""
         self._consumed: frozenset[str] = frozenset()
         self._rejected: OrderedDict[str, float] = OrderedDict()
-        """Rejected items and their times, those of earlier leaders included; revisions received later count again."""
+        """Items that this or an earlier leader rejected, each with a time: revisions received later count again."""
         self._judged: OrderedDict[str, int] = OrderedDict()
         """Item -> newest revision that was judged."""
         self._released: set[str] = set()
-        """Items released before they were read: a user's deletion copied them further on in the stream."""
+        """Items whose release was read before them, because a user's deletion copied them to a later message."""
 
     def restore(self, state: LedgerState) -> None:
         """Restore the held and the rejected items that the ledger records."""
@@ -242,7 +243,7 @@ class Quarantine:
             self._judge(item)
 
     def on_feedback(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:
-        """Hold an item, or pass it on."""
+        """Hold an item, or pass it on; return the statuses that result."""
         if item.kind in DECIDING:
             return self._decide(item, now)
         if item.kind == "retraction" or self._config is None:
@@ -270,13 +271,13 @@ class Quarantine:
     def _is_recorded(self, seq: int, item: Feedback) -> bool:
         """Return True if the ledger records this revision as held.
 
-        A user's deletion may have copied the first revision of an item further on.
+        A user's deletion may have copied the first revision of an item to a later message than the recorded one.
         """
         recorded = self._recorded.get(item.id)
         return recorded is not None and (seq <= recorded or not item.revision)
 
     def on_erasure(self, erasure: Erasure) -> None:
-        """Forget the feedback of a deleted user."""
+        """Drop the held feedback that a user's deletion names."""
         for name in erasure.feedback:
             self._held.pop(bare_id(name) or name, None)
             self._released.discard(bare_id(name) or name)
@@ -284,14 +285,14 @@ class Quarantine:
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     def draft(self, draft: Draft) -> None:
-        """Record the held items in the ledger, before anything is decided without them."""
+        """Add the held items that the ledger does not record yet, before anything is decided without them."""
         known = draft.state.quarantined
         new = {name: item.seq for name, item in self._held.items() if known.get(name) != item.seq}
         if new:
             draft.add(Quarantined(writer_epoch=draft.run.writer_epoch, time=draft.now, items=new))
 
     def sweep(self, now: float) -> list[FeedbackStatus]:
-        """Reject the items held for too long."""
+        """Reject the items held for too long; return their statuses."""
         if self._config is None:
             return []
         limit = now - self._config.hold_s
@@ -299,12 +300,12 @@ class Quarantine:
         return [self._reject(name, "quarantine_expired", now) for name in late]
 
     def reject_older_half(self, now: float) -> list[FeedbackStatus]:
-        """Reject the older half of the held items, because they keep all later ones in the stream."""
+        """Reject the older half of the held items, which keep FEEDBACK from being purged; return their statuses."""
         names = sorted(self._held, key=lambda name: self._held[name].seq)
         return [self._reject(name, "quarantine_full", now) for name in names[: (len(names) + 1) // 2]]
 
     def on_job_end(self, now: float) -> list[FeedbackStatus]:
-        """Reject all held items."""
+        """Reject all held items; return their statuses."""
         return [self._reject(name, "job_ended", now) for name in list(self._held)]
 
     # -- internals -----------------------------------------------------------------------------------------------------
@@ -358,7 +359,7 @@ class Quarantine:
             self._outliers.learn(item.key_id, item.metric, item.value)
 
     def _reject(self, name: str, reason: str, now: float) -> FeedbackStatus:
-        """Reject a held item, copies of it included; a later revision counts again."""
+        """Reject a held item and return its status. Later copies of the item are ignored, later revisions are not."""
         self._rejected[name] = self._held.pop(name).feedback.received
         if len(self._rejected) > MAX_JUDGED:
             self._rejected.popitem(last=False)

@@ -60,7 +60,7 @@ class InteractionReader:
     """Reads interactions that the leader read long ago.
 
     Args:
-        retry: returns the wait to report while the bus is unavailable.
+        retry: returns the leader's ``Retry``, which repeats requests and reports the wait while the bus is unavailable.
     """
 
     def __init__(self, bus: Bus, job: str, retry: Callable[[], Retry]) -> None:
@@ -90,7 +90,7 @@ class InteractionReader:
         self._missing.discard(name)
 
     async def _find_all(self, names: Iterable[str], found: dict[str, InteractionRecord | None]) -> None:
-        """Look up the names that ``found`` lacks. Raises Unavailable with some of them missing."""
+        """Look up the names that ``found`` lacks, and add them. Raises Unavailable; some may be missing then."""
         window = asyncio.Semaphore(AT_ONCE)
 
         async def find_one(name: str) -> None:
@@ -136,7 +136,7 @@ class DecidedIds(NamedTuple):
 
 
 def ids_in(items: Iterable[Feedback]) -> set[str]:
-    """Return the ids that decide whether these items are decided."""
+    """Return the ids to look up to find out which of these items are decided: their own, and those of their targets."""
     return {
         name
         for item in items
@@ -177,12 +177,15 @@ async def decided_ids(bus: Bus, job: str, names: set[str], archive: LedgerArchiv
 
 
 class RestoredCopies:
-    """Filters decided items from the copies that deletions left; the leader knows those that it has read."""
+    """Removes decided items from the copies of messages that deletions stored.
+
+    Items that the leader has read itself stay: it knows whether they are decided.
+    """
 
     def __init__(self, bus: Bus, job: str, archive: LedgerArchive | None = None) -> None:
         self._bus, self._job, self._archive = bus, job, archive
         self._known, self._until = DecidedIds(set(), set()), 0
-        """Decided ids of the copies up to this sequence."""
+        """Decided ids in the copies up to the sequence ``_until``."""
 
     async def undecided(
         self, message: Message, items: Sequence[Feedback], is_here: Callable[[str], bool]
@@ -199,7 +202,7 @@ class RestoredCopies:
         return [item for item in items if is_here(item.id) or not self._known.has_item(item)]
 
     async def _look(self, message: Message) -> None:
-        """Look up the ids of all copies so far at once: a deletion leaves many."""
+        """Look up the ids of all copies from this message on at once, because a deletion leaves many."""
         places = await _copy_seqs(self._bus, self._job, message.seq)
         copies = await self._bus.get_whole(subjects.FEEDBACK, places)
         names = ids_in(item for items in map(_items_of, copies.values()) for item in items)
@@ -210,14 +213,14 @@ class RestoredCopies:
 
 
 async def find_restored_copies(bus: Bus, job: str, name: str, seq: int) -> list[Feedback]:
-    """Return the copies of an item that stood at ``seq`` before a deletion copied the rest of its message."""
+    """Return the copies of the item ``name``, whose original message at ``seq`` a deletion has replaced."""
     places = await _copy_seqs(bus, job, seq + 1, was=seq)
     copies = await bus.get_whole(subjects.FEEDBACK, places)
     return [item for message in copies.values() for item in _items_of(message) if item.id == name]
 
 
 async def _copy_seqs(bus: Bus, job: str, start_seq: int, *, was: int | None = None) -> list[int]:
-    """Return the sequences of copies from ``start_seq`` on; ``was`` limits them to those of one earlier sequence."""
+    """Return the sequences of copies from ``start_seq`` on; ``was``: only copies of the message at this sequence."""
     found = await bus.read(subjects.FEEDBACK, subjects.feedback(job), start_seq=start_seq, headers_only=True)
     before = ((message.seq, message.headers.get(RESTORED_HEADER, "").split()) for message in found)
     return [seq for seq, places in before if places and (was is None or str(was) in places)]

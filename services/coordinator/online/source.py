@@ -1,4 +1,4 @@
-"""Drafts the part of live data in each decision: admissions, batches and their baselines. Pure.
+"""Drafts the parts of each decision that concern live data: admissions, batches and their baselines. Pure.
 
 The results depend only on the ledger and the undecided data, so a replay finds the same ones.
 """
@@ -50,12 +50,12 @@ GROUP = "group_id"
 
 
 def tracked_by(job: OnlineJob) -> ValueTracker | None:
-    """Return how a job tracks values, or None."""
+    """Return the configuration by which a job tracks mean rewards as baselines, or None if it tracks none."""
     return job.algorithm.baseline if isinstance(job.algorithm, ReinforcePPConfig) else None
 
 
 def bucket_of(job: OnlineJob, tags: Mapping[str, str]) -> str:
-    """Return the bucket of an interaction with these tags."""
+    """Return the bucket of tracked values to which an interaction with these tags belongs."""
     config = tracked_by(job)
     kind = tags.get(config.tag, EVERYTHING) if config is not None and config.tag is not None else EVERYTHING
     return kind if config is not None and kind in config.buckets else EVERYTHING
@@ -71,7 +71,7 @@ def siblings_of(job: OnlineJob, interaction: Interaction) -> str:
 
 
 def origin_of(interaction: Interaction) -> list[str]:
-    """Return episode and request: answers of one conversation are not compared with each other across turns."""
+    """Return ``[episode, request]``: answers to different requests of one episode are not compared."""
     return [episode_key(interaction), interaction.request]
 
 
@@ -117,7 +117,7 @@ def baselines_of(job: OnlineJob, state: LedgerState, chosen: Sequence[Draw]) -> 
 
 
 def flaws_of_baselines(job: OnlineJob, state: LedgerState, batch: BatchSealed) -> list[str]:
-    """Compare a batch's baselines with those that follow from ``state``, the ledger before it."""
+    """Return a flaw if a batch's baselines do not follow from ``state``, the ledger before the batch; else []."""
     baselines, tracking = baselines_of(job, state, [group.draw for group in batch.groups])
     sealed = {group.draw: group.baseline for group in batch.groups if group.baseline is not None}
     same = sealed == baselines and batch.tracking == tracking
@@ -127,14 +127,17 @@ def flaws_of_baselines(job: OnlineJob, state: LedgerState, batch: BatchSealed) -
 DRAW_DEADLINE_S = 7 * 86400.0
 """Deadline of an admitted draw in seconds; it must exceed the time that the leader needs to make its group."""
 ASSUMED = "assumed"
-"""Reason of an admission whose unknown sampler counts as the newest policy."""
+"""Reason of an admission whose answer counts as sampled by the newest policy, because its sampler is unknown."""
 MIN_BATCH = 2
 """Minimum batch size, because a single trajectory has no baseline."""
 
 
 @dataclass(slots=True)
 class FreeSlots:
-    """Draws that may be opened for the policy loss, for auxiliary losses, and (by bytes) in total."""
+    """Numbers of draws that may be opened for the policy loss and for auxiliary losses.
+
+    ``groups`` bounds their total by the byte budget.
+    """
 
     policy: int
     auxiliary: int
@@ -146,7 +149,7 @@ class FreeSlots:
         return self.groups <= 0 or (self.policy <= 0 and self.auxiliary <= 0)
 
     def fits(self, job: OnlineJob, policy: int, auxiliary: int) -> bool:
-        """Return True if this many draws fit. More than the limit itself only fit if nothing else is in flight."""
+        """Return True if this many draws fit. More than the limit itself fit only if nothing else is in flight."""
         policy, auxiliary = min(policy, job.max_draws), min(auxiliary, max_auxiliary_in_flight(job))
         fits = policy <= max(0, self.policy) and auxiliary <= max(0, self.auxiliary)
         return fits and policy + auxiliary <= self.groups
@@ -225,7 +228,7 @@ class LiveSource:
         )  # fmt: skip
 
     def _room(self, draft: Draft) -> FreeSlots:
-        """Return the draws that may be opened within the lag bound and the rest of the run."""
+        """Return how many draws may be opened within the lag bound, the rest of the run and the byte budget."""
         state, job, remaining = draft.state, self._job, draft.remaining_batches()
         limit = auxiliary_per_batch(job)
         policy = {draw for draw in state.open if state.admissions[draw.ordinal].objective == "policy"}
@@ -238,7 +241,10 @@ class LiveSource:
         return room
 
     def _episodes(self, start: int, room: FreeSlots, bounds: InFlightBounds) -> list[str]:
-        """Choose episodes to admit whole, so that all feedback on an episode is decided at once."""
+        """Return the ready episodes to admit, and occupy their slots in ``room`` and ``bounds``.
+
+        An episode is admitted as a whole, so that all feedback on it is decided at once.
+        """
         job = self._job
         chosen: list[str] = []
         ready = self._matching.ready
@@ -258,7 +264,7 @@ class LiveSource:
         return chosen
 
     def _examples(self, state: LedgerState, room: FreeSlots, bounds: InFlightBounds) -> list[OffPolicyExample]:
-        """Choose the off-policy examples to admit, in the order in which clients posted them."""
+        """Return the off-policy examples to admit, in the order of their posts, and occupy their slots."""
         chosen: list[OffPolicyExample] = []
         start = state.start_version(state.next_number)
         for examples in self._matching.examples.ready_together():
@@ -280,7 +286,7 @@ class LiveSource:
         return chosen
 
     def on_trained(self, number: int, state: LedgerState) -> None:
-        """Note whether batch ``number`` had a learning signal."""
+        """Set ``no_signal`` to the reason why batch ``number`` had no learning signal, or to ''."""
         batch = state.batches.get(number)
         draws = batch.draws if batch is not None else ()
         found = [state.admissions[draw.ordinal] for draw in draws if draw.ordinal in state.admissions]
@@ -292,14 +298,13 @@ class LiveSource:
         self.no_signal = same
 
     def judge(self, draft: Draft) -> None:
-        """Record the samples of a canary trial; called before ``draw``, whose low-water marks pass them."""
+        """Add the samples of a canary trial; called before ``draw``, whose low-water marks pass their interactions."""
         self._matching.trials.draft(draft)
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
     def choose(self, draft: Draft, ready: Sequence[Draw]) -> list[Draw] | None:
-        """Return a full batch, or a smaller one once its oldest draw has waited `online.max_wait_s`; oldest policy
-        first."""
+        """Return the next batch, or None if it is not time for one; see ``batch_of``."""
         return batch_of(self._job, draft, ready) or None
 
     def values(self, draft: Draft, chosen: Sequence[Draw]) -> tuple[dict[Draw, float], Tracking]:
@@ -330,7 +335,10 @@ class LiveSource:
 
 
 def admission_of(job: OnlineJob, draft: Draft, ordinal: int, trajectory: Trajectory, start: int) -> Admission:
-    """Build the ledger's record of an admission; ``start`` is the version from which the next update starts."""
+    """Build the ledger's record of a trajectory's admission as draw ``ordinal``.
+
+    ``start`` is the version from which the next update starts.
+    """
     agreements = draft.state.agreements
     judges, share, feedback = (
         trajectory.owners.judges,
@@ -365,9 +373,9 @@ def batch_of(job: OnlineJob, draft: Draft, ready: Sequence[Draw]) -> list[Draw]:
 
     A full batch has `train.batch_size` groups for the policy loss. A smaller one is trained once the oldest group has
     waited `online.max_wait_s`; where shares are bounded, the oldest groups of two owners must have waited, or the
-    surplus of one owner would make every batch a small one. Groups for auxiliary losses join it. They form a batch of
-    their own if there are none for the policy loss, or if those must wait and do not become too old meanwhile; never
-    where a promotion gate bounds a value that only the policy loss measures.
+    surplus of one owner would make every batch a small one. Groups for auxiliary losses join the batch. They form a
+    batch of their own if there are no groups for the policy loss, or if these must wait and do not become too old
+    meanwhile; never in a job with a promotion gate, whose bounds may concern values that only the policy loss measures.
     """
     admissions, limit = draft.state.admissions, auxiliary_per_batch(job)
     policy = [draw for draw in ready if admissions[draw.ordinal].objective == "policy"]
@@ -392,7 +400,7 @@ def _can_wait(job: OnlineJob, draft: Draft, policy: Sequence[Draw]) -> bool:
 
 
 def _policy_part(job: OnlineJob, draft: Draft, policy: Sequence[Draw], *, due: bool) -> list[Draw]:
-    """Return the part of the batch for the policy loss, oldest policy first."""
+    """Return the part of the batch for the policy loss, oldest policy first; if ``due``, it need not be full."""
     size, admissions = job.groups_per_batch, draft.state.admissions
     ordered = sorted(policy, key=lambda draw: (draft.candidates[draw].header.min_version, draw))
     assumed = [draw for draw in ordered if admissions[draw.ordinal].reason == ASSUMED]

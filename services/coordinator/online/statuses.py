@@ -1,4 +1,4 @@
-"""Tracks the status of feedback and interactions: derives it from ledger events, and remembers final ones. Pure."""
+"""Tracks statuses of feedback and interactions: derives them from ledger events, and keeps the final ones. Pure."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ __all__ = [
 ]
 
 MAX_IDS = 5_000
-"""Maximum items in one entry: an item takes less than 100 bytes, an entry holds 1 MiB."""
+"""Maximum number of items in one entry of the ledger: an item takes less than 100 bytes, an entry holds 1 MiB."""
 FINAL = frozenset({"rejected", "expired", "retracted"})
-"""Statuses that the ledger records."""
+"""Statuses of feedback that ends without training; the ledger records them in ``Decided`` events."""
 MAX_DECIDED = 100_000
-"""Maximum decided interactions and episodes that a leader remembers, besides those named in the ledger."""
+"""Maximum number of names that a ``DecidedNames`` keeps besides the pinned ones; above this it drops the oldest."""
 CONSUMED = "late_after_training"
 
 
@@ -157,18 +157,21 @@ def _ordinals(draws: Iterable[Draw]) -> list[int]:
 
 
 def _admission_rule(admission: Admission) -> str:
-    """Return the rule of an admission, prefixed with its loss unless that is the policy loss."""
+    """Return the reason of an admission, prefixed with the name of its loss unless that is the policy loss."""
     return admission.reason if admission.objective == "policy" else f"{admission.objective}: {admission.reason}"
 
 
 class RefusedInteractions:
-    """Collects refused interactions until the leader publishes them; an admission names those refused with it."""
+    """Collects refused interactions until the leader records them in the ledger.
+
+    Turns that are refused while other turns of their episode are admitted are not collected: the admission names them.
+    """
 
     def __init__(self) -> None:
         self._found: list[InteractionStatus] = []
 
     def add(self, reasons: Mapping[str, str], time: float) -> None:
-        """Refuse these interactions (canonical ids), each for its reason."""
+        """Add refused interactions; ``reasons`` maps their canonical ids to the reasons."""
         self._found += refused_statuses(reasons, time)
 
     def drain(self) -> list[InteractionStatus]:
@@ -186,7 +189,7 @@ def refused_statuses(reasons: Mapping[str, str], time: float) -> list[Interactio
 
 
 def same_reason(turns: Iterable[Turn], reason: str) -> dict[str, str]:
-    """Map each turn's interaction to one reason."""
+    """Return ``reason`` for each turn, by the canonical id of its interaction."""
     return {canonical_id(turn.interaction.id): reason for turn in turns}
 
 
@@ -196,7 +199,7 @@ def _status_name(status: str) -> StatusName:
 
 
 def quarantine_rejections(state: LedgerState) -> dict[str, float]:
-    """Return the rejection time of each item that the quarantine rejected; it may have been revised since."""
+    """Return the times at which the quarantine rejected items, by item; an item may have been revised since."""
     found = [one for block in state.decided for one in block.feedback if is_quarantine_rejection(one)]
     return {name: one.time for one in sorted(found, key=lambda one: one.time) for name in one.ids.unpack()}
 
@@ -238,17 +241,20 @@ class UnrecordedDecisions:
             self._interactions.setdefault(status.interaction, status)
 
     def close_episodes(self, digests: Iterable[bytes]) -> None:
-        """Add closed posted episodes, by ``episode_digest``."""
+        """Add closed posted episodes, each given by its ``episode_digest``."""
         self._episodes += digests
 
     def drain_statuses(self) -> tuple[list[FeedbackStatus], list[InteractionStatus]]:
-        """Return all statuses, and clear them."""
+        """Return the statuses of feedback and of interactions, and clear the collection, closed episodes included."""
         found = [*self._feedback.values(), *self._late], list(self._interactions.values())
         self._feedback, self._late, self._interactions, self._episodes = {}, [], {}, []
         return found
 
     def drain(self, *, epoch: int, now: float, read_to: tuple[int, int]) -> list[Decided]:
-        """Return events that record everything collected, each small enough for an entry, and clear the collection."""
+        """Return events that record everything collected, each small enough for an entry, and clear the collection.
+
+        ``read_to``: next sequences that the leader reads of INTERACTIONS and FEEDBACK.
+        """
         episodes = self._episodes
         feedback, interactions = self.drain_statuses()
         size = max(len(feedback), len(interactions), len(episodes))
@@ -275,8 +281,10 @@ def _packed_feedback(statuses: Iterable[FeedbackStatus]) -> list[EndedFeedback]:
 
 
 def _split_reason(status: FeedbackStatus) -> tuple[str, str]:
-    """Split the reason of a retraction into its kind and the id of the other item; packed ids keep only UUIDs in the
-    order of their items."""
+    """Return ``(kind, id of the other item)`` for the reason of a retraction, ``(reason, '')`` for any other reason.
+
+    A retraction is split only if both ids are canonical UUIDs, because packed ids keep no others in order.
+    """
     kind, _, other = status.reason.partition(" ")
     is_retraction = status.status == "retracted" and kind in (RETRACTED_BY, RETRACTS)
     is_packed = is_retraction and all(bare_id(name) == name for name in (status.feedback, other))
@@ -291,7 +299,7 @@ def _packed_interactions(statuses: Iterable[InteractionStatus]) -> list[EndedInt
 
 
 class DecidedNames(dict[str, str]):
-    """Reasons of decisions by name. The oldest names are dropped, unless they are pinned.
+    """Reasons of decisions by name: the id of an interaction, episode or item. Drops the oldest names not pinned.
 
     A dict subclass for speed: a new leader may look up a million waiting items several times each.
     """
@@ -335,8 +343,8 @@ class FinalStatuses:
     """Final statuses: all that the ledger records, and the newest of the rest.
 
     Attributes:
-        targets: reasons by interaction or episode.
-        feedback: final status of each item, and the sequence of the newest message that counted, as one text.
+        targets: reason for which each interaction or episode was decided.
+        feedback: by item, one text of its final status, a space and the sequence of the newest message that counted.
     """
 
     def __init__(self) -> None:
@@ -370,7 +378,7 @@ class FinalStatuses:
                 self.record(name, ADMITTED, seq)
 
     def record(self, name: str, how: str, seq: int) -> None:
-        """Record the final status of an item; ``seq`` is the sequence of its newest message."""
+        """Record ``how``, the final status of the item ``name``; ``seq`` is the sequence of its newest message."""
         self.feedback[name] = _final_status(how, seq)
 
     def status_of_late_revision(self, seq: int, item: Feedback, now: float) -> list[FeedbackStatus]:

@@ -67,7 +67,7 @@ SWEEP_S = 0.5
 SETTLED_AT_ONCE = 500
 """Number of episodes and examples that a new leader settles before it yields to other tasks."""
 MAX_UNPUBLISHED = 10_000
-"""Number of passing statuses that a new leader collects before it publishes them."""
+"""Number of non-final statuses that a new leader collects before it publishes them."""
 MAX_UNTAKEN = 64
 """Maximum queued messages of a subject; decisions and other facts of the leader wait behind them."""
 FULL_SHARE = 0.5
@@ -75,7 +75,7 @@ FULL_SHARE = 0.5
 CROWDED_SHARE, MAX_USED = 0.75, 50_000
 """Above this share of FEEDBACK, or this number of items that the ledger must name, the leader rejects held items."""
 FLOODED_SHARE = 0.9
-"""Above this share of FEEDBACK the leader rejects items of all keys; below it, only examples of the largest one."""
+"""Above this share of FEEDBACK the leader rejects items of all keys; below it, only examples of the largest key."""
 ROOM_EVERY_S = 5.0
 GROUPS_AT_ONCE = 64
 """Number of groups in one durable write."""
@@ -86,7 +86,7 @@ Post = Callable[[Fact], Awaitable[None]]
 
 
 class LiveSupply:
-    """Implements ``coordinator.supply.Supply`` for online jobs."""
+    """Implements ``training.supply.Supply`` for online jobs."""
 
     def __init__(
         self, bus: Bus, job: str, config: OnlineJob, *, epoch: int, archive: LedgerArchive | None = None
@@ -104,7 +104,7 @@ class LiveSupply:
         self._copies = RestoredCopies(bus, job, archive)
         self._state = LedgerState()
         self._deleted: dict[str, float] = {}
-        """Users (HMAC) whose data was deleted, and the time of the deletion, which does not affect later data."""
+        """Users (HMAC) whose data was deleted, each with the time of the newest deletion; later data is kept."""
         self._unerased: set[int] = set()
         """Ordinals whose groups are deleted once no trainer can request them."""
         self._unrecorded = UnrecordedDecisions()
@@ -159,7 +159,7 @@ class LiveSupply:
                 await asyncio.sleep(0)  # the lease is renewed meanwhile
 
     async def _learn_usual_values(self, seq: int) -> None:
-        """Learn the usual values of each source from the feedback before the undecided items."""
+        """Learn the usual values of each source from the feedback before ``seq``, the ledger's low-water mark."""
         first = max(1, seq - HISTORY)
         if not self.quarantine.is_enabled or first >= seq:
             return
@@ -234,7 +234,7 @@ class LiveSupply:
             self._unreadable.append(Unreadable(stream, message.seq, f"undecodable: {error}"))
 
     async def _erase(self, erasure: Erasure) -> None:
-        """Drop admissions of a deleted user: delete their groups, and drop draws without a group."""
+        """Mark the admissions of a deleted user, so that their draws are refused; delete groups no longer needed."""
         self._deleted[erasure.user] = max(erasure.time, self._deleted.get(erasure.user, 0.0))
         interactions, feedback = ({bare_id(id) or id for id in ids} for ids in (erasure.interactions, erasure.feedback))
         admissions = self._state.admissions.values()
@@ -310,7 +310,7 @@ class LiveSupply:
         return self._unrecorded.drain(epoch=self.epoch, now=now, read_to=read_to)
 
     async def flush(self) -> None:
-        """Publish the passing statuses, except of items with a final status that the ledger does not record yet."""
+        """Publish the non-final statuses, except of items with a final status that the ledger does not record yet."""
         ready = [status for name, status in self._passing.items() if name not in self._unrecorded]
         if ready:
             for status in ready:
@@ -406,7 +406,10 @@ class LiveSupply:
             logger.info("%s: no room is made among its interactions and feedback: %s", self.job, error)
 
     def _relieve_feedback(self, feedback: StreamState, now: float) -> list[FeedbackStatus]:
-        """Reject items that keep all later ones in FEEDBACK or in the ledger, if space is short."""
+        """If space is short, reject old items, and return their statuses.
+
+        FEEDBACK and the ledger's state must keep everything that is newer than the oldest undecided item.
+        """
         is_crowded, undecided = feedback.bytes > CROWDED_SHARE * feedback.max_bytes, self.matching.low_water()[1]
         if self.quarantine.lowest_seq < undecided:
             return self.quarantine.reject_older_half(now) if is_crowded or len(self._state.used) > MAX_USED else []

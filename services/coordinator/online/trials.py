@@ -67,7 +67,7 @@ def trial_sample_of(
 
 
 class TrialSamples:
-    """Samples that are not recorded yet."""
+    """Samples that the ledger does not record yet."""
 
     def __init__(self, job: OnlineJob) -> None:
         self._job = job
@@ -94,7 +94,7 @@ class TrialSamples:
             }
 
     def draft(self, draft: Draft) -> None:
-        """Record the samples of both arms before the low-water marks pass them.
+        """Add the samples of both arms to the draft before the low-water marks pass their interactions.
 
         In each arm no owner has more than its share of the conversations needed, as in a batch.
         """

@@ -1,4 +1,4 @@
-"""Defines turns and trajectories of both origins, and the times at which the facts of an episode arrived. Pure."""
+"""Defines served and posted turns, trajectories, and the times at which the facts of an episode arrived. Pure."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 MAX_SEQ = 1 << 62
-"""Sorts behind every sequence of a stream."""
+"""Number that sorts behind every sequence of a stream."""
 UNNUMBERED = 1 << 62
 """Sort key that puts turns without a number last."""
 DISCONNECTED = "client_disconnected"
@@ -68,8 +68,8 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
         return self.feedback.inference or self.feedback.episode
 
     def is_copied_in(self, seq: int, feedback: Feedback) -> bool:
-        """Return True if a later message holds the same item: a user's deletion copies the remaining items of a
-        message to a new one."""
+        """Return True if ``feedback`` is a copy of this item in a later message (at ``seq``): a user's deletion copies
+        the remaining items of a message to a new one."""
         own = self.feedback
         same = (own.revision, own.key_id, own.received) == (feedback.revision, feedback.key_id, feedback.received)
         is_value = own.value in (None, feedback.value)  # the body of an off-policy example stays in the stream
@@ -81,7 +81,7 @@ class FeedbackItem(msgspec.Struct, frozen=True, gc=False):
 
 
 class Holder(msgspec.Struct, frozen=True, gc=False):
-    """Dictionary that holds an undecided item: that of a turn, or of the episode ``key`` itself."""
+    """Dictionary that holds an undecided item: the feedback on a turn of the episode ``key``, or on all of it."""
 
     key: str
     items: dict[str, FeedbackItem]
@@ -180,7 +180,7 @@ class Trajectory:
     objective: Objective = "policy"
     share: float = 1.0
     refused: dict[str, str] = field(default_factory=dict)
-    """Reasons, by canonical id, of the episode's turns that are never trained; one of its trajectories has them."""
+    """Reasons, by canonical id, of the episode's turns that are never trained; only one trajectory of it has them."""
 
     @cached_property
     def first(self) -> int:
@@ -226,7 +226,7 @@ def is_out_of_time(job: OnlineJob, *, first: float, newest: float, now: float) -
 
 
 def first_late_time(turns: Sequence[Turn], items: Mapping[str, FeedbackItem], job: OnlineJob) -> float | None:
-    """Return when the first turn or item arrived after the episode had run out of time, or None.
+    """Return the arrival time of the first turn or item that came after the episode's time had run out, or None.
 
     A turn arrives when its answer ends; a revised item arrived with its first revision.
 

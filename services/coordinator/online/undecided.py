@@ -1,4 +1,4 @@
-"""Holds what is undecided, within bounds. Pure.
+"""Holds undecided feedback, within memory bounds. Pure.
 
 ``LazyHeap`` finds the lowest of many values that change often, such as the next due time or the oldest sequence. The
 other classes hold feedback: all undecided items by id, unmatched ones by target, and retractions that arrived before
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 SLACK = 1024
-"""Number of outdated entries that may stay in a small heap, which is cleaned at twice its names plus this."""
+"""Number of entries that a heap may have beyond twice the number of its names before it is cleaned."""
 CLEANED = 8
 """Entries that one push checks during cleaning; checking a million at once would block the event loop."""
 MAX_PER_KEY = 50_000
@@ -44,14 +44,14 @@ N = TypeVar("N", bound=Hashable)
 
 
 class LazyHeap(Generic[N]):
-    """A heap of ``(value, name)`` that drops an outdated entry when it surfaces, or when the heap is cleaned.
+    """A heap of ``(value, name)`` that drops an outdated entry when it reaches the top, or when the heap is cleaned.
 
-    A push costs O(log n), the lowest value one pop for each outdated entry before it. Whatever is pushed, the heap
-    holds at most about three times its names plus ``SLACK``.
+    A push costs O(log n); finding the lowest value costs one pop for each outdated entry before it. The heap
+    never holds more than about three entries for each of its names, plus ``SLACK``.
 
     Args:
         is_valid: returns True while ``value`` is still the value of ``name``.
-        num_names: returns a number that the names with a value do not exceed.
+        num_names: returns an upper bound of the number of names that have a value.
     """
 
     def __init__(self, is_valid: Callable[[float, N], bool], num_names: Callable[[], int]) -> None:
@@ -98,13 +98,13 @@ class LazyHeap(Generic[N]):
                 yield entry[1]
 
     def _lower(self) -> list[tuple[float, N]]:
-        """Return the heap with the lower first entry, which is empty only if both are."""
+        """Return the heap whose first entry is lower; it is empty only if both heaps are."""
         if not self._unclean or (self._heap and self._heap[0] <= self._unclean[0]):
             return self._heap
         return self._unclean
 
     def _clean(self) -> None:
-        """Drop or move the last entries of the heap that is not cleaned; without them it is still a heap."""
+        """Take the last entries from the uncleaned heap, which stays a heap: drop outdated ones, move the others."""
         for _ in range(min(CLEANED, len(self._unclean))):
             entry = self._unclean.pop()
             if self._is_valid(*entry) and entry not in self._cleaned:
@@ -134,8 +134,8 @@ class UnmatchedFeedback:
         return (item for items in self._keys.values() for item in items.values())
 
     def add(self, target: str, item: FeedbackItem) -> list[FeedbackItem]:
-        """Hold an item; return the items that the caller must ``remove`` in exchange: the oldest of its key or of the
-        largest key.
+        """Hold an item; return the items that the caller must ``remove`` because there are too many: the oldest one of
+        the item's key, or the oldest ones of the key with the most.
 
         An item that is already held keeps its position in the order of its key.
         """
@@ -157,7 +157,7 @@ class UnmatchedFeedback:
         return []
 
     def remove(self, target: str, name: str) -> None:
-        """Release one item."""
+        """Release the item ``name`` (its id) that waits for ``target``."""
         items = self._targets.get(target)
         if isinstance(items, FeedbackItem):
             if items.feedback.id == name:
@@ -249,9 +249,9 @@ class PendingRetractions:
         return self.pop(next(iter(self.waiting))) if len(self.waiting) > MAX_RETRACTIONS else ""
 
     def pop(self, name: str) -> str:
-        """Release the retraction of an item, and return its id."""
+        """Release the retraction of the item ``name``, and return the id of the retraction."""
         return self.waiting.pop(name)[1].id
 
     def expire(self, limit: float) -> list[str]:
-        """Release the retractions received before ``limit``, whose items never arrived; return their ids."""
+        """Release the retractions received before ``limit``, whose items never arrived; return the retractions' ids."""
         return [self.pop(name) for name in self._times.pop_until(limit, inclusive=False)]

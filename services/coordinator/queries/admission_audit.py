@@ -57,7 +57,7 @@ async def audit_admissions(
 
 
 def _chunks(decisions: Sequence[Sequence[Admission]]) -> Iterator[list[Sequence[Admission]]]:
-    """Yield the newest decisions in groups."""
+    """Yield the newest decisions, newest first, in chunks of about AT_ONCE admissions."""
     chunk: list[Sequence[Admission]] = []
     left = MAX_AUDITED
     for admissions in reversed(decisions):
@@ -73,7 +73,7 @@ def _chunks(decisions: Sequence[Sequence[Admission]]) -> Iterator[list[Sequence[
 
 
 async def _episode_seqs(bus: Bus, job: str) -> dict[str, list[int]]:
-    """Return the sequences of the records of each episode whose name is a UUID."""
+    """Return the sequences of all records of the job's interactions, by name of the episode."""
     found: defaultdict[str, list[int]] = defaultdict(list)
     for message in await bus.read(subjects.INTERACTIONS, subjects.interactions(job), headers_only=True):
         found[canonical_id(message.headers.get(EPISODE_HEADER, ""))].append(message.seq)
@@ -120,9 +120,10 @@ class StoredFacts:
 def replay_admissions(admissions: Sequence[Admission], stored: StoredFacts, job: OnlineJob) -> tuple[int, list[str]]:
     """Replay the admissions of one decision; return ``(number replayed, differences)``.
 
-    Some admissions are left out: those without interactions that belong to no posted episode; those with missing
-    messages; those whose difference a turn before the oldest record would explain (by the start of its episode, by the
-    numbers of its turns, or by its branches); and episodes with branches that an earlier version decided without them.
+    Left out are admissions that have no interactions and belong to no posted episode, and admissions with missing
+    messages. Also left out are two kinds of episodes that differ from their replay. The first may have had turns older
+    than the oldest record, which would explain the difference: the replay still waits, the episode has branches, or
+    feedback names turns by number. The second has branches, but was decided by a version that did not know branches.
     """
     episodes: defaultdict[str, list[Admission]] = defaultdict(list)
     for admission in admissions:
@@ -190,10 +191,10 @@ def _items_of(group: Sequence[Admission], stored: StoredFacts) -> dict[str, Feed
 def _possible_turns(
     group: Sequence[Admission], items: Mapping[str, FeedbackItem], stored: StoredFacts
 ) -> Iterator[list[int]]:
-    """Yield the turns that the leader may have had: all of the episode by then, or only the admitted ones.
+    """Yield the turns that the leader may have known: all that had ended by the decision, or only the admitted ones.
 
-    The leader may have read a record before or after the decision if the two happened at once. It had every turn that
-    an item names: nothing is yielded if one of these is gone.
+    The leader may have read a record before or after the decision if the two happened at once. It knew every turn that
+    feedback names: nothing is yielded if the record of such a turn is gone.
     """
     own = {name: seq for one in group for name, seq in one.interactions.items()}
     first = stored.records[next(iter(own.values()))]
@@ -238,7 +239,7 @@ def _difference(
     stored: StoredFacts,
     job: OnlineJob,
 ) -> str | None:
-    """Return how admissions differ from their replay: '' for equal, None if the episode would still wait."""
+    """Return how admissions differ from their replay: '' if they do not, None if the replay would still wait."""
     episode = _served_episode(seqs, items, stored, job)
     admission = group[0]
     spans = [span for seq in admission.interactions.values() for span in stored.records[seq].spans]
@@ -267,7 +268,7 @@ def replay_posted_admissions(
     """Replay the admitted turns of posted episodes; return ``(number replayed, differences)``.
 
     One decision admits a posted episode, and names all of its items, untrained ones included. Trajectories, returns and
-    weights follow from these alone. An episode with a missing item is left out.
+    weights follow from these items alone. An episode with a missing item is left out.
     """
     episodes: defaultdict[str, list[Admission]] = defaultdict(list)
     for admission in admissions:
@@ -323,8 +324,8 @@ def _posted_differences(group: Sequence[Admission], episode: PostedEpisode, job:
 def flaws_of_admission(
     entries: Sequence[Sequence[Event]], trained: Mapping[int, BatchSealed], job: OnlineJob
 ) -> tuple[int, list[str]]:
-    """Check the admissions in a ledger; return ``(admissions, flaws)``. ``trained`` are the batches of the job's
-    lineage.
+    """Check the admissions in a ledger; return ``(number of admissions, flaws)``. ``trained`` are the batches of the
+    job's lineage.
 
     An interaction is admitted once, with one permanent ordinal; an item of feedback counts once. A trained group has
     the reward and the objective of its admission, which was within the lag bound if it served the policy loss. No owner

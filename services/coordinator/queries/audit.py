@@ -124,7 +124,7 @@ def audit_entries(
 def audit_ledger(
     entries: Sequence[list[Event]], config: AnyTraining, snapshots: Mapping[int, LedgerState] | None = None
 ) -> Audit:
-    """Replay the ledger, and check every decision in it and each of ``snapshots``.
+    """Replay the ledger, check every decision in it and each of ``snapshots``, and return the findings.
 
     ``snapshots`` maps the number of covered entries to a state; key 0 means that the covered entry is not in the
     ledger.

@@ -164,8 +164,8 @@ class VideoBrowser:
     async def rows(self, job: str) -> list[Row]:
         """Return the videos of held-out episodes, by policy version and reset id. Raises NotFound: unknown job.
 
-        ``name``, ``version``, ``reset_id``, ``task``, ``success``, ``reward`` (return), ``steps``, ``error`` (why there
-        is no video) and ``href``.
+        A row has ``name``, ``version``, ``reset_id``, ``task``, ``success``, ``reward`` (return), ``steps``, ``error``
+        (why there is no video) and ``href``.
         """
         await self._store.get(job)
         return [
@@ -187,7 +187,10 @@ class VideoBrowser:
         return found[seq].data
 
     async def _newest(self, job: str) -> dict[str, tuple[int, Video]]:
-        """Return the newest entry of each video by name, as (sequence, video), sorted by version and reset id."""
+        """Return the newest entry of each video by name, as (sequence, video), sorted by version and reset id.
+
+        An entry that reports an error never replaces an earlier one.
+        """
         found: dict[str, tuple[int, Video]] = {}
         for message in await self._bus.read(subjects.VIDEOS, subjects.videos(job), headers_only=True):
             with contextlib.suppress(ProtocolError):

@@ -47,7 +47,7 @@ class Charts:
     ) -> dict[str, Any]:
         """Return ``{"steps": [int], "wall": [Unix seconds], "series": {name: [float | None]}}``; lists equally long.
 
-        ``names`` None: all metrics. Bounds are inclusive. At most ``max_points`` columns, with the first and last kept.
+        ``names`` None: all metrics. Bounds are inclusive. At most ``max_points`` steps, with the first and last kept.
         """
         wanted = partial(columns, names=names, step_from=step_from, step_to=step_to, max_points=max_points)
         messages = await self._metrics(job)
@@ -120,7 +120,7 @@ def metric_names(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def largest_triangles(steps: Sequence[int], curves: Sequence[Sequence[float | None]], max_points: int) -> list[int]:
-    """Choose at most ``max_points`` >= 2 steps (ascending indices); the first and the last one are always kept.
+    """Return ascending indices of at most ``max_points`` >= 2 steps; the first and the last step are always kept.
 
     A curve without a value at an index contributes no triangle there.
     """
@@ -172,7 +172,7 @@ def _scaled(curve: Sequence[float | None]) -> NDArray[np.float64]:
 def timeline(events: Iterable[Event], *, step: int | None, limit: int = 20) -> list[dict[str, Any]]:
     """Return the spans of update ``step``, or of the newest ``limit`` ones, oldest first: for a Gantt chart.
 
-    Each has ``step``, ``stage``, ``start`` and ``end`` (Unix seconds of the leader's clock). Stages: ``generate``
+    A span has ``step``, ``stage``, ``start`` and ``end`` (Unix seconds of the leader's clock). Stages: ``generate``
     (first draw until the batch was sealed), ``wait`` (sealed batch, while the trainer worked on the previous one),
     ``train``, ``checkpoint`` (of the resulting state, until it was durable).
     """

@@ -55,8 +55,8 @@ class Diagnosis:
     async def why(self, job: str) -> list[Row]:
         """Return what the job waits for now, most important first; empty if it waits for nothing.
 
-        ``waiting_for`` (a phrase), ``subject``, ``id``, ``holder`` (worker or None), ``age_s``. A filling ledger is the
-        last row: jobs continue until it is full.
+        A row has ``waiting_for`` (a phrase), ``subject``, ``id``, ``holder`` (worker or None) and ``age_s``. A filling
+        ledger is the last row: jobs continue until it is full.
         """
         record = await self._store.get(job)
         if record.status.phase in TERMINAL_PHASES:
@@ -71,9 +71,9 @@ class Diagnosis:
     async def workers(self, job: str, *, history: bool = False) -> list[Row]:
         """Return one row per live or recently lost worker of the job.
 
-        ``service``, ``worker``, ``host``, ``pid``, ``ready``, ``age_s`` (of the last heartbeat), ``alive``, and the
-        heartbeat's entry for this job (``version``, ``running``, ``waiting_for``, ``since``, ...). ``history``: with
-        ``spans``, what each was seen to do in the last minutes.
+        A row has ``service``, ``worker``, ``host``, ``pid``, ``ready``, ``age_s`` (of the last heartbeat), ``alive``,
+        and the heartbeat's entry for this job (``version``, ``running``, ``waiting_for``, ``since``, ...). ``history``:
+        add ``spans``, the states of the worker in the last minutes.
         """
         await self._store.get(job)
         clock = time.monotonic()
@@ -84,9 +84,10 @@ class Diagnosis:
         ]
 
     async def logs(self, job: str, *, service: str | None, tail: int, after: str | None, unnamed: bool) -> Row:
-        """Return ``{"lines": [{"service", "worker", "text"}], "next": cursor}``: the last lines.
+        """Return ``{"lines": [{"service", "worker", "text"}], "next": cursor}``; see ``read_logs``.
 
-        At most ``tail`` lines, or those after the cursor of an earlier reply. The cursor is opaque to the API.
+        The lines are the last ``tail`` ones of each log file, or those after the cursor of an earlier reply. The
+        cursor is opaque to the API.
         """
         await self._store.get(job)
         return await asyncio.to_thread(

@@ -24,9 +24,9 @@ def read_logs(
 ) -> dict[str, Any]:
     """Return ``{"lines": [{"service", "worker", "text"}], "next": cursor}``.
 
-    The lines are the last ``tail`` ones, or those past the cursor ``after``. Lines that name only other jobs are
-    skipped, and without ``unnamed`` also lines that name no job. Files are read one after the other; a truncated file
-    is read from its start. Blocks on the disk: call it in a thread.
+    The lines are the last ``tail`` ones of each file, or those past the cursor ``after``. Lines that name only other
+    jobs are skipped, and without ``unnamed`` also lines that name no job. Files are read one after the other; a
+    truncated file is read from its start. Blocks on the disk: call it in a thread.
 
     Raises:
         NotFound: no log of ``service`` (a service or one worker).
@@ -54,7 +54,7 @@ def _service(path: Path) -> str:
 
 
 def _read(path: Path, place: int | None, *, fresh: bool) -> tuple[list[str], int]:
-    """Return whole lines from ``place`` (or of the file's end, if ``fresh``), and the position after the last one."""
+    """Return whole lines from byte ``place`` on (if ``fresh``: at the file's end), and the position after the last."""
     size = path.stat().st_size
     start = place if place is not None and place <= size else 0
     if fresh:

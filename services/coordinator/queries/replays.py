@@ -35,7 +35,9 @@ async def replay_rows(
     to_batch: int | None,
     feedback: bool = False,
 ) -> AsyncGenerator[Row, None]:
-    """Ask a trainer for a replay and yield its rows; see ``Diagnosis.replay``. With ``feedback``, add it to each row.
+    """Ask a trainer for a replay and yield its rows; see ``Diagnosis.replay``.
+
+    ``feedback``: add to each row the feedback behind its batch.
 
     Raises:
         Conflict: no trainer can replay the job now (raised before the first row).
@@ -85,11 +87,11 @@ async def _next(rows: asyncio.Queue[ReplayRow]) -> ReplayRow:
 
 
 def feedback_by_batch(events: Iterable[Event]) -> dict[int, list[dict[str, Any]]]:
-    """Return the groups of each batch that come from live interactions, in the batch's order, by the newest revision.
+    """Return, by batch number, one row for each group of the batch that comes from live interactions.
 
-    A row has the ``draw``, its ``objective``, ``reward``, the ``reason`` for the reward (`feedback`, `default`, …), its
-    ``lag``, ids of ``interactions`` in turn order, of those that it only refers to (``context``) and of the
-    ``feedback``.
+    The rows have the order of the groups in the newest revision of the batch. A row has the ``draw``, its
+    ``objective``, ``reward``, the ``reason`` for the reward (`feedback`, `default`, …), its ``lag``, and lists of ids:
+    ``interactions`` in turn order, the interactions that it only refers to (``context``), and ``feedback``.
     """
     admissions: dict[int, Admission] = {}
     told: dict[int, list[dict[str, Any]]] = {}

@@ -44,7 +44,7 @@ def choose_samples(
     min_reward: float | None = None,
     env: str | None = None,
 ) -> list[tuple[int, str]]:
-    """Return (sequence, row id) of one page of completions, from the headers only; ids are those of step 0.
+    """Return (sequence, row id) of one page of completions, from the headers only; the ids name step 0.
 
     ``sort``: ``reward``, ``-reward``, ``length``, ``-length``, or None for prompt order; ``after``: the last id of the
     previous page; ``min_reward`` excludes lower rewards and unscored completions; ``env`` selects one source.
@@ -174,7 +174,7 @@ def sample_detail(step: int, group: AnyGroup, index: int) -> dict[str, Any]:
 
     ``prompt_token_ids``, and lists of equal length ``token_ids``, ``logprobs`` (of the sampler, natural logarithm),
     ``mask`` (1: chosen by the policy) and ``versions`` (policy version per token); ``siblings``: ids of the group's
-    others.
+    other completions.
     """
     rows = sample_rows(step, [group])
     siblings = [row["id"] for row in rows if row["index"] != index]
@@ -245,7 +245,7 @@ def _of_piece(piece: str) -> str:
 
 @cache
 def _byte_letters() -> dict[str, int]:
-    """Return the byte of each letter: printable bytes are their own letters, the others are U+0100 and up."""
+    """Return the byte that each letter encodes: printable bytes are their own letters, the others U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + n): byte for n, byte in enumerate(others)}

@@ -59,7 +59,7 @@ class Answer:
         self.key = ""
         """Key that all attempts of a request share; '' if the client does not retry automatically."""
         self.noted = ""
-        """Request id under which this answer is noted as read here; '' before."""
+        """Request id in the note that tells other gateways that this one holds the answer; '' without a note."""
         self.conversation: tuple[str, ...] = ()
         """Owner of the chat, for assigning follow-up requests to the same episode; empty if not tracked."""
         self.given_up = False

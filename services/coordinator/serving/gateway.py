@@ -90,7 +90,7 @@ class Gateway:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def pseudonym(self, user: str) -> str:
-        """Return the pseudonym of a user in records; '' for no user. Raises Unavailable until these are loaded."""
+        """Return a user's pseudonym for records; '' for no user. Raises Unavailable until pseudonyms are loaded."""
         return self._pseudonym(user)
 
     def models(self) -> list[Served]:
@@ -104,7 +104,9 @@ class Gateway:
         return self._table.find(model)
 
     async def open(self, ask: Ask) -> Answer:
-        """Dispatch a request to a rollout worker; give a retry its earlier answer. Call ``leave`` afterwards.
+        """Dispatch a request to a rollout worker, and return its answer; a retry gets its earlier attempt's answer.
+
+        Call ``leave`` afterwards.
 
         Raises:
             ConfigError: the prompt cannot be rendered, or is too long.
@@ -152,7 +154,7 @@ class Gateway:
             return None
 
     async def remember(self, answer: Answer, message: dict[str, object]) -> None:
-        """Remember the message that a client received: a chat that continues it belongs to the same episode."""
+        """Store the message that a client received, so that a chat that continues it belongs to the same episode."""
         if answer.conversation:
             request = answer.request
             await self._threads.remember(answer.conversation, request.messages, message, request.episode)
@@ -160,7 +162,11 @@ class Gateway:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     async def _prepared(self, ask: Ask) -> Answer:
-        """Return an answer with the request that workers will get. Raises HttpProblem: 410 its episode is over."""
+        """Return an empty answer with the request that workers will get.
+
+        Raises:
+            HttpProblem: 410 the episode is over, 404 it belongs to another key.
+        """
         record = await self.episodes.opened(ask.served, ask.episode)
         if record is None and ask.only_opened:  # its record, and so its split, are unknown
             raise HttpProblem(410, "episode_over", f"episode '{ask.episode}' is not known any more: open another one")
@@ -374,7 +380,8 @@ def _tags(record: EpisodeRecord | None) -> dict[str, str]:
 
 
 def _conversation(ask: Ask, user: str, objects: str) -> tuple[tuple[str, ...], float]:
-    """Return ``(owner of the chat of a request without episode, most age in s of an answer that it continues)``.
+    """Return ``(owner of the chat, largest age in s of an answer that it may continue)``; ((), 0) if the request names
+    an episode or is no chat.
 
     The age is 0 if the job does not credit such chats as episodes (see ``Served``). If it does, requests that are not
     recorded or not trained on belong to no chat, and the owner is empty.

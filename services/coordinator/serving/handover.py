@@ -37,20 +37,20 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "try"
 NOTE_S = 2.0
-"""Longest time for deleting or inheriting a note, in seconds."""
+"""Longest time for deleting a note or taking it over, in seconds."""
 FIND_S = 5.0
-"""Longest search for notes of other gateways, in seconds; a retry without one is handled as a new request."""
+"""Longest search for notes of other gateways, in seconds; a retry without a note is handled as a new request."""
 CLAIM_S = 3.0
 """Seconds after which a coordinator that does not reply to a claim counts as gone."""
 ABSENT_S = 6 * SIGN_EVERY_S
-"""Seconds without heartbeat after which a gateway that claimed an answer counts as gone."""
+"""Seconds without heartbeat after which a gateway that took over an answer counts as gone."""
 TOGETHER = 64
 """Most chunks per message of a relay."""
 RETRY_S = 0.1
 
 
 class Notes:
-    """Notes of which gateway holds the answers that clients may retry for."""
+    """Notes in the bucket `answers`: which gateway holds the answer to a request that its client may retry."""
 
     def __init__(self, bus: Bus, gateway: str) -> None:
         self._bus, self._gateway = bus, gateway
@@ -72,7 +72,7 @@ class Notes:
                 answer.noted = answer.id
 
     def drop(self, key: str, id: str) -> None:
-        """Delete the note of the attempt ``id``; the call does not wait for it."""
+        """Delete the note of the attempt ``id``; the call does not wait for the deletion."""
         if not key:
             return
 
@@ -85,7 +85,7 @@ class Notes:
         task.add_done_callback(self._dropping.discard)
 
     async def find(self, key: str) -> list[tuple[Whereabouts, int]]:
-        """Return other gateways' notes of attempts with this key, with their revisions, oldest first."""
+        """Return other gateways' notes of attempts with this key, each with its revision, oldest first."""
         try:
             async with asyncio.timeout(FIND_S):
                 await self._kv.put(self._mark, b"", deadline_s=FIND_S)  # earlier notes are stored once this is
@@ -97,13 +97,13 @@ class Notes:
         return [(note, revision) for note, revision in found if note is not None and note.gateway != self._gateway]
 
     async def claim(self, key: str, note: Whereabouts) -> Claimed:
-        """Claim an answer from the gateway of its note. Raises Unavailable: that gateway is gone."""
+        """Ask the gateway in a note to transfer its answer; return the reply. Raises Unavailable if it is gone."""
         claim = Claim(key=key, request=note.ids[0], gateway=self._gateway)
         data = await self._bus.request(subjects.inference_claims(note.gateway), pack(claim), deadline_s=CLAIM_S)
         return unpack(data, Claimed)[0]
 
     async def inherit(self, key: str, note: Whereabouts, revision: int) -> bool:
-        """Take over a note whose gateway is gone; return False if another gateway was faster."""
+        """Take over a note whose gateway is gone; return False if another was faster or the bus is unavailable."""
         mine = pack(replace(note, gateway=self._gateway))
         try:
             await self._kv.update(_name(key, note.ids[0]), mine, revision, deadline_s=NOTE_S)
@@ -113,7 +113,7 @@ class Notes:
 
 
 class Relay:
-    """Relay of an answer to the gateway that claimed it; acts as a worker towards that gateway."""
+    """Sends an answer to the gateway that took it over, and acts as a worker towards that gateway."""
 
     def __init__(self, bus: Bus, gateway: str, answer: Answer, claim: Claim) -> None:
         self.name = relay_name(gateway, answer.id)
@@ -178,7 +178,7 @@ class Relay:
 
 
 def relay_name(gateway: str, request: str) -> str:
-    """Return the name of an answer's relay, as a worker of the gateway that claimed it."""
+    """Return the worker name under which ``gateway`` relays the answer to ``request`` to another gateway."""
     return f"{gateway}.{request}"
 
 

@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running job under the name of its model. ``version``: its newest policy; ``created``: Unix seconds.
+    """A running job under the name of its model. ``version``: policy version that it serves, canary aside.
 
-    ``temperature`` applies to requests that name none, and with ``forced_sampling`` to all; ``generation`` is that of
-    the job file with these settings.
+    ``temperature`` applies to requests that name none, and with ``forced_sampling`` to all; ``generation`` is the
+    generation of the job record that has these settings; ``created``: Unix seconds.
     """
 
     name: str
@@ -46,8 +46,8 @@ class Served:
     strict_recording: bool = False
     """True if an answer that could not be recorded must be refused."""
     found_episodes_s: float = 0.0
-    """Longest time in seconds between an answer and a chat that continues it, for one episode without an explicit name;
-    0: requests without an episode are credited answer by answer.
+    """Longest time in seconds after an answer in which a chat that continues it belongs to its episode, if the requests
+    name no episode; 0: these requests are credited answer by answer.
     """
     promoted_at: int | None = None
     """Time of the served version's promotion (Unix seconds), for a job with a promotion gate."""
@@ -138,7 +138,10 @@ class ModelTable:
 
 
 def _found_episodes_s(online: OnlineConfig | None) -> float:
-    """Return half of the idle time that ends an episode, so that an answer that starts in time also ends in time."""
+    """Return ``Served.found_episodes_s``.
+
+    That is half of the idle time that ends an episode, so that an answer that starts in time also ends in time.
+    """
     return online.idle_ttl_s / 2 if online is not None and online.episodes == "found" else 0.0
 
 

@@ -54,7 +54,7 @@ class Holder(Protocol):
 
 
 class Replicas:
-    """Claims answers from other gateways, and transfers answers to them."""
+    """Takes over answers from other gateways, and transfers answers to them."""
 
     def __init__(self, bus: Bus, gateway: str, notes: Notes, retries: Retries, holder: Holder) -> None:
         self._bus, self._gateway, self._notes, self._retries, self._holder = bus, gateway, notes, retries, holder
@@ -62,7 +62,7 @@ class Replicas:
         """Answers of this gateway that other gateways read, by request."""
 
     async def earlier(self, key: str, prepare: Callable[[], Awaitable[Answer]]) -> Answer | None:
-        """Take over the answer of an earlier attempt at another gateway, whose client disconnected; None without one.
+        """Take over the unread answer of an earlier attempt from another gateway, and return it; None if there is none.
 
         ``prepare`` returns a new answer to the same request, with ids of its own.
         """
@@ -86,7 +86,7 @@ class Replicas:
         return None
 
     async def _taken_back(self, key: str, note: Whereabouts, revision: int) -> Answer | None:
-        """Take back an answer that is relayed to another gateway and still written here, as its client retries here."""
+        """Take back an answer that this gateway relays to another one, because the client now retries here."""
         relay, answer = self._relays[note.ids[0]]
         try:
             claimed = await self._notes.claim(key, note)
@@ -131,7 +131,10 @@ class Replicas:
         return claimed.given
 
     async def _inherited(self, answer: Answer, note: Whereabouts) -> bool:
-        """Take over from a gateway that is gone: from the records, else by sending the request again."""
+        """Take over an answer from a gateway that is gone; return True if that succeeds.
+
+        Records complete the answer; if they are missing, the request is dispatched again.
+        """
         request = answer.request
         records = [await self._holder.interaction(answer.served.job, id) for id in request.ids]
         found = [record for record in records if record is not None]
@@ -145,7 +148,7 @@ class Replicas:
         return answer.error is None
 
     async def _writer(self, request: str, gateway: str) -> str:
-        """Return the worker that still writes for a gateway that is gone, by its heartbeats; '' for none."""
+        """Return the worker whose messages to a gateway that is gone show that it still serves ``request``, or ''."""
         heard: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         def hear(subject: str, data: bytes) -> None:
@@ -163,7 +166,7 @@ class Replicas:
                 return ""
 
     async def hand_over(self, data: bytes) -> bytes:
-        """Handle a ``Claim`` of another gateway."""
+        """Handle the packed ``Claim`` of another gateway: transfer an unread answer; return the packed ``Claimed``."""
         claim, _ = unpack(data, Claim)
         answer = await self._retries.earlier(claim.key, claim.request)
         if answer is None:

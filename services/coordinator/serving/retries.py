@@ -46,7 +46,7 @@ class Retries:
             del self._reading[key]
 
     async def earlier(self, key: str, request: str = "") -> Answer | None:
-        """Return an unread answer (to ``request``, if given) and count its reader; None without one.
+        """Return an unread answer with this key (to ``request``, if given) and count its new reader, or return None.
 
         An answer that is being read belongs to another client with the same body.
         """

@@ -40,9 +40,10 @@ class Threads:
     async def find(
         self, owner: Sequence[str], messages: Sequence[dict[str, Any]], within_s: float = KEEP_S
     ) -> str:  # fmt: skip
-        """Return the episode of the longest prefix of ``messages`` that ends in an answer of ours; '' for none.
+        """Return the episode of the longest prefix of ``messages`` that ends in an answer of this deployment, or ''.
 
-        Of other replicas' answers only the newest one counts. Answers older than ``within_s`` seconds are ignored.
+        Only the last answer in ``messages`` is looked up among other replicas' answers. Answers older than ``within_s``
+        seconds are ignored.
         """
         within_s = min(within_s, KEEP_S)
         found, newest = "", b""

@@ -12,7 +12,7 @@ __all__ = ["Run", "Tracker"]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The job as shown by trackers; ``directory`` is for the tracker's files."""
+    """Description of a job for trackers; ``directory`` is for the tracker's files."""
 
     id: str
     name: str
@@ -23,7 +23,7 @@ class Run:
 class Tracker(Protocol):
     """Receives every row of a run from the first one on; a new leader writes all rows again.
 
-    Methods block, and may raise any exception of the package behind it.
+    Methods block, and may raise any exception of the tool's package.
     """
 
     def write(self, step: int, time: float, values: Mapping[str, float]) -> None:

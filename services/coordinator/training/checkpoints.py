@@ -71,7 +71,7 @@ class Checkpoints:
     async def rows(self, job: str) -> list[dict[str, Any]]:
         """Return the checkpoints of a job, oldest first.
 
-        ``number``, ``version``, ``digest``, ``path``, ``time``, ``reason``, ``nbytes``, ``files`` (``name``,
+        A row has ``number``, ``version``, ``digest``, ``path``, ``time``, ``reason``, ``nbytes``, ``files`` (``name``,
         ``nbytes``, ``sha256``), ``available`` (the files are on the coordinator's host) and the flags ``initial``,
         ``best``, ``newest``, ``final``.
         """

@@ -1,8 +1,8 @@
 """Keeps the ids of decided live items, as recorded in the ledger, in blocks of packed ids. Pure.
 
 A new leader reads INTERACTIONS and FEEDBACK again from the ledger's low-water marks. It must decide nothing twice, and
-it must recognise late items. So the ledger's state keeps the ids decided above the marks, and the newest ``MIN_KEPT``
-below them. Blocks of about the same size merge, so that a state has few of them, and a decision costs amortised O(log
+it must recognize late items. So the ledger's state keeps the ids decided above the marks, and the newest ``MIN_KEPT``
+below them. Blocks of about the same size merge, so that a state has few of them, and a decision costs amortized O(log
 n) copies of its ids.
 """
 

@@ -102,7 +102,7 @@ class DrawSource(Protocol):
 
 
 def plan_draw(config: AnyTraining, state: LedgerState, now: float, ahead: int = 0) -> tuple[int, float]:
-    """Return ``(min_version, deadline)`` of a draw for the batch ``ahead`` of the next one (negative: before it)."""
+    """Return ``(min_version, deadline)`` of a draw for the batch with number ``next_number + ahead``."""
     start = state.start_version(state.next_number + ahead)
     return max(0, start - config.train.max_lag), now + config.train.draw_timeout_s
 
@@ -182,7 +182,7 @@ class Draft:
     def drop(self) -> None:
         """Drop groups and draws that cannot be trained: bad, stale, past their deadline or too far ahead.
 
-        The remaining groups are those that a batch may take.
+        The remaining groups, which a batch may take, are then in ``acceptable``.
         """
         state, start = self.state, self.state.start_version(self.state.next_number)
         by_reason: dict[tuple[str, bool], list[Draw]] = {}

@@ -85,7 +85,7 @@ class Candidate:
         return is_stale(self.oldest, start_version, max_lag)
 
     def has_wrong_weights(self, state: LedgerState) -> bool:
-        """Return True if the ledger does not know the weights that made the group under their version number.
+        """Return True if the weights that sampled the group are not the ones that the ledger has for their version.
 
         A trainer that died before its update was recorded may have published those weights to engines, and its
         successor's update can differ in bits. Groups of earlier releases do not name their weights.
@@ -105,7 +105,7 @@ def judge(
 ) -> Verdict:
     """Judge a group by its header. ``info``: the draw's ledger entry; ``taken``: the draw has a group already.
 
-    ``smallest_group`` counts sampled completions; with ``needs_baseline`` the greedy one must have a reward, too.
+    ``smallest_group`` counts sampled completions; with ``needs_baseline`` the greedy completion needs a reward, too.
     """
     if info is None or info.batch or taken:
         return Verdict.DUPLICATE

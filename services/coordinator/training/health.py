@@ -22,17 +22,20 @@ from penstock.shared.protocol.jobs import HealthWarning, WarningKind
 __all__ = ["Change", "Health", "health_warnings", "rate_warnings"]
 
 WINDOW = 10
-"""Most updates in a windowed share or mean."""
+"""Largest number of newest updates over which a share or mean is taken."""
 SETTLED = 5
 """Updates that a windowed rule needs while the run continues; at its end two suffice."""
 LESS_SIGNAL, MORE_SIGNAL = 0.8, 0.6
-"""Share of groups without variance at which the warning is raised, and below which it is cleared; likewise below."""
+"""Share of groups without variance at which the warning is raised, and below which it is cleared. TRUNCATED, WHOLE and
+UNSCORED, SCORED are such pairs, too."""
 SOLVED = 0.9
-"""Share of the range of rewards seen from which a mean reward means a solved task, where groups may well agree."""
+"""A task counts as solved if the mean reward exceeds the lowest reward seen by at least this share of the range of all
+rewards seen. It is then normal that the rewards of a group are equal."""
 TRUNCATED, WHOLE = 0.3, 0.2
 UNSCORED, SCORED = 0.01, 0.005
 COLLAPSED, RECOVERED, LOW_ENTROPY = 0.1, 0.2, 0.05
-"""Entropy as a share of its start (raise, clear), and in nats per token."""
+"""Entropy below which the warning is raised, and from which it is cleared, as shares of the initial entropy; the last
+one, in nats per token, limits both."""
 SPIKE, BEFORE, COOL = 10.0, 30, 5
 """A value over SPIKE times the median of the BEFORE updates before is a spike; its warning ends after COOL updates."""
 LEAST_KL = 0.1
@@ -110,7 +113,7 @@ class Health:
     # -- judgement ---------------------------------------------------------------------------------------------------
 
     def judge(self, *, ended: bool = False) -> list[Change]:
-        """Evaluate all rules and return the changes. ``ended``: the run is over, so judge short ones, too."""
+        """Evaluate all rules and return the changes. ``ended``: the run is over, so judge it even if it is short."""
         self._ended = ended
         changes = []
         for kind, rule in self._rules():
@@ -136,7 +139,7 @@ class Health:
 
     @property
     def _solved(self) -> bool:
-        """True if the newest rewards are near the best ever seen, and not all equal."""
+        """True if the newest mean rewards are near the best reward ever seen, and not all rewards so far were equal."""
         low, high = self._range
         newest = self._window("reward/mean")
         return bool(newest) and high > low and fmean(newest) >= low + SOLVED * (high - low)
@@ -217,7 +220,7 @@ class Health:
     # -- spikes ------------------------------------------------------------------------------------------------------
 
     def _record_spikes(self, values: Mapping[str, float]) -> None:
-        """Record spikes of the next update, compared with the rows before it."""
+        """Record spikes in the ``values`` of the newest update, compared with the rows before it."""
         kl = values.get("policy/approx_kl")
         if kl is not None and (found := self._times("policy/approx_kl", kl, least=LEAST_KL)):
             text = f"the policy moved by {kl:.3g} nats per token in one update (policy/approx_kl), {found}"

@@ -205,7 +205,7 @@ class Journal:
         return self.keep_up
 
     async def keep_up(self) -> None:
-        """Purge entries of the named segment, and write the next segment. Raises Unavailable."""
+        """Purge entries of the segment that the ledger names, and write the next segment. Raises Unavailable."""
         try:
             await self._purge()
             await self.archive()
@@ -241,7 +241,10 @@ class Journal:
             logger.info("%s: entries up to %d are archived as %s", self._job, segment.last_seq, segment.name)
 
     async def _old_entries(self, stop: int) -> list[LedgerEntry]:
-        """Return the first entries of LEDGER below ``stop`` outside of segments; also count the bytes of all."""
+        """Return the oldest entries of LEDGER below ``stop`` that no segment holds.
+
+        Also record the bytes of all entries that no segment holds, below ``stop`` or not.
+        """
         start = self._segment.last_seq + 1 if self._segment is not None else 1
         entries, taken, held = list[LedgerEntry](), 0, 0
         async with contextlib.aclosing(self._bus.scan(subjects.LEDGER, self._subject, start_seq=start)) as messages:
@@ -263,7 +266,7 @@ class Journal:
         """Archive old entries, name the segment in an entry without events, and purge them.
 
         Raises:
-            StreamFull: there is nothing to archive, or the archive cannot be written; includes ``why`` room is needed.
+            StreamFull: nothing can be archived now; the message includes ``why``, the reason that room is needed.
         """
         if time.monotonic() - self._tried < FREE_EVERY_S:
             raise StreamFull(why)
@@ -291,7 +294,8 @@ class Journal:
     async def name_segment(self) -> bool:
         """Append an entry without events that names the written segment, and purge its entries.
 
-        Returns False if no segment waits for its name. Raises as ``append``, but repeats nothing.
+        Returns False if no written segment is unnamed. Raises Fenced as ``append`` does, and Unavailable instead of
+        waiting.
         """
         if self._written is None:
             return False
@@ -374,5 +378,5 @@ async def read_snapshots(bus: Bus, job: str) -> list[tuple[Snapshot, LedgerState
 
 
 async def _begun(bus: Bus, job: str) -> list[int]:
-    """Return the sequences of the first messages of snapshots."""
+    """Return the sequence of the first message of each snapshot of a job, oldest first."""
     return [m.seq for m in await bus.read(subjects.SNAPSHOTS, subjects.snapshots(job), headers_only=True)]

@@ -82,9 +82,9 @@ class LedgerState:
         drawn, trained, dropped: counts of draws; ``dropped`` by reason.
         resampled: draws dropped for lack of signal since the newest batch was sealed.
         sealed: batches sealed and not yet trained, by number.
-        revisions: highest revision used for a number that is not trained.
+        revisions: highest revision sealed so far, by number of each batch that is not trained.
         batches: trained batches of this lineage that are still in the log, by number.
-        last_trained: highest trained batch number; ``updates`` counts those of this lineage.
+        last_trained: highest trained batch number; ``updates``: number of trained batches of this lineage.
         version, digest: the newest policy version and its weight digest.
         checkpoint: the newest one that exists; ``checkpoints``: number -> event, of this lineage; ``best``: the best of
             them by the metric that the job follows.
@@ -94,7 +94,7 @@ class LedgerState:
         environment: description of an embodied job's simulator by an env worker; else empty.
         replayed: dead letters whose prompts were drawn again.
         rolled_back: first and last batch number that each fork removed from the lineage.
-        admissions: of an online job, by ordinal: the training data of its open draws, and of those trained since the
+        admissions: of an online job, by ordinal: the training data of open draws, and of draws trained since the
             newest checkpoint.
         consumed, used: admitted interactions and feedback, id -> sequence in their streams, from ``read_from``
             (interactions, feedback) on; below these sequences everything is decided.
@@ -202,7 +202,7 @@ class LedgerState:
         return self.checkpoints.get(max((n for n in self.checkpoints if n <= number), default=-1))
 
     def after(self, number: int) -> list[int]:
-        """Return the batches of this lineage that were trained after ``number``."""
+        """Return the numbers of the batches of this lineage that were trained after batch ``number``."""
         return [n for n in range(number + 1, self.last_trained + 1) if self.in_lineage(n)]
 
     def in_lineage(self, number: int) -> bool:
@@ -222,7 +222,7 @@ class LedgerState:
         return self.updates + number - self.last_trained - 1
 
     def made_by_others(self, weights: Iterable[tuple[int, str]]) -> bool:
-        """Return True if a version's short weight digest differs from the one that the ledger has for that version."""
+        """Return True if the ledger has another short digest for a version in ``weights`` (version, short digest)."""
         return any(self.weights.get(version, short) != short for version, short in weights)
 
     def balanced(self) -> bool:

@@ -58,7 +58,7 @@ class Rollback:
 
 
 class PromotionGate:
-    """Decides on the newest version.
+    """Decides if the newest version of an online job is served.
 
     Args:
         evaluated: returns the newest evaluation, None before the first.
@@ -106,7 +106,10 @@ class PromotionGate:
     def _canary(
         self, state: LedgerState, figures: Mapping[str, float], *, writer_epoch: int, now: float
     ) -> CanaryBegun | None:
-        """Begin a trial of the newest version, once no batch is in training, because its weights must stay."""
+        """Return the event that begins a trial of the newest version.
+
+        None while a batch is sealed, because the version on trial must keep its weights.
+        """
         config, served = self.config.canary, state.promoted
         if config is None or served is None or state.sealed:
             return None
@@ -122,7 +125,7 @@ class PromotionGate:
         return self._arms
 
     def _grant(self, state: LedgerState, figures: Mapping[str, float]) -> tuple[str, Mapping[str, float]]:
-        """Return why the newest version is served, or '', with its figures."""
+        """Return why the newest version must be served ('' if it must not), and the figures to record with that."""
         served, metric = state.promoted, self.config.metric
         if served is None:
             return "initial", {}
@@ -178,7 +181,8 @@ class PromotionGate:
     def rollback(self, state: LedgerState) -> Rollback | None:
         """Return the rollback that too many refusals require, or None.
 
-        One refusal of a fork is enough: its version number is above the clock, so the served version is beyond its lag.
+        One refusal of a version that a fork began is enough: a fork's version number is above the clock, so answers of
+        the served version exceed the lag bound.
         """
         refused, served = state.refused, state.promoted
         if refused is None or served is None:
@@ -226,7 +230,7 @@ def gate_of(config: AnyTraining, evaluated: Callable[[], Evaluated | None]) -> P
 def broken_bounds(
     config: PromotionConfig, figures: Mapping[str, float], served: Mapping[str, float], *, measured: bool = True
 ) -> list[str]:
-    """Return the bounds that ``figures`` of a version break, given those of the served version.
+    """Return the bounds that ``figures`` of a version break, given the figures of the served version.
 
     Args:
         measured: True if the held-out reward counts.

@@ -142,7 +142,11 @@ def _checkpointed(run: RunFacts, report: Report, now: float) -> list[Event]:
 
 
 def _low_seq(run: RunFacts, checkpoint: int) -> int:
-    """Return the lowest sequence to keep once ``checkpoint`` exists: all while the log fits, else what follows."""
+    """Return the lowest EXPERIENCE sequence to keep once ``checkpoint`` exists.
+
+    That is the lowest stored one while half of the byte budget is free, else the lowest that a restarted trainer may
+    need.
+    """
     if run.stored_bytes * 2 < run.config.limits.byte_budget:
         return min(run.stored, default=0)
     start = earliest_start(run.state, checkpoint)
@@ -193,9 +197,9 @@ def _forked(run: RunFacts, report: Report, now: float) -> list[Event]:
 
 
 def _reason_of_fork(run: RunFacts, report: Report) -> str:
-    """Return the trainer's reason, or `erased` if deletions of users' data removed all the groups that it lacks.
+    """Return the trainer's reason, or a text on deletions of users' data if these removed all groups that it lacks.
 
-    A deletion waits for a checkpoint after the batch, so that checkpoint is unreadable, or was never written.
+    A deletion waits for a checkpoint after the batch, so this checkpoint became unreadable, or was never written.
     """
     reasons = {run.source.refusal(draw) for draw in report.bad}
     if not reasons or "" in reasons:

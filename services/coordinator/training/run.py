@@ -48,14 +48,15 @@ from penstock.shared.protocol.trajectory import GroupHeader
 __all__ = ["Effects", "JobRun"]
 
 REPLAYED = 1000
-"""Factor from a replayed dead letter's id to its draw number, so that none collide; redraws stay far below it."""
+"""Factor from a dead letter's id to the attempt number of the draw that replays it, so that no two draws are equal; the
+numbers of redraws stay far below it."""
 FAILED_STREAK = 4
 """The job fails after this many batches' worth of consecutive groups could not be scored."""
 
 
 @dataclass(slots=True)
 class Effects:
-    """Effects of committed events; ``delete`` are sequences of EXPERIENCE."""
+    """Effects of committed events. ``delete``: sequences of EXPERIENCE; ``announce``: numbers of sealed batches."""
 
     tickets: list[Draw] = field(default_factory=list)
     delete: list[int] = field(default_factory=list)
@@ -72,8 +73,8 @@ class JobRun:
         num_ordinals: positions in the data order; None: unlimited.
         row_bytes: bytes that the largest data row adds to ``max_group_bytes`` of a group.
         writer_epoch: epoch of this leader, written to each of its events.
-        hold: returns True if the update after so many completed ones must not be sealed yet (evaluation pins its
-            version).
+        hold: receives a number of completed updates; returns True if the next batch must not be sealed yet, because
+            an evaluation needs the version, or its weights need a checkpoint.
         source: source of draws; default: the data order, by tickets.
         promotion: decides which version is served; None: the newest.
         data_dir: directory that contains the checkpoints.
@@ -216,7 +217,7 @@ class JobRun:
         return verdict
 
     def _known(self, seq: int, header: GroupHeader) -> Verdict:
-        """Judge a group whose draw has one: part of a batch, read again by a new leader, or a true duplicate."""
+        """Judge a group that its draw does not need: a new leader reads a batch's group again, or it is a duplicate."""
         if seq not in self.batched:
             return Verdict.DUPLICATE
         if header.draw in self.state.open:  # that batch is not trained yet
@@ -376,7 +377,7 @@ class JobRun:
         return events_of_report(self, report, now)
 
     def on_dead_letter(self, draw: Draw, now: float) -> list[Event]:
-        """Return the drop of the draw of an unusable ticket or raw group; [] if it has a group or is not open."""
+        """Return the events that drop the draw of an unusable message; [] if the draw has a group or is not open."""
         if draw not in self.state.open or self.state.open[draw].batch or draw in self.candidates:
             return []
         draft = Draft(self, copy_state(self.state), now)
@@ -384,7 +385,7 @@ class JobRun:
         return draft.events
 
     def replay_dead_letter(self, letter: int, draw: Draw, now: float) -> list[Event]:
-        """Draw the prompt of a dead letter again, under a separate number; return [] if that was done before.
+        """Return the event that draws the prompt of a dead letter again, under a separate number; [] if that was done.
 
         Raises:
             Conflict: not now, because the run draws nothing or has no slot; or never, because it did not draw this

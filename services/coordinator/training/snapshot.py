@@ -51,7 +51,7 @@ def encode_snapshot(state: LedgerState, *, job: str, seq: int, entry: str) -> by
 
 
 def decode_snapshot(data: bytes, *, job: str) -> tuple[Snapshot, LedgerState]:
-    """Decode the result of ``encode_snapshot``.
+    """Decode the result of ``encode_snapshot``; return the snapshot and its state.
 
     Raises:
         ProtocolError: it cannot be verified: of another job, fold or layout, damaged, or with an invalid state.

@@ -51,7 +51,7 @@ class Supply(Protocol):
         ...
 
     async def follow(self, post: Callable[[Fact], Awaitable[None]]) -> None:
-        """Post work for the leader until cancelled."""
+        """Pass work for the leader to ``post`` until cancelled."""
         ...
 
     async def order(self, run: JobRun, draws: Sequence[Draw]) -> None:
@@ -67,11 +67,11 @@ class Supply(Protocol):
         ...
 
     async def flush(self) -> None:
-        """Publish received data that no decision records."""
+        """Publish results that the ledger does not record, such as the status of an item that still waits."""
         ...
 
     def unreadable(self) -> list[Unreadable]:
-        """Return the unreadable messages since the last call: the runner copies them before a decision passes them."""
+        """Return the unreadable messages since the last call; the runner copies them to DEAD before it decides."""
         ...
 
     async def requeue(self, letter: LiveDeadLetter) -> int:
@@ -90,7 +90,7 @@ class Supply(Protocol):
         ...
 
     def measures(self) -> dict[str, float]:
-        """Return the metrics since the last update, for its row."""
+        """Return metrics of the time since the previous update, for the row of the newest one."""
         ...
 
     def waits(self, run: JobRun, now: float) -> list[dict[str, Any]]:

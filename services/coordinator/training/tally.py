@@ -29,7 +29,7 @@ def length_bucket(tokens: int) -> str:
 
 
 class Tally:
-    """Counts since the last row, and totals of the run. ``tokens`` of dropped groups are those that had arrived.
+    """Counts since the last row, and totals of the run. Dropped tokens are counted only of groups that had arrived.
 
     ``sources``: names of the prompt sources; with several, rows count each of them.
     """
@@ -61,7 +61,7 @@ class Tally:
             self._since["sequences/unscored"] += sum(header.failed)
 
     def on_events(self, events: Iterable[Event], candidates: Mapping[Draw, Candidate]) -> None:
-        """Count decisions that are about to be committed; ``candidates`` are the groups before them."""
+        """Count decisions that are about to be committed; ``candidates``: the groups as they are before the commit."""
         for event in events:
             if isinstance(event, Dropped) and event.reason not in ENDS:
                 self._since[f"dropped/{event.reason}"] += len(event.draws)
@@ -76,7 +76,7 @@ class Tally:
         return self._since
 
     def on_trained(self, batch: BatchSealed, candidates: Mapping[Draw, Candidate]) -> None:
-        """Count ``batch``, which is about to become a trained one."""
+        """Keep the headers of the groups in ``batch``, which is about to become a trained batch, for its row."""
         self._trained = [candidates[group.draw].header for group in batch.groups if group.draw in candidates]
 
     def row(self, batch: BatchSealed, trained_tokens: int, now: float) -> dict[str, float]:

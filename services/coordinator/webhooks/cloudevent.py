@@ -18,7 +18,7 @@ _PREFIX = "events."
 
 
 class CloudEvent(msgspec.Struct, frozen=True):
-    """A CloudEvent. ``id`` is its sequence in the stream, equal in all attempts, so that receivers detect repeats."""
+    """A CloudEvent. ``id`` is the same in all attempts, so that receivers detect repeats; ``body`` is JSON."""
 
     id: str
     type: str

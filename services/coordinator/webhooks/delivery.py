@@ -95,7 +95,11 @@ class Courier:
     async def _until_taken(
         self, http: httpx.AsyncClient, hook: StoredWebhook, state: DeliveryState, event: CloudEvent
     ) -> DeliveryState:
-        """Post an event until the receiver accepts it. Raises GoneError if the webhook must be disabled."""
+        """Post an event until the receiver accepts it; return ``state`` with all failed attempts counted.
+
+        Raises:
+            GoneError: the webhook must be disabled.
+        """
         while True:
             try:
                 await post_event(http, hook, event, private=self._private)

@@ -29,7 +29,7 @@ def open_http() -> httpx.AsyncClient:
 
 
 async def post_event(http: httpx.AsyncClient, hook: StoredWebhook, event: CloudEvent, *, private: bool) -> None:
-    """Post an event once, to an address that passed the check.
+    """Post an event once, to a public address, or with ``private`` to any.
 
     Raises:
         Unavailable: the receiver did not accept it; the message has the reason.

@@ -131,7 +131,7 @@ class WebhookStore:
         await self._kv.put(f"{STATES}.{id}", state.model_dump_json().encode())
 
     async def watch(self) -> AsyncIterator[tuple[str, StoredWebhook | None]]:
-        """Yield every webhook now and after each change; None for a deleted one."""
+        """Yield ``(id, webhook)`` for every webhook now and after each change; None for a deleted or unreadable one."""
         async for entry in self._kv.watch(HOOKS):
             yield entry.key.removeprefix(f"{HOOKS}."), _readable(entry)
 

@@ -127,7 +127,9 @@ def _hint(error: str, backend: str, python: str) -> str:
 
 
 def describe_simulator(request: OpenEnv, sims_dir: Path) -> EnvSpec:
-    """Create the environments, begin an episode in one of them, step it once, and close them. Blocking.
+    """Return the spec of a request's environments after a trial: create them, step an episode once, and close them.
+
+    Blocking.
 
     With ``camera``, a second session then films the start; if that fails, ``no_video`` of the result is the reason.
 
@@ -147,7 +149,7 @@ def describe_simulator(request: OpenEnv, sims_dir: Path) -> EnvSpec:
 
 
 def _still(spec: EnvSpec) -> NDArray[Any]:
-    """Return a chunk of one action, [1, 1, ...]: zeros, or what is nearest to them within the bounds."""
+    """Return a chunk of one action, [1, 1, ...]: zeros, or the nearest values within the bounds."""
     action = np.zeros(spec.action_shape, np.float64)
     if spec.num_actions is None:
         low, high = (np.reshape(bound, spec.action_shape) for bound in (spec.action_low, spec.action_high))
@@ -156,7 +158,7 @@ def _still(spec: EnvSpec) -> NDArray[Any]:
 
 
 def _try_out(request: OpenEnv, sims_dir: Path) -> tuple[EnvSpec, str]:
-    """Begin an episode, and step it or film it with ``camera``; return the spec, and the reason of a failure or ''."""
+    """Begin an episode, and step it, or with ``camera`` film it; return the spec, and the reason of a failure or ''."""
     simulator = open_simulator(request, sims_dir)
     first = np.zeros(1, np.int32)
     try:

@@ -22,7 +22,7 @@ class Look(Protocol):
     """Reads the observations of a request's n environments. Valid until the next call of the simulator."""
 
     def __call__(self, rows: NDArray[np.bool_] | None = None, *, final: bool = False) -> Named:
-        """Return current or final observations, of the n ``rows`` that are True; None: all."""
+        """Return current (or ``final``) observations of the environments where ``rows`` [n] is True; None: of all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -100,7 +100,7 @@ class Stepping(Protocol):
 
     @property
     def sockets(self) -> Sequence[socket.socket]:
-        """Sockets with data to read once it is executed."""
+        """Sockets that have data to read once the chunk is executed."""
 
     @property
     def until(self) -> float:
@@ -140,7 +140,7 @@ class Simulator(Protocol):
     def begin_step(
         self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
     ) -> Stepping:
-        """Begin a ``step``, without waiting for it. Its ``finish_step`` is the next call."""
+        """Begin a ``step`` without waiting for its result. ``finish_step`` must be the next call."""
 
     def finish_step(self, stepping: Stepping) -> Chunk:
         """Wait until a chunk is executed or its time is up, and return the result of the ``step``."""
@@ -148,7 +148,7 @@ class Simulator(Protocol):
     def snapshot(self, env_ids: NDArray[np.int32]) -> Stored:
         """Store the running episodes of ``env_ids`` [n], which continue as if this had not happened.
 
-        Only if ``spec.has_snapshots``. Raises ProtocolError if the environment holds what cannot be stored.
+        Only if ``spec.has_snapshots``. Raises ProtocolError if the environment holds something that cannot be stored.
         """
 
     def restore(self, env_ids: NDArray[np.int32], snapshots: Sequence[bytes]) -> Started:

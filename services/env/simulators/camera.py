@@ -36,7 +36,7 @@ DRAWN = 128
 SHOWN = 256
 """Approximate pixels of the longer side of a film that shows the observation ``image``."""
 BRIGHTNESS = np.array([299, 587, 114], np.uint32)
-"""Weights of red, green and blue in grey, in thousandths (ITU-R BT.601)."""
+"""Weights of red, green and blue in gray, in thousandths (ITU-R BT.601)."""
 IMAGE = "image"
 
 
@@ -76,15 +76,15 @@ class Pictured:
         return self._with_image(observations), reward, terminated, truncated, success
 
     def state(self) -> bytes:
-        """See ``Environment``."""
+        """Return the full state of the simulator; see ``Environment``."""
         return self._inner.state()
 
     def snapshot(self) -> Values:
-        """See ``Restorable``."""
+        """Return the snapshot of the environment, and the frames; see ``Restorable``."""
         return {"inner": self._inner.snapshot(), "frames": list(self._frames)}
 
     def restore(self, values: Values) -> None:
-        """See ``Restorable``."""
+        """Continue from a snapshot; see ``Restorable``."""
         self._inner.restore(values["inner"])
         self.task = self._inner.task
         self._frames.extend(values["frames"])
@@ -97,7 +97,7 @@ class Pictured:
         return colours.repeat(times, axis=0).repeat(times, axis=1)
 
     def close(self) -> None:
-        """See ``Environment``."""
+        """Close the environment."""
         self._inner.close()
 
     def _picture(self) -> NDArray[np.uint8]:
@@ -157,15 +157,15 @@ class Filmed:
         return outcome
 
     def state(self) -> bytes:
-        """See ``Environment``."""
+        """Return the full state of the simulator; see ``Environment``."""
         return self._inner.state()
 
     def snapshot(self) -> Values:
-        """See ``Restorable``. A film is not part of it."""
+        """Return the snapshot of the environment, without the film; see ``Restorable``."""
         return self._inner.snapshot()
 
     def restore(self, values: Values) -> None:
-        """See ``Restorable``. A new film begins."""
+        """Continue from a snapshot with a new film; see ``Restorable``."""
         self._inner.restore(values)
         self._begin()
 
@@ -190,7 +190,7 @@ class Filmed:
         return (b"", problem) if problem else (data, "")
 
     def close(self) -> None:
-        """See ``Environment``."""
+        """Discard the film and close the environment."""
         self._end()
         self._inner.close()
 

@@ -5,9 +5,9 @@ The interpreter that runs this file has the simulator, but not necessarily Penst
 
 Messages over the socket: ``u32 header bytes | u32 array bytes | JSON header | arrays``, little endian, each padded to
 eight bytes; the header lists dtype and shape of each array. Observations are not sent over the socket: the child
-writes them into memory of the session, whose descriptor the service sends once it knows their shapes. By name it holds
-``[B, ...]`` for the current observations and ``[B, ...]`` for the last observations of ended episodes; B counts the
-environments of all processes of the session, and each process writes its own rows.
+writes them into memory of the session, whose descriptor the service sends once it knows their shapes. This
+memory holds, by name, ``[B, ...]`` of current observations and ``[B, ...]`` of last observations of ended episodes; B
+counts the environments of all processes of the session, and each process writes its own rows.
 
 An environment that raises an error loses only its own episode: the child creates it again at its next reset.
 
@@ -193,7 +193,7 @@ def pack_values(values: Values) -> bytes:
 
 
 def unpack_values(data: bytes) -> Values:
-    """Decode ``pack_values``. Raises ValueError if the data is something else."""
+    """Decode a result of ``pack_values``. Raises ValueError if ``data`` is something else."""
     try:
         start, length = LENGTHS.unpack_from(data)
         if LENGTHS.size + start + length != len(data):
@@ -206,7 +206,7 @@ def unpack_values(data: bytes) -> Values:
 
 
 def _plain(node: Any, arrays: list[NDArray[Any]]) -> Any:
-    """Return ``node`` as JSON, with its arrays replaced by their places in ``arrays``, where they are appended."""
+    """Return ``node`` as JSON, with its arrays replaced by their indices in ``arrays``, where they are appended."""
     if isinstance(node, np.ndarray | np.generic):
         if node.dtype.hasobject or node.dtype.names is not None:
             raise TypeError(f"an array of {node.dtype} has no place in a snapshot")
@@ -226,7 +226,7 @@ def _plain(node: Any, arrays: list[NDArray[Any]]) -> Any:
 
 
 def _rebuilt(node: Any, arrays: list[NDArray[Any] | None]) -> Any:
-    """Inverse of ``_plain``; each array has its own memory. Raises ValueError if one is named twice."""
+    """Return what ``_plain`` encoded; each array has its own memory. Raises ValueError if an index occurs twice."""
     if isinstance(node, list):
         return [_rebuilt(value, arrays) for value in node]
     if not isinstance(node, dict):
@@ -282,7 +282,7 @@ class Host:
     """Holds the environments of this process and executes requests on them."""
 
     def __init__(self, make: Callable[[], Environment], num_envs: int, about: Message) -> None:
-        """``about``: request for the environments, which distinguishes their snapshots from those of others."""
+        """``about``: request for the environments, which distinguishes their snapshots from snapshots of others."""
         self._make, self._about = make, about
         self._environments: list[Environment | None] = [make() for _ in range(num_envs)]
         first = self._environments[0]
@@ -291,7 +291,7 @@ class Host:
         self._shared: SharedObservations
 
     def share(self, descriptor: int, *, spaces: Mapping[str, Sequence[Any]], first: int, total: int) -> None:
-        """Write observations into this memory of ``total`` environments; the own ones begin with row ``first``."""
+        """Write observations into this memory of ``total`` environments, from row ``first`` on."""
         rows = slice(first, first + len(self._environments))
         self._shared = SharedObservations(descriptor, spaces, total, rows)
 
@@ -398,7 +398,7 @@ class Host:
         return {}, [np.frombuffer(data, np.uint8)]
 
     def _restore(self, arrays: list[NDArray[Any]]) -> tuple[Message, list[NDArray[Any]]]:
-        """Continue one environment from a snapshot. Raises ValueError if it is one of another environment."""
+        """Continue one environment from a snapshot. Raises ValueError if its task, options or versions differ."""
         env = int(arrays[0][0])
         stored = unpack_values(arrays[1].tobytes())
         if stored.get("about") != self._described():

@@ -37,7 +37,7 @@ CHILD = Path(__file__).with_name("child.py")
 OPEN_LIMIT_S = 180.0
 """Timeout to create environments; importing a simulator's libraries alone may take many seconds."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Of the memory of observations: a process that shortens it would kill all that read it."""
+"""Seals of the memory of observations: if a process shortened it, all processes that read it would be killed."""
 CLOSE_LIMIT_S = 2.0
 """Time that children get to exit before they are killed."""
 
@@ -84,11 +84,11 @@ class ProcessSimulator:
 
     @property
     def memory(self) -> ObservationMemory:
-        """See ``Simulator.memory``."""
+        """Memory of the current observations; see ``Simulator.memory``."""
         return self._memory.description
 
     def reset(self, env_ids: NDArray[np.int32], state_ids: NDArray[np.int64]) -> Started:
-        """See ``Simulator.reset``. Processes that ended are started again."""
+        """Start episodes; see ``Simulator.reset``. Processes that ended are started again."""
         lost: dict[int, str] = {}
         hashes, tasks = np.zeros(len(env_ids), np.uint64), [""] * len(env_ids)
         for number in self._numbers(env_ids):
@@ -103,18 +103,18 @@ class ProcessSimulator:
     def step(
         self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
     ) -> Chunk:
-        """See ``Simulator.step``."""
+        """Execute a chunk of actions; see ``Simulator.step``."""
         return self.finish_step(self.begin_step(env_ids, actions, next_state_ids))
 
     def begin_step(
         self, env_ids: NDArray[np.int32], actions: NDArray[Any], next_state_ids: NDArray[np.int64] | None
     ) -> Stepping:
-        """See ``Simulator.begin_step``."""
+        """Send a chunk of actions to the processes; see ``Simulator.begin_step``."""
         following = np.zeros(0, np.int64) if next_state_ids is None else next_state_ids
         return self._send({"kind": "step"}, env_ids, [actions, following])
 
     def finish_step(self, stepping: Stepping) -> Chunk:
-        """See ``Simulator.finish_step``."""
+        """Wait for the results of a chunk and return them; see ``Simulator.finish_step``."""
         assert isinstance(stepping, _Asked)
         env_ids, lost = stepping.env_ids, stepping.lost
         n, C = stepping.arrays[0].shape[:2]
@@ -141,7 +141,7 @@ class ProcessSimulator:
         )  # fmt: skip
 
     def snapshot(self, env_ids: NDArray[np.int32]) -> Stored:
-        """See ``Simulator.snapshot``."""
+        """Store running episodes; see ``Simulator.snapshot``."""
         snapshots, lost = [b""] * len(env_ids), dict[int, str]()
         for i in range(len(env_ids)):
             found = self._ask_one({"kind": "snapshot"}, env_ids, i, [], lost)
@@ -150,7 +150,7 @@ class ProcessSimulator:
         return Stored(snapshots=snapshots, lost=lost)
 
     def restore(self, env_ids: NDArray[np.int32], snapshots: Sequence[bytes]) -> Started:
-        """See ``Simulator.restore``. Processes that ended are started again."""
+        """Continue stored episodes; see ``Simulator.restore``. Processes that ended are started again."""
         lost: dict[int, str] = {}
         hashes, tasks = np.zeros(len(env_ids), np.uint64), [""] * len(env_ids)
         for number in self._numbers(env_ids):
@@ -167,7 +167,7 @@ class ProcessSimulator:
         return Started(look=partial(self._look, env_ids), state_hashes=hashes, tasks=tasks, lost=lost)
 
     def film(self, env_id: int) -> tuple[bytes, str]:
-        """See ``Simulator.film``."""
+        """Return the film of an environment's newest episode; see ``Simulator.film``."""
         lost: dict[int, str] = {}
         for _, header, arrays in self._ask({"kind": "film"}, np.array([env_id], np.int32), [], lost):
             return arrays[0].tobytes(), header["reason"]
@@ -217,7 +217,7 @@ class ProcessSimulator:
         return answers
 
     def _send(self, header: Message, env_ids: NDArray[np.int32], arrays: Sequence[NDArray[Any]]) -> _Asked:
-        """Send each process its rows of a request."""
+        """Send each process its rows of a request; return the open request, whose replies ``_collect`` reads."""
         asked = _Asked(env_ids=env_ids, arrays=arrays, until=time.monotonic() + self._limit_s)
         for number in self._numbers(env_ids):
             places = self._places(env_ids, number)
@@ -232,7 +232,7 @@ class ProcessSimulator:
         return asked
 
     def _collect(self, asked: _Asked) -> list[tuple[NDArray[np.int64], Message, list[NDArray[Any]]]]:
-        """Wait for the replies; rows of processes that died or hung go to ``asked.lost``."""
+        """Return the replies, each after its rows of the request; rows of lost processes go to ``asked.lost``."""
         answers = []
         for number, places in asked.rows:
             answer = self._answer(number, places, asked.until, asked.lost)

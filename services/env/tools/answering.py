@@ -67,5 +67,5 @@ def _check(schema: dict[str, Any], arguments: dict[str, Any]) -> None:
 
 
 def describe(what: str, error: BaseException) -> str:
-    """Return the text of an exception of user code."""
+    """Return a message that says which exception ``what``, a piece of user code, raised."""
     return f"{what} raised {type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]

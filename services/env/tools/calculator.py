@@ -37,7 +37,7 @@ class Calculator:
         self._decimals = config.decimals
 
     def call(self, arguments: dict[str, Any]) -> str:
-        """Return the value as a decimal number. Raises CallError."""
+        """Return the value of the expression as a decimal number. Raises CallError as ``evaluate``."""
         return decimal_text(evaluate(str(arguments["expression"])), self._decimals)
 
     def close(self) -> None:

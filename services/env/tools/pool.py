@@ -77,7 +77,7 @@ class ToolPool:
                 tasks.create_task(self._idle.pop().kill())
 
     async def _open(self) -> ToolProcess:
-        """Start a process. Raises ToolError; for a while after a failure without a new attempt."""
+        """Start a process. Raises ToolError if that fails, or failed less than ``REOPEN_S`` ago."""
         if self.refused is not None and time.monotonic() - self._tried < REOPEN_S:
             raise ToolError(self.refused[1])
         self._tried = time.monotonic()

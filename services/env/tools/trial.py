@@ -61,7 +61,7 @@ def _function(config: FunctionTool) -> Function:
 
 
 def _class(config: MethodTool) -> dict[str, Any]:
-    """Return the class by its path. Raises ToolError if it, or the method, takes other arguments than it will get."""
+    """Return ``{path: class}``. Raises ToolError if class or method take other arguments than they will get."""
     found = load_classes([config])
     made, name = found[config.path], config.method or config.name
     check_call(made, f"the class '{shown_name(config.path)}'", "seed, row", ToolError, seed=0, row={})

@@ -30,7 +30,7 @@ LENGTH = struct.Struct("<I")
 KEY = "PENSTOCK_POLICY_API_KEY"
 MODEL = "policy"
 MAX_STEPS = 8
-"""Maximum number of steps of an episode that the env service has not fetched; an episode in turns has one."""
+"""Maximum number of steps of an episode that the env service has not fetched; usually there is at most one."""
 END_S = 4.0
 """Time limit to end all started work once the env service is gone."""
 
@@ -73,7 +73,7 @@ class Episode:
         self.problem = ""
         self.task: asyncio.Task[None] | None = None
         self._known: list[Message] = []
-        """The conversation so far, in comparable form."""
+        """Messages of the conversation so far, as returned by ``comparable``."""
         self._tools: list[Message] = []
 
     def take(self, trace: Any, body: Message) -> list[Message]:
@@ -115,7 +115,7 @@ class Episode:
 
 
 def comparable(message: Message) -> Message:
-    """Return the part of a message that must not change when it is sent again."""
+    """Return the parts of a chat message that must stay equal when a later request repeats the message."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "".join(str(part.get("text", part)) for part in content)
@@ -139,7 +139,7 @@ class Host:
     # -- the env service ---------------------------------------------------------------------------------------------
 
     def serve(self, address: str) -> None:
-        """Use the OpenAI API server of this process at ``address``."""
+        """Direct the environment's requests for turns to the OpenAI API server of this process at ``address``."""
         client = self._vf.EvalClientConfig(base_url=f"{address}/v1", api_key_var=KEY)
         self._context = self._vf.ModelContext(model=MODEL, client=client)
 
@@ -308,7 +308,7 @@ def open_environment(spec: Message) -> tuple[Any, Any]:
 
 
 def local_role(role: Message, declared: Any, harness: str) -> Message:
-    """Default a role to Penstock's harness and this machine, unless the job or the environment names others."""
+    """Return ``role`` with Penstock's harness and this machine, unless the job or the environment names others."""
     if declared.harness is None and harness == "bash":
         role.setdefault("harness", {"id": "penstock-chat"})
     if "runtime" not in declared.model_fields_set:

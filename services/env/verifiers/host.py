@@ -32,7 +32,7 @@ CLOSE_LIMIT_S = 5.0
 """Time that the process has to end its work before it is killed."""
 CHILD = Path(__file__).with_name("child.py")
 OPENING = "environment.env"
-"""Key of the job file that findings of a trial name."""
+"""Key of the job file to which the findings of a trial refer."""
 
 
 class VerifiersHost:
@@ -213,7 +213,7 @@ class _Process:
 
 
 async def try_verifiers(config: VerifiersConfig, request: TrialRequest) -> TrialReply:
-    """Open an environment before its job is submitted and begin one episode; then kill the process.
+    """Open an environment before its job is submitted, begin one episode, kill the process, and return the findings.
 
     Raises:
         Unavailable: the sender no longer waits.
@@ -233,7 +233,7 @@ async def try_verifiers(config: VerifiersConfig, request: TrialRequest) -> Trial
 
 
 async def _first_step(host: VerifiersHost, limit_s: float) -> list[Finding]:
-    """Let the environment begin its first task, until it asks for a turn of the policy."""
+    """Let the environment begin its first task, until it asks for a turn of the policy; return what failed."""
     try:
         episode = await host.begin(EpisodeState(episode="trial", seed=0))
     except ToolError as error:

@@ -52,7 +52,7 @@ class OpenGrader:
     def score_group(
         self, prompt: str, completions: Sequence[str], answer: str | None, row: dict[str, Any]
     ) -> Sequence[float | ScoringError]:
-        """Return the formula over the parts for each completion; a part's error fails the completion."""
+        """Return the value of the grader's formula for each completion; an error of one part fails the completion."""
         deadline = time.monotonic() + self._config.deadline_s
         samples = [sample_of(completion) for completion in completions]
         columns = {name: part.grade(samples, row, deadline) for name, part in self._parts.items()}

@@ -64,7 +64,7 @@ class RewardModel:
     def score_group(
         self, prompt: str, completions: Sequence[str], answer: str | None, row: dict[str, Any]
     ) -> Sequence[float | ScoringError]:
-        """Return the model's outputs; NaN and texts beyond `max_tokens` fail.
+        """Return the model's outputs; empty texts, texts beyond `max_tokens` and outputs that are not finite fail.
 
         Raises:
             ScoringError: the row lacks the messages, or the chat template rejects them.

@@ -16,7 +16,11 @@ _WORD = re.compile(r"\w+")
 
 
 def similarity(metric: str, text: str, reference: str) -> float:
-    """Return ``metric``, named as in a ``text_similarity`` grader. Raises ValueError if the texts are too long."""
+    """Return the similarity of two texts by ``metric``, which is named as in a ``text_similarity`` grader.
+
+    Raises:
+        ValueError: the texts are too long.
+    """
     if metric == "fuzzy_match":
         return fuzzy_match(text, reference)
     words, wanted = _words(text), _words(reference)

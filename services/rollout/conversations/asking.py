@@ -1,4 +1,4 @@
-"""Requests of one job to other services, retried until answered, and the waits of work in progress."""
+"""Sends requests of one job to other services until they are answered, and records what work in progress waits for."""
 
 from __future__ import annotations
 
@@ -36,7 +36,12 @@ class Asking:
         return min(self._waits.values(), default=None)
 
     async def ask(self, subject: str, data: bytes, key: str, what: str) -> bytes:
-        """Send a request and retry until it is answered. The caller's deadline bounds the wait."""
+        """Send a request, retry until it is answered, and return the reply. The caller's deadline bounds the wait.
+
+        Args:
+            key: identifies the work for which the request is sent.
+            what: what this work waits for, for the heartbeat.
+        """
         while True:
             try:
                 reply = await self._bus.request(subject, data, deadline_s=ASK_DEADLINE_S)

@@ -18,7 +18,8 @@ __all__ = ["Ask", "StateKeeper", "StateLostError", "with_state"]
 RESTARTED = metrics.counter("rollout_episodes_restarted", "Episodes begun again because their env worker was lost.")
 
 Ask = Callable[[TurnClock, str, ToolRequest], Awaitable[ToolReply]]
-"""Function that sends a request with an id to env workers. Waits for the reply; stops the clock without workers."""
+"""Function (clock, request id, request) that sends a request to env workers and returns the reply; it pauses the clock
+once no worker responds."""
 
 
 class StateLostError(Exception):
@@ -26,7 +27,7 @@ class StateLostError(Exception):
 
 
 class StateKeeper:
-    """Numbers the requests of one episode and remembers the env worker that holds its state."""
+    """Numbers the requests of one episode and sends them to the env worker that holds its state."""
 
     def __init__(self, episode: str, seed: int, row: dict[str, Any], ask: Ask) -> None:
         self.episode = episode
@@ -71,7 +72,7 @@ async def with_state(
 ) -> Episode:
     """Play an episode whose state an env worker holds. If the state is lost, restart from the first turn.
 
-    After ``restarts`` restarts, the episode has failed.
+    After ``restarts`` restarts, a failed episode is returned. ``play`` plays an episode once.
     """
     attempt = 0
     while True:

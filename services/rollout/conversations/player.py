@@ -107,7 +107,7 @@ class ConversationPlayer:
         )  # fmt: skip
 
     def scored_text(self, episode: Episode) -> str:
-        """Return the text for other scorers: the last turn."""
+        """Return the text that other scorers read: the last turn of the policy."""
         return episode.answer
 
     async def _episode(self, task: int, sampling: Sampling, keeper: StateKeeper) -> Episode:
@@ -204,9 +204,10 @@ def _message(text: str, owner: str, has_tools: bool) -> dict[str, Any]:
 
 
 def begun_alike(prompt: Prompt, episodes: Sequence[Episode], *, max_tokens: int) -> Prompt:
-    """Return the prompt with which the environment began, if it did.
+    """Return ``prompt`` with the text and tokens with which the environment began its episodes, if it began any.
 
-    The trajectories of a group share their prompt, so episodes with a prompt other than the first one's have failed.
+    The trajectories of a group share one prompt. Episodes that began with another prompt than the first one of them
+    are marked as failed.
     """
     begun = [episode for episode in episodes if episode.prompt_ids is not None]
     if not begun:

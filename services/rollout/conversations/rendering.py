@@ -77,7 +77,7 @@ class Renderer:
         return self.encode(self.text(messages, tools=tools, template_args=template_args))
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of (a part of) the result of ``text``."""
+        """Return the token ids of ``text``, a rendered chat or a part of one."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def text(

@@ -134,7 +134,11 @@ class ToolCalls:
 
 
 def _certain(text: str, place: int, start: int) -> int:
-    """Return where a possible call, or space before it, begins after ``place``; ``start``: of a call, or -1."""
+    """Return the index up to which ``text`` after ``place`` cannot belong to a call.
+
+    There a call, or what may become one, begins, with the whitespace before it. ``start``: index at which a call
+    begins; -1: none does.
+    """
     if start < 0:
         start = len(text) - held_back(text[max(place, len(text) - len(OPEN)) :], [OPEN])
     return place + len(text[place:start].rstrip())

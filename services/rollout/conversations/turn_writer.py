@@ -77,7 +77,7 @@ class TurnWriter:
             )
 
     def _sampling(self, sampling: Sampling, episode: Episode) -> Sampling:
-        """Return the sampling of one turn: remaining budget, its own seed, tokens and texts that end turns."""
+        """Return the sampling parameters of one turn: remaining budget, its seed, tokens and texts that end turns."""
         room, turn = sampling.max_new_tokens - episode.num_chosen, episode.num_turns
         seed = sampling.seed if not turn or sampling.seed is None else derive_seed(sampling.seed, "turn", turn)
         return replace(
@@ -88,5 +88,5 @@ class TurnWriter:
 
 
 def rows_of(asked: Sequence[tuple[Sampling, int]]) -> list[Sampling]:
-    """Return one sampling per requested completion, each with its own seed."""
+    """Return the parameters of each completion, with its own seed; ``asked``: (parameters, number of completions)."""
     return [replace(s, seed=None if s.seed is None else s.seed + i) for s, n in asked for i in range(n)]

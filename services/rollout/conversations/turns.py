@@ -50,7 +50,7 @@ def find_calls(text: str, form: CallFormat, tools: Sequence[ToolConfig]) -> list
 
 
 def _only(body: str, tool: ToolConfig) -> Call:
-    """Return a call whose body is the tool's first required argument, or its first argument."""
+    """Return a call of ``tool`` with ``body`` as its first required argument, or as its first argument if none is."""
     schema = tool.parameters
     name = next(iter(schema.get("required") or schema["properties"]))
     return Call(tool.name, {name: body})
@@ -77,9 +77,10 @@ class EpisodePlayer:
     """Plays episodes of one environment on one engine.
 
     Args:
-        end_token: token that ends a call and thus the turn; None: the text of the end marker does, if calls end turns.
+        end_token: token that is the end marker of a call; None: only the marker's text shows the end. Unless calls are
+            parallel, the end of a call also ends the turn.
         stop_tokens: all tokens that may end a turn.
-        judged: whether the tool objects are asked for the reward of an episode.
+        judged: True to ask the tool objects for the reward of an episode.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class EpisodePlayer:
     async def play(
         self, name: str, prompt: Prompt, seed: int, asked: Sequence[tuple[Sampling, int]], ask: Ask
     ) -> list[Episode]:
-        """Play one episode per requested completion, concurrently, in order; ``seed`` seeds their states.
+        """Play one episode per requested completion, concurrently; return them in order. ``seed`` seeds their states.
 
         Raises:
             ConfigError: the engine's maximum length is too short for such an episode, or the observation limit for the
@@ -122,7 +123,7 @@ class EpisodePlayer:
         )  # fmt: skip
 
     def scored_text(self, episode: Episode) -> str:
-        """Return the text for scorers."""
+        """Return the text that scorers read: the transcript of the episode, or the text of its last turn."""
         return episode.transcript if self._config.scored == "transcript" else episode.answer
 
     async def _episode(self, prompt_ids: list[int], sampling: Sampling, ask: Ask, keeper: StateKeeper) -> Episode:
@@ -199,7 +200,7 @@ class _Calls:
 
 
 def token_of(vocabulary: Mapping[str, int], marker: str) -> int | None:
-    """Return the token whose text is exactly ``marker``; None if no token or several tokens contain it."""
+    """Return the id of the token whose text is ``marker``; None if there is none, or if other tokens contain it."""
     holders = [token for token in vocabulary if marker in token]
     return vocabulary[marker] if holders == [marker] else None
 

@@ -77,7 +77,7 @@ class PolicyEngine:
             return await loop.run_in_executor(self._thread, self._decide, observations, noise_NCA)
 
     async def copy(self) -> PolicyEngine:
-        """Return a copy of the current policy in its own engine, which is never updated; its thread ends with it."""
+        """Return a new engine with a copy of the current policy, which is never updated; garbage collection ends it."""
         async with self._lock:
             other = PolicyEngine(copy.deepcopy(self._policy), device=self._device)
             other._served.version, other._served.digest = self._served.version, self._served.digest

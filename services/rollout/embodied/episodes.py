@@ -42,7 +42,7 @@ class Record:
     succeeded: bool
     solved_at_end: bool
     spans: list[tuple[Label, int]]
-    """Labels, and the first decision of each."""
+    """(label, index of the first decision with this label), in order."""
     state_hash: int
     task: str
 

@@ -60,7 +60,7 @@ class FilmMaker:
         """Jobs with `videos: auto` whose simulator cannot film."""
 
     def want(self, shot: Shot) -> None:
-        """Queue a video. Dropped with a warning if the queue is full."""
+        """Queue a video, unless the simulator cannot film. If the queue is full, drop the video with a warning."""
         if shot.job in self._without:
             return
         try:
@@ -121,7 +121,7 @@ def _video(shot: Shot, **facts: Any) -> Video:
 
 
 async def _play(client: EnvClient, shot: Shot) -> Video:
-    """Play the episode with the policy's mean. Raises PenstockError if the simulator loses the episode."""
+    """Play the episode with the policy's mean; return its results. Raises PenstockError if the simulator loses it."""
     sim = shot.config.held_out_simulator
     limit_s = sim.step_limit_s + MARGIN_S
     env_ids, total, steps = np.zeros(1, np.int32), 0.0, 0

@@ -16,7 +16,7 @@ __all__ = ["NoiseSource"]
 
 
 class NoiseSource:
-    """Counter-based generator of one episode: one block [C, A] for each decision, in order."""
+    """Counter-based random generator of one episode's noise: one block [C, A] for each decision, in order."""
 
     def __init__(
         self, seed: int, draw: Draw, member: int, *, kind: Literal["normal", "uniform"], shape: tuple[int, int]

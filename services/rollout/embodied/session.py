@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class EmbodiedSession:
-    """Plays the episodes of tickets while lanes are free."""
+    """Takes tickets of one job while lanes are free, plays their episodes, and publishes the results."""
 
     def __init__(self, bus: Bus, settings: ServiceSettings, job: str, config: EmbodiedJob, films: FilmMaker) -> None:
         self._bus, self._settings, self.job, self.config, self._films = bus, settings, job, config, films
@@ -52,7 +52,7 @@ class EmbodiedSession:
         self._engine: PolicyEngine | None = None
         self._policy: PolicyFollower | None = None
         self._unfinished = 0
-        """Episodes of current tickets that have not ended."""
+        """Number of episodes of current tickets that have not ended."""
         self.groups = self.episodes = self.lost = self.unequal = 0
 
     # -- life --------------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ COMMIT = "COMMIT"
 
 
 def lacks_engine(rollout: RolloutConfig, settings: ServiceSettings) -> bool:
-    """Return True if the engine is installed neither in this worker's interpreter nor in one of its own."""
+    """Return True if this worker lacks the engine: its package here, or the interpreter or server in which it runs."""
     if rollout.engine in ENGINE_PACKAGES:
         return importlib.util.find_spec(rollout.engine) is None
     return rollout.engine in ENVIRONMENT_OF and rollout.engine not in settings.engines
@@ -205,8 +205,8 @@ def _model_in_directory(
 
 
 def weights_alone(checkpoint: Path) -> Path:
-    """Create a temporary directory of symbolic links to the files of a checkpoint, without the optimizer state: engines
-    load every safetensors file that they find."""
+    """Return a new temporary directory of symbolic links to the files of a checkpoint, without the optimizer state:
+    engines load every safetensors file that they find."""
     folder = Path(tempfile.mkdtemp(prefix="penstock-model-"))
     for file in checkpoint.iterdir():
         if file.suffix != ".safetensors" or file.name.startswith("model"):

@@ -216,7 +216,7 @@ class EngineAdapter(ABC, Generic[S, C]):
 
     @abstractmethod
     async def _flush(self) -> None:
-        """Drop cached prefixes: those of older weights would give silently wrong tokens under the new label.
+        """Drop cached prefixes: prefixes of older weights would silently give wrong tokens under the new label.
 
         Raises:
             WeightsError: the engine may still have cached prefixes.

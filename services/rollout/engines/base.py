@@ -109,6 +109,9 @@ class UpdatableByReference(Updatable, Protocol):
         Args:
             routes: transport that the coordinator chose for each worker; None if it chose none.
 
+        Returns:
+            Transport by which the version was received, and the number of fetched bytes.
+
         Raises:
             WeightsError: the version is unreachable, damaged, or belongs to another model.
         """
@@ -190,10 +193,10 @@ class Engine(Updatable, Protocol):
         ...
 
     async def written(self, request_ids: Collection[str]) -> dict[str, Sample]:
-        """Return the tokens so far of each of these requests (n = 1) that is being decoded, as an aborted sample by id.
+        """Return the tokens so far of the requests (n = 1) that are being decoded, as aborted samples by request id.
 
-        The requests go on. Completions that have ended are left out. If the engine knows only at the end which weights
-        generated a token, the sample ends before the first token of which it is not certain.
+        The requests continue. Completions that have ended are left out. If the engine learns only at the end which
+        weights generated a token, a sample ends before the first token whose weights are uncertain.
         """
         ...
 

@@ -40,18 +40,18 @@ class Completion:
     keep: bool = False
     """True to hold its keys and values for the next request of the session."""
     num_cached: int = 0
-    """Number of prompt tokens whose keys and values were held from an earlier request; 0 once the row is computed."""
+    """Number of first tokens whose keys and values are in the cache while the rest is not; 0 once all are computed."""
     top_logprobs: int = 0
     top: list[Likely] = field(default_factory=list)
     """One entry per output token if ``top_logprobs`` > 0; else empty."""
     matcher: Matcher | None = None
     """Decides which tokens satisfy the constraint of the request; None: no constraint."""
     begun: Sample | None = None
-    """Aborted sample with which it goes on."""
+    """Aborted sample that this completion continues; None: it starts anew."""
 
     @property
     def num_begun(self) -> int:
-        """Number of tokens with which it goes on."""
+        """Number of tokens in ``begun``; 0 without it."""
         return len(self.begun.token_ids) if self.begun is not None else 0
 
     def adopt(self, version: int, weights: str, num_output: int) -> None:

@@ -38,7 +38,8 @@ MAX_SYMBOLS, START_FUEL = 100_000, 1_000_000
 """Limits on the size of a grammar and on work for its regular expressions (20 ms per million); larger ones are
 rejected."""
 STEP_FUEL, STEP_ITEMS = 100_000, 20_000
-"""Limits on work per token of a row (7 and 1 ms); beyond them its answer ends, since all rows share the thread."""
+"""Limits on work per token of a row (7 and 1 ms); beyond them the row's answer ends, since all rows share
+one thread."""
 
 
 def grammar_of(constraint: Constraint) -> str:
@@ -281,7 +282,7 @@ def _compiled(constraint: Constraint, vocabulary: Any, stop_ids: Sequence[int], 
 
 
 def _flaw(text: str) -> str:
-    """Return the error for the author of the schema: llguidance's message without its state and the grammar."""
+    """Return an error for the author of the schema: llguidance's message ``text`` without its state and the grammar."""
     text = text.partition("\n   1 | ")[0].removeprefix("failed to compile JSON schema: ")
     return f"no grammar can be made of the schema: {text.partition('<state>')[0].strip()[:400]}"
 

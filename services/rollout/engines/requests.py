@@ -58,13 +58,13 @@ def _check_begun(request: GenRequest, begun: Sample) -> None:
 
 
 def rest_of(request: GenRequest) -> GenRequest:
-    """Return a request with the limits and the seed of its rest, for an engine that takes ``begun`` for prompt.
+    """Return the request for the rest of a begun completion, for an engine that treats begun tokens as prompt.
 
-    A server draws its random numbers from the seed by the index of an output token: with the old seed it would repeat
-    those of the begun tokens.
+    Token limits and seed are those of the rest. A server draws its random numbers from the seed and the index of an
+    output token: with the old seed it would draw the numbers of the begun tokens again.
 
     Raises:
-        ConfigError: penalties depend on the begun tokens.
+        ConfigError: the request has penalties, for which the engine would not count the begun tokens.
     """
     if request.begun is None:
         return request
@@ -207,7 +207,7 @@ class Requests:
             found.answer.set_exception(error)
 
     def fail(self, error: Callable[[], Exception]) -> None:
-        """Fail every open request with a new exception each and clear the queue."""
+        """Fail every open request with its own exception, which ``error`` creates, and clear the queue."""
         for request in self._open.values():
             if not request.answer.done():
                 request.answer.set_exception(error())

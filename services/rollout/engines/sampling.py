@@ -23,7 +23,7 @@ def _signed(value: int) -> int:
 
 
 def stream_of(seed: int) -> int:
-    """Return the start of a sample's random stream as a signed 64-bit number: SplitMix64's output for ``seed``."""
+    """Return the initial state of a random stream as a signed 64-bit number: SplitMix64's output for ``seed``."""
     z = (seed * _GAMMA + _GAMMA) & _MASK
     z = ((z ^ (z >> 30)) * _MIX_1) & _MASK
     z = ((z ^ (z >> 27)) * _MIX_2) & _MASK
@@ -55,7 +55,7 @@ class Draws:
     index_R: Tensor
     """Number of output tokens of the row so far."""
     temperature_R1: Tensor | None
-    """None: 1 for all rows. Greedy rows have 1: their log-probs are of the logits."""
+    """None: 1 for all rows. Greedy rows have 1, because their log-probs come from the unscaled logits."""
     greedy_R: Tensor | None
     all_greedy: bool
     top_p_R: Tensor | None

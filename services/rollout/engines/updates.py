@@ -17,7 +17,7 @@ __all__ = ["ServedWeights", "Update", "WeightUpdate", "drop", "lent"]
 
 
 class Update(Protocol):
-    """An open update to ``version`` with ``digest``; ``base``: of the frozen weights under an adapter."""
+    """An open update of an engine's weights."""
 
     @property
     def version(self) -> int:

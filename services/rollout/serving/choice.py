@@ -76,7 +76,7 @@ class Choice:
         self.pauses = 1
 
     def rest(self) -> tuple[list[int], Sampling]:
-        """Return prompt and sampling of the next engine request. After an interruption its seed must differ."""
+        """Return prompt and sampling parameters of the next engine request; after an interruption its seed differs."""
         if not self.token_ids:
             return self.prompt_ids, self.sampling
         done, s = len(self.token_ids), self.sampling
@@ -160,7 +160,7 @@ class Choice:
         self.spans.append(Span(by.version, start, end, by.weights))
 
     def _read_one_by_one(self, token_ids: Sequence[int]) -> tuple[str, list[ToolCall]]:
-        """Read tokens one at a time.
+        """Return the text and calls that these tokens complete, reading the tokens one at a time.
 
         The released text depends on how many tokens are read at once. Reading singly makes it depend on the tokens
         alone, so that another worker with the same tokens knows what text the client has.

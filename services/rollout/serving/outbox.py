@@ -39,7 +39,7 @@ class Outbox:
         self._new.set()
 
     def close(self, gateway: str, request: str, failure: Failure | None = None) -> None:
-        """Unregister a request that was answered or failed."""
+        """Unregister a request that was answered or failed; queue its ``failure`` if it has one."""
         self._in_progress[gateway].discard(request)
         if failure is not None:
             self._failures[gateway].append(failure)

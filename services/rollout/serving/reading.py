@@ -27,7 +27,7 @@ MAX_SHOWN = 1 << 16
 
 
 class Reader:
-    """Reads for one job with its tokenizer and engine, and with the weights in ``held``."""
+    """Tokenizes and scores texts for one job, with its tokenizer, its engine, and the earlier weights in ``held``."""
 
     def __init__(
         self, job: str, renderer: Renderer, tokenizer: PreTrainedTokenizerFast, engine: Engine, held: WeightRing
@@ -35,7 +35,7 @@ class Reader:
         self._job, self._renderer, self._tokenizer, self._engine, self._held = job, renderer, tokenizer, engine, held
 
     async def read(self, data: bytes) -> bytes:
-        """Handle a request on ``subjects.reading``."""
+        """Answer a request on ``subjects.reading``: return the encoded ``ReadReply``."""
         request, _ = unpack(data, ReadRequest)
         found = await asyncio.to_thread(self._tokens, request)
         if request.score and not found.flaw:

@@ -48,10 +48,10 @@ class Recorder:
         return _counted(await done)
 
     async def record_cut(self, interaction: Interaction) -> bool:
-        """Record an answer that is cut off because its gateway seems lost.
+        """Record an answer that is cut off because its gateway seems lost; return True if a record of it is durable.
 
-        If the gateway is alive, another worker completes the answer: that record does not count as a duplicate of this
-        one, and this one is not written after it.
+        If the gateway is alive, another worker completes the answer and records it. That record does not count as a
+        duplicate of this one, and this one is not written after it.
         """
         outgoing = await self._outgoing(interaction, f"{interaction.id}/cut")
         if outgoing is not None and len(outgoing.data) > MAX_INLINE_BYTES:  # parts cannot yield to an existing record

@@ -29,7 +29,13 @@ Place = tuple[int, int, str]
 
 @dataclass(frozen=True, slots=True)
 class _Across:
-    """A match across the end of the prompt: tokens, replacement ``shown``, and the rest of the completion's text."""
+    """A match that begins in the prompt and ends in the completion. Without a match, only ``rest`` is not empty.
+
+    Attributes:
+        in_prompt, in_completion: tokens of the match in either part.
+        shown: replacement for the text of the match.
+        rest: text of the completion after the match.
+    """
 
     in_prompt: list[Place]
     in_completion: list[Place]
@@ -38,10 +44,10 @@ class _Across:
 
 
 class RecordRedactor:
-    """Redacts interactions. Call it in a thread.
+    """Removes from interactions the data that must not be stored. Blocking: call it in a thread.
 
     Raises:
-        ConfigError: the function cannot be imported, or the patterns match every possible blank token.
+        ConfigError: the function cannot be imported, or the patterns match every token that could replace the data.
     """
 
     def __init__(self, config: RedactionConfig, tokenizer: PreTrainedTokenizerFast, spell: Spell) -> None:
@@ -80,7 +86,7 @@ class RecordRedactor:
         )  # fmt: skip
 
     def _shown(self, prompt_ids: list[int], places: Sequence[Place]) -> str:
-        """Return the text of the prompt with match names in place of blanks."""
+        """Return the text of the prompt with the names of the matches in place of the blank tokens."""
         text, end = "", 0
         for start, stop, name in places:
             text += self._spell(prompt_ids[end:start]) + f"[{name}]"
@@ -88,7 +94,7 @@ class RecordRedactor:
         return self._redactor.replace(text + self._spell(prompt_ids[end:]))
 
     def _across(self, interaction: Interaction) -> _Across:
-        """Find a match that begins in the prompt and ends in the completion, which neither part shows alone."""
+        """Return the match that begins in the prompt and ends in the completion, which neither part shows alone."""
         prompt_ids, text = interaction.prompt_ids, interaction.text
         whole = [*prompt_ids, *interaction.token_ids]
         spelt, border = self._spell(whole), len(self._spell(prompt_ids))
@@ -101,7 +107,7 @@ class RecordRedactor:
         return _Across(there, here, f"[{place.name}]", text.removeprefix(begins) if text.startswith(begins) else "")
 
     def _blanked(self, ids: list[int], known: list[Place]) -> tuple[list[int], list[Place]]:
-        """Return the tokens with blanks, and the places of the blanks, including the ``known`` ones."""
+        """Return the tokens with blank tokens in place of all matches, and the matches, including ``known`` ones."""
         ids = self._with_blanks(ids, known)
         found = self._redactor.find(self._spell(ids))
         if not found:

@@ -111,7 +111,10 @@ MAX_SILENT = 6
 
 
 class Presence:
-    """Counts checks without a heartbeat. Checks, not seconds: a process that was itself stalled received nothing."""
+    """Counts the checks since the last heartbeat of each gateway.
+
+    Checks are counted, not seconds, because a process that was itself stalled received no heartbeats.
+    """
 
     def __init__(self) -> None:
         self._silent: Counter[str] = Counter()
@@ -121,7 +124,7 @@ class Presence:
         del self._silent[gateway]
 
     def look(self, busy: Iterable[str]) -> set[str]:
-        """Count one more check for each gateway with requests here; return the lost gateways."""
+        """Count one more check for each gateway in ``busy``, which have requests here; return the lost gateways."""
         busy = set(busy)
         self._silent = Counter({gateway: self._silent[gateway] + 1 for gateway in busy})
         return {gateway for gateway, looks in self._silent.items() if looks > MAX_SILENT}
@@ -147,11 +150,11 @@ class _Live:
     """Engine that generates the answer: the candidate's or the served one."""
     task: asyncio.Task[None] | None = None
     gone: bool = False
-    """The client disconnected."""
+    """True once the client disconnected."""
     cut: bool = False
-    """Its gateway counts as lost."""
+    """True once the gateway counts as lost."""
     dropped: bool = False
-    """The gateway no longer wants the answer from this worker."""
+    """True once the gateway no longer wants the answer from this worker."""
 
 
 @dataclass(eq=False)
@@ -162,7 +165,7 @@ class InferenceServer:
         max_running: number of sequences that the engine decodes at once.
         version: returns the policy version that the engine serves.
         hold_s: how long a request waits for an interrupted engine, in seconds.
-        forced_sampling: whether to use the job's sampling, whatever clients request.
+        forced_sampling: True to use the job's sampling, whatever clients request.
         redaction: rules for data that must not be stored; None: store all.
         candidate: engine with the version on trial; None without one.
         held: weights of earlier versions, to score answers that were not sampled here.
@@ -361,7 +364,7 @@ class InferenceServer:
         self._outbox.put(request.gateway, choice.last(finish, recorded=recorded))
 
     async def _complete(self, live: _Live, choice: Choice) -> str:
-        """Generate to the end; continue after interruptions of the engine (failed update, sleep).
+        """Generate a choice to its end, even if the engine is interrupted (failed update, sleep); return how it ended.
 
         Raises:
             Unavailable: the engine was interrupted for longer than ``hold_s``.
@@ -461,7 +464,7 @@ class InferenceServer:
 
 
 def _untrainable(asked: str, *, broken_off: bool, drawn: str) -> str:
-    """Return why an answer must not be trained, or '': from its request (``asked``) and sampling (``drawn``)."""
+    """Return why an answer must not be trained, or ''. ``asked`` and ``drawn``: reasons in its request and sampling."""
     if asked == CANARY:
         return NOT_COMPARED if broken_off or drawn else CANARY
     if broken_off:

@@ -127,7 +127,7 @@ class Backend(Protocol):
         """Return log-probs (policy) or values (critic), float32 [M], without gradient; [0] for None."""
 
     def reference_logprobs(self, microbatch: Microbatch | None) -> Tensor:
-        """Return the same as ``score``, under the frozen reference policy."""
+        """Return the log-probs of ``score`` under the frozen reference policy instead."""
 
     def step(self, learning_rate: float) -> float:
         """Clip the gradients, make an optimizer step and zero the gradients.
@@ -137,7 +137,7 @@ class Backend(Protocol):
         """
 
     def freeze_reference(self) -> None:
-        """Copy the current weights into the reference policy. Does nothing without one."""
+        """Copy the current weights into the reference policy. Does nothing if there is no reference policy."""
 
     def new_optimizer(self, config: OptimizerConfig, *, whole: bool = False) -> None:
         """Drop all moments and start an optimizer with ``config`` at the current weights.
@@ -158,10 +158,13 @@ class Backend(Protocol):
         """Return the layout of the weights for engines, in the order of ``published``."""
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapter by peft file names if engines already hold the base weights, else ``weights``."""
+        """Yield the tensors of ``published_layout``: the adapter by its names in peft's files, or the whole weights.
+
+        If the job publishes its adapter, engines hold the base weights themselves.
+        """
 
     def frozen(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the base weights of a published adapter by Hugging Face name; nothing if those are ``weights``."""
+        """Yield the base weights of a published adapter by Hugging Face name; nothing if no adapter is published."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Copy whole parameters by Hugging Face name, the same on every rank. Parameters not named stay as they are.

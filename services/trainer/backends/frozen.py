@@ -1,4 +1,4 @@
-"""A frozen model held whole by one process.
+"""Frozen model that this process holds whole.
 
 Shape legend: M = scored tokens of a microbatch.
 """
@@ -17,7 +17,10 @@ __all__ = ["FrozenModel", "layout_of_module"]
 
 
 class FrozenModel:
-    """Implements ``Teacher`` in one process. ``model`` is moved to ``device``; no gradients, no moments."""
+    """Implements ``Teacher`` in one process. Moves ``model`` to ``device`` and computes no gradients for it.
+
+    ``digest``: digest of the weights of ``model``.
+    """
 
     def __init__(self, model: PreTrainedModel, digest: str, *, device: str) -> None:
         self.digest = digest

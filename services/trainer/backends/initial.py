@@ -24,7 +24,7 @@ class InitialModel:
 
     Attributes:
         model: the policy, with its adapter if it has one, or the critic.
-        optimizer: its optimizer settings.
+        optimizer: optimizer settings for this model.
         keep_reference: whether the job needs a frozen reference policy.
         lora: config of the adapter; None without one.
         base_path: model directory of the base weights; None if only this job has them.
@@ -44,7 +44,8 @@ def initial_model(config: JobConfig, role: Role) -> InitialModel:
     """Build the model of ``role`` with its initial weights.
 
     Raises:
-        ConfigError: the model or the tokenizer cannot be loaded, or the vocabulary does not fit.
+        ConfigError: the model or the tokenizer cannot be loaded, the vocabulary does not fit, or `model.moe` is set for
+            a model without routers.
     """
     tokenizer = build_tokenizer(config.model)
     model = build_model(config.model, len(tokenizer), seed=config.seed)

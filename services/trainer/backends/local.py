@@ -46,7 +46,7 @@ class LocalBackend:
         config: optimizer settings.
         keep_reference: hold a frozen policy for a KL term (policy only).
         lora: config of the adapter in ``model``; None without one.
-        base_path: model directory of the base weights; None: checkpoints hold them.
+        base_path: with an adapter, the model directory of the base weights; None: checkpoints hold the base weights.
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
     """
 
@@ -76,7 +76,7 @@ class LocalBackend:
 
     @property
     def model(self) -> PreTrainedModel:
-        """Module in training; not a copy."""
+        """The module that this backend trains, not a copy."""
         return self._model
 
     def accumulate(

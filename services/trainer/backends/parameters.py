@@ -37,10 +37,13 @@ class Reader(Protocol):
     """Reads parameters of a module as whole tensors by name. A collective if parameters are sharded over ranks."""
 
     def in_blocks(self, names: Sequence[str], read: Callable[[str], Tensor]) -> Iterator[Tensor]:
-        """Yield ``read(name)`` for each name while its decoder block is whole. A tensor is valid until the next."""
+        """Yield ``read(name)`` for each name while its decoder block is whole.
+
+        A tensor is valid until the iterator advances.
+        """
 
     def one_by_one(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """Yield each parameter, gathered by itself."""
+        """Yield each named parameter as a whole tensor. Gathers one parameter at a time."""
 
 
 class WholeModel:
@@ -63,9 +66,9 @@ class Parameters:
 
     Args:
         lora: config of the adapter in ``model``; None: the whole model is trained.
-        keep_base: whether checkpoints hold the base weights, because they differ from those of `model.path`.
+        keep_base: whether checkpoints hold the base weights under an adapter, because `model.path` does not hold them.
         reader: reads parameters as whole tensors.
-        dtype: type of the whole tensors; None: that of the parameters.
+        dtype: type of the whole tensors; None: the type of each parameter.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class Parameters:
         return dict(self._model.named_parameters()) if self._lora is None else adapter_parameters(self._model)
 
     def train_base(self, whole: bool) -> None:
-        """Drop all gradients, and let either the base weights (``whole``) or the adapter require gradients."""
+        """Drop all gradients. With an adapter, train either the base weights (``whole``) or the adapter from now on."""
         for parameter in self._model.parameters():
             parameter.grad = None
         if self._lora is not None:
@@ -123,13 +126,13 @@ class Parameters:
         return self._in_blocks(self._plain) if self._publishes_adapter else iter(())
 
     def of_twin(self, twin: PreTrainedModel) -> dict[str, nn.Parameter]:
-        """Return the parameters of a ``reference_of`` this model that it does not share with the model."""
+        """Return the parameters of ``twin``, made by ``reference_of``, that it does not share with this model."""
         return dict(twin.named_parameters()) if self._lora is None else adapter_parameters(twin)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
     def kept(self) -> dict[str, nn.Parameter]:
-        """Return the whole weights that a checkpoint holds: all, the base weights, or none."""
+        """Return the parameters that a checkpoint holds besides an adapter: all others, or none."""
         return base_parameters(self._model) if self._lora is None or self._keep_base else {}
 
     def adapter(self) -> dict[str, nn.Parameter]:
@@ -137,7 +140,10 @@ class Parameters:
         return adapter_parameters(self._model) if self._lora is not None else {}
 
     def pins(self) -> dict[str, str]:
-        """Return the digest of the base weights, computed once after each change; empty without an adapter."""
+        """Return ``{"base": digest of the base weights}``; empty without an adapter.
+
+        The digest is computed once after each change of the base weights.
+        """
         if self._lora is None:
             return {}
         if self._base_digest is None:
@@ -146,7 +152,11 @@ class Parameters:
         return {"base": self._base_digest}
 
     def check_base(self, pins: dict[str, str]) -> None:
-        """Raise CheckpointError if an adapter belongs to other base weights than the loaded ones."""
+        """Raise CheckpointError if a checkpoint's adapter belongs to other base weights than the loaded ones.
+
+        ``pins``: the environment stored in the checkpoint, with the digest of its base weights. Nothing is checked if
+        checkpoints hold the base weights themselves.
+        """
         if not self._keep_base and pins.get("base", "") != self.pins().get("base", ""):
             raise CheckpointError(
                 f"the checkpoint's adapter belongs to weights of digest '{pins.get('base', '')}', model.path holds "

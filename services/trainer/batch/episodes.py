@@ -99,8 +99,8 @@ def episode_columns(groups: Sequence[EpisodeGroup]) -> EpisodeColumns:
     """Return the valid episodes of a batch in the order of its groups.
 
     Raises:
-        ProtocolError: every episode failed, groups are of different spaces, an episode continues after its end, or a
-            number is not finite; names the draw.
+        ProtocolError: every episode failed, groups differ in their observation or action space, an episode continues
+            after its end, or a number is not finite. The message names the draw of a bad group.
     """
     own = [_counted(group, place) for place, group in enumerate(groups)]
     num_failed = sum(group.num_trajectories - len(part.returns_E) for group, part in zip(groups, own, strict=True))
@@ -150,7 +150,7 @@ def episode_facts(columns: EpisodeColumns) -> dict[str, float]:
 
 
 def _counted(group: EpisodeGroup, place: int) -> EpisodeColumns:
-    """Return the valid episodes of one group."""
+    """Return the valid episodes of one group; ``place`` is the index of the group in the batch."""
     lengths_G = group.lengths
     counts_G = ~group.failed & (lengths_G > 0)
     rows = np.flatnonzero(np.repeat(counts_G, lengths_G))
@@ -180,7 +180,11 @@ def _counted(group: EpisodeGroup, place: int) -> EpisodeColumns:
 def _ends(
     group: EpisodeGroup, rows: NDArray[np.int64], executed_NC: Flags, cuts: NDArray[np.int64]
 ) -> tuple[Flags, Flags]:
-    """Return terminated and truncated at each episode's last executed action. Raises ProtocolError if set before."""
+    """Return the flags terminated and truncated of each episode's last executed action, [E] each.
+
+    Raises:
+        ProtocolError: an earlier action has a flag.
+    """
     last = cuts[1:] - 1
     at = executed_NC[last].sum(1) - 1
     over_NC = (group.terminated | group.truncated)[rows] & executed_NC

@@ -34,7 +34,7 @@ class BatchFacts:
     Attributes:
         group_B: index of the group in the batch.
         rewards_B, scored_B, length_B, truncated_B, assumed_B, parts, baseline_G: as in ``Columns``, of the whole batch.
-        own_B: rows of this rank's columns, in their order.
+        own_B: index in the batch of each row of this rank's columns.
         counted: indices of this rank's scored tokens in its flat arrays [L], in row order.
         weight_G: float32, advantage factor of each group of the batch; 0: the group is in no loss.
     """
@@ -59,7 +59,9 @@ class BatchFacts:
         return torch.from_numpy(np.concatenate([[0], np.cumsum(self.scored_B)]))
 
     def minibatch_of_rows(self, number: int, order_G: Ints | None = None) -> Ints:
-        """Return the minibatch of each row: ``number`` contiguous, nearly equal runs of whole groups.
+        """Return the index of the minibatch of each row, int64 [B].
+
+        The minibatches are ``number`` contiguous, nearly equal runs of whole groups.
 
         ``order_G``: order of the groups; None: manifest order.
         """
@@ -70,7 +72,7 @@ class BatchFacts:
         return minibatch_G[self.group_B]
 
     def over_batch(self, flat_L: Mapping[str, Tensor], collective: Collective) -> dict[str, Tensor]:
-        """Return the scored tokens of all ranks, [N], from each rank's flat arrays. A collective."""
+        """Return the values of the scored tokens of all ranks, [N], from every rank's flat arrays. A collective."""
         own = {name: values_L.numpy()[self.counted] for name, values_L in flat_L.items()}
         rows = collective.gather({"rows": self.own_B})
         order = np.concatenate([self._tokens_of(part["rows"]) for part in rows])
@@ -82,7 +84,7 @@ class BatchFacts:
         return joined
 
     def own_tokens(self, values_N: Tensor, num_flat: int) -> Tensor:
-        """Return this rank's tokens of ``values_N`` at their places in its flat arrays, [L]; 0 for unscored tokens."""
+        """Return the values of this rank's tokens as a flat array, [L] with L = ``num_flat``; 0 for unscored tokens."""
         flat_L = torch.zeros(num_flat, dtype=values_N.dtype)
         flat_L[torch.from_numpy(self.counted)] = values_N[torch.from_numpy(self._tokens_of(self.own_B))]
         return flat_L

@@ -42,11 +42,14 @@ logger = logging.getLogger(__name__)
 Pick = Callable[[BatchManifest], Sequence[int]]
 """Function that returns the positions of the groups that this rank trains, ascending."""
 Decode = Callable[[bytes, SealedGroup], Group | EpisodeGroup]
-"""Decoder of a stored group, given its bytes and seal. Raises ProtocolError if the group cannot be trained."""
+"""Decoder of a stored group from its bytes and its manifest entry.
+
+Raises ProtocolError if the group cannot be trained.
+"""
 
 
 class Untrainable(Exception):  # noqa: N818
-    """Raised for a sealed batch with groups that cannot be trained; names the bad draws."""
+    """Raised for a sealed batch with groups that cannot be trained; ``bad`` lists their draws."""
 
     def __init__(self, bad: list[Draw], reason: str) -> None:
         super().__init__(reason)
@@ -61,15 +64,18 @@ def decoder_of(config: AnyTraining) -> Decode:
 
 
 def episodes(data: bytes, sealed: SealedGroup) -> EpisodeGroup:
-    """Decode episodes. Raises ProtocolError."""
+    """Return the group of episodes in ``data``. Raises ProtocolError if the bytes are invalid."""
     return decode_episode_group(data)
 
 
 def completions(data: bytes, sealed: SealedGroup, *, temperature: float) -> Group:
-    """Decode completions. Raises ProtocolError.
+    """Return the group of completions in ``data``.
 
     Args:
-        temperature: the job's, for groups that an earlier release stored and sealed without a temperature.
+        temperature: the job's sampling temperature, for groups that an earlier release sealed without a temperature.
+
+    Raises:
+        ProtocolError: the bytes are invalid, or the prompt is empty.
     """
     group = decode_group(data, temperature=temperature if sealed.temperature is None else sealed.temperature)
     if not len(group.prompt_ids):
@@ -171,12 +177,12 @@ class BatchInputs:
         return await self._fetching.pop(key)
 
     def refused(self, manifest: BatchManifest) -> None:
-        """Ignore this batch until a higher revision is announced."""
+        """Record that this batch was refused: ignore it until a higher revision is announced."""
         self._refused[manifest.number] = manifest.revision
         self._newest.pop(manifest.number, None)
 
     def trained(self, manifest: BatchManifest) -> None:
-        """Drop this batch and all earlier ones."""
+        """Record that this batch is trained: drop the manifests and groups of this batch and all earlier ones."""
         self._last = manifest.number
         for number in [number for number in self._newest if number <= self._last]:
             del self._newest[number]

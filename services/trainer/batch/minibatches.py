@@ -19,10 +19,10 @@ class Minibatch:
     """Inputs of one optimizer step.
 
     Attributes:
-        microbatches: this rank's, padded with None to the number of the largest rank, so that all take part equally
-            often.
-        num_tokens: scored tokens of the minibatch over all ranks, including skipped ones.
-        num_sequences: sequences with a scored token, likewise.
+        microbatches: microbatches of this rank, padded with None to the largest number on any rank, so that all ranks
+            take part equally often.
+        num_tokens: number of scored tokens of the minibatch over all ranks, including skipped ones.
+        num_sequences: number of sequences with a scored token over all ranks, including skipped ones.
     """
 
     microbatches: list[Microbatch | None]

@@ -54,7 +54,7 @@ class Columns:
         scored_B: number of tokens with mask 1.
         num_groups: number of groups.
         num_failed: number of failed trajectories.
-        assumed_B: bool, the sampler is unknown, and the log-probs are meaningless.
+        assumed_B: bool, True if the sampler is unknown, so that the log-probs are meaningless.
         temperature_B: float32, sampling temperature; log-probs are of logits / temperature.
         versions: int64, policy version that chose each completion token; empty for supervised rows.
         experts: router table to replay, one row for each of ``tokens``; None without one.
@@ -82,7 +82,7 @@ class Columns:
     experts: NDArray[Any] | None = None
 
     def counted(self) -> Ints:
-        """Return the places in ``logprobs`` of all scored tokens, row after row."""
+        """Return the indices in ``logprobs`` of all scored tokens, row after row."""
         places = concatenated_ranges(self.start_B, self.length_B)
         return places[self.mask[places]]
 
@@ -94,9 +94,9 @@ class Microbatch:
     Attributes:
         tokens: prompts and completions without the last token of each, which precedes no token to score.
         select_M: position whose logits score the token; ``targets_M``: the token.
-        rows_M: row (in the batch's columns) of the token's trajectory.
+        rows_M: row of the token's trajectory in this rank's columns.
         behaviour_M: behaviour log-probs, float32.
-        lengths_M: scored tokens of the token's trajectory, float32.
+        lengths_M: number of scored tokens of the token's trajectory, float32.
         source_M: index of the token in the columns' ``logprobs`` and ``mask``.
         experts_TNK: experts of each packed token in each expert layer, to be replayed; None: free choice.
         temperature_M: float32, temperature of the token's trajectory; None if all are 1.
@@ -114,7 +114,7 @@ class Microbatch:
 
     @property
     def temperature(self) -> float | Tensor:
-        """Temperature for all tokens, or of each, [M]."""
+        """One temperature for all tokens, or the temperature of each token, [M]."""
         return 1.0 if self.temperature_M is None else self.temperature_M
 
     def to(self, device: torch.device) -> Microbatch:
@@ -133,12 +133,12 @@ class Microbatch:
 
 
 def columns_of(groups: Sequence[Group]) -> Columns:
-    """Flatten ``groups``, which may be empty.
+    """Return the columns of ``groups``, which may be empty.
 
     Raises:
         ProtocolError: a group has no prompt token, so that its first completion token has no distribution; a group was
-            sampled at temperature 0, which has none either; or router tables are missing in some groups or of another
-            model.
+            sampled at temperature 0, which has none either; or router tables are missing in some groups or differ in
+            shape.
     """
     for group in groups:
         if group.temperature <= 0 and group.num_trajectories:
@@ -248,7 +248,10 @@ def pair_microbatches(columns: Columns, pairs_P2: Ints, max_tokens: int) -> list
 
 
 def _next_fit(packed: Ints, max_tokens: int) -> list[Ints]:
-    """Return indices of items packed together, longest first; an item longer than ``max_tokens`` is alone."""
+    """Pack items of the lengths ``packed``, longest first; return the indices of the items in each pack.
+
+    An item longer than ``max_tokens`` is alone in its pack.
+    """
     order = np.argsort(-packed, kind="stable")
     packed = packed[order]
     target = packed.sum() / max(1, -(-packed.sum() // max_tokens))
@@ -313,7 +316,10 @@ def _joined(arrays: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
 
 
 def _router_table(groups: Sequence[Group]) -> NDArray[Any] | None:
-    """Return router tables in the order of ``Columns.tokens``; int32 unless all are uint8."""
+    """Return the router tables in the order of ``Columns.tokens``: uint8 if the first table is, else int32.
+
+    None if no group has a table.
+    """
     tables = [g.experts for g in groups if g.experts is not None]
     if not tables:
         return None
@@ -334,7 +340,7 @@ def _part(groups: Sequence[Group], name: str) -> NDArray[np.float32]:
 
 
 def stand_in() -> Microbatch:
-    """Return one token that scores itself: input of a rank without microbatches while others have more."""
+    """Return a microbatch of one token that scores itself, for a rank without microbatches while others have more."""
     zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.float32)
     tokens = PackedTokens(zero, zero, torch.tensor([0, 1]), (1,), 1)
     return Microbatch(

@@ -27,7 +27,7 @@ _COUNTERS = ("inserted", "groups")
 
 
 def sampled_rows(seed: int, number: int, *, stored: int, size: int) -> NDArray[np.int64]:
-    """Return ``size`` of ``stored`` rows, uniform with replacement: a pure function of the arguments.
+    """Return the indices of ``size`` of ``stored`` rows, uniform with replacement: a pure function of the arguments.
 
     Args:
         number: number of the sample; unique within a run.
@@ -36,7 +36,9 @@ def sampled_rows(seed: int, number: int, *, stored: int, size: int) -> NDArray[n
 
 
 class ReplayBuffer:
-    """Stores the newest ``capacity`` transitions. A group is not inserted again while any of it is stored.
+    """Stores the newest ``capacity`` transitions.
+
+    A group is not inserted again while any of its transitions is stored.
 
     Args:
         seed: seed of all samples.
@@ -90,7 +92,7 @@ class ReplayBuffer:
         return len(fresh_N)
 
     def _admit(self, transitions: Transitions) -> NDArray[np.int64]:
-        """Return the rows of new groups."""
+        """Register the groups that are not stored yet, and return the indices of their rows in ``transitions``."""
         known = {draw for draw, _ in self._groups}
         fresh, end = [], self.inserted
         for group, draw in enumerate(transitions.draws):
@@ -114,7 +116,8 @@ class ReplayBuffer:
     def state(self) -> dict[str, Tensor]:
         """Return copies of the columns [K, ...] in storage order and the counters.
 
-        ``inserted``: int64 [1]; ``groups``: int64 [G, 3], ordinal and n of the draw, and ``inserted`` after it.
+        ``inserted``: int64 [1]. ``groups``: int64 [G, 3], ordinal and n of each group's draw, and the value of
+        ``inserted`` after the group's last transition.
         """
         columns = {name: torch.from_numpy(column[: len(self)].copy()) for name, column in self._columns.items()}
         groups = [[draw.ordinal, draw.n, end] for draw, end in self._groups]

@@ -40,7 +40,10 @@ def reduced_sums(sums: dict[str, float], collective: Collective) -> dict[str, fl
 
 
 def quantiles(name: str, values: NDArray[np.floating], places: dict[str, float]) -> dict[str, float]:
-    """Return ``{name}_{suffix}`` of ``values`` at each quantile, linearly interpolated; empty without values."""
+    """Return the quantiles of ``values`` as ``{name}_{suffix}``, linearly interpolated; empty without values.
+
+    ``places``: probability of each quantile (0 to 1), by suffix.
+    """
     if not len(values):
         return {}
     found = np.quantile(values, list(places.values()))
@@ -170,7 +173,7 @@ def advantage_facts(facts: BatchFacts, advantages: Tensor, *, per_token: bool) -
 def lag_facts(manifest: BatchManifest) -> dict[str, float]:
     """Return the lag of the batch's groups for the policy loss: mean, largest, and the share of groups with each lag.
 
-    A group of a newer version counts as lag 0.
+    The lag is the batch's start version minus the oldest version in the group; for a group of newer versions it is 0.
     """
     groups = [group for group in manifest.groups if group.objective == "policy"]
     if not groups:

@@ -45,7 +45,7 @@ def export(checkpoint: Path, target: Path) -> None:
 def write_whole(source: Path, target: Path, trained: ModelConfig) -> None:
     """Write the model in ``source`` with its tokenizer to ``target``, with an adapter merged into the base weights.
 
-    ``trained`` is the model section of the job that made it.
+    ``trained``: model section of the job that trained the model.
 
     Raises:
         ConfigError: the model, or the base model of its adapter, cannot be loaded.

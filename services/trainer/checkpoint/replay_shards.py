@@ -24,14 +24,16 @@ from penstock.shared.errors import CheckpointError
 __all__ = ["read_shards_of_rows", "write_shards_of_rows"]
 
 SHARD_BYTES = 16 << 20
-"""Size limit that determines the rows per shard; also the most that one insertion adds to a checkpoint."""
+"""Size limit that determines the rows per shard. A checkpoint writes every shard with a changed row anew."""
 _FOLDER = "replay"
 
 
 def write_shards_of_rows(
     directory: Path, columns: Mapping[str, Tensor], previous: StoredCheckpoint | None
 ) -> dict[str, StoredFile]:
-    """Write columns [K, ...] of equal length, or hard-link shards that ``previous`` has; return all files.
+    """Write columns [K, ...] of equal length in shards; return all files by name.
+
+    A shard that is the same in the checkpoint ``previous`` becomes a hard link to the file there.
 
     Raises:
         OSError: the disk refuses a write.

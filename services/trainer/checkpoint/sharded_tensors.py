@@ -54,7 +54,7 @@ def write_shards(directory: Path, tensors: Mapping[str, Tensor], group: dist.Pro
     A collective of ``group``, whose ranks all pass the same names.
 
     Args:
-        group: the ranks; not used by others meanwhile; None: a single process.
+        group: process group of the ranks, which nothing else uses meanwhile; None: a single process.
 
     Raises:
         CheckpointError: a rank could not write.
@@ -68,7 +68,7 @@ def write_shards(directory: Path, tensors: Mapping[str, Tensor], group: dist.Pro
 
 
 def read_shards(directory: Path, targets: Mapping[str, Tensor]) -> None:
-    """Fill whole tensors, or this rank's parts of DTensors; not a collective.
+    """Fill ``targets``, whole tensors or this rank's parts of DTensors, with the stored tensors. Not a collective.
 
     Raises:
         CheckpointError: a name is missing, a shape differs, or a file cannot be read.

@@ -115,7 +115,7 @@ def agree(error: str, ranks: CheckpointRanks | None) -> None:
 
 
 def gathered_files(partial: Path, own: Sequence[str], ranks: CheckpointRanks | None) -> dict[str, StoredFile]:
-    """Return sizes and hashes of the files of all ranks; this rank wrote ``own``.
+    """Return sizes and hashes of the files of all ranks by name; ``own`` names the files that this rank wrote.
 
     Raises:
         CheckpointError: a rank cannot read its own files; raised on every rank.
@@ -167,7 +167,7 @@ class Checkpoint:
 
     @property
     def number(self) -> int:
-        """Number of the last batch in it."""
+        """Number of the last batch that was trained before the checkpoint; 0 before the first."""
         return self.stored.manifest.number
 
     @property
@@ -274,7 +274,10 @@ def _write_whole(partial: Path, prefix: str, model: BackendState) -> dict[str, S
 
 
 def _write_rule(partial: Path, state: LearnerState, previous: Sequence[StoredCheckpoint]) -> dict[str, StoredFile]:
-    """Write the state of the update rule; rows that are in ``previous``, if any, are linked instead."""
+    """Write the state of the update rule; return all files by name.
+
+    ``previous``: the job's newest checkpoint, or empty. Its unchanged shards of rows are linked instead of written.
+    """
     columns = {name: tensor for name, tensor in state.rule.items() if name in state.columns}
     rest = {name: tensor for name, tensor in state.rule.items() if name not in state.columns}
     files = write_shards_of_rows(partial, columns, previous[0] if previous else None)
@@ -368,7 +371,7 @@ def _join(shards: Path) -> dict[Part, dict[str, Tensor]]:
 
 
 def _fill(directory: Path, stored: list[str], into: BackendState) -> dict[Part, dict[str, Tensor]]:
-    """Overwrite this rank's parts with the stored tensors, sharded or whole."""
+    """Overwrite this rank's parts in ``into`` with the stored tensors, which are sharded or whole; return them."""
     if f"{_SHARDS}/.metadata" in stored:
         from penstock.services.trainer.checkpoint.sharded_tensors import read_shards, shard_table
 

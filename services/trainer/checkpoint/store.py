@@ -61,8 +61,9 @@ class StoredFile(msgspec.Struct, frozen=True):
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """Description of a checkpoint.
 
-    ``number`` is the last batch in it (0: none). ``environment`` holds the pins of a bit-identical replay. ``meta``
-    belongs to the caller: policy version, epoch, configuration. ``files`` are named relative to the directory.
+    ``number`` is the last batch trained before it (0: none). ``environment`` holds the properties that a bit-identical
+    replay needs. ``meta`` belongs to the caller: policy version, epoch, configuration. ``files`` are named relative to
+    the directory.
     """
 
     schema: int
@@ -75,7 +76,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """A committed checkpoint on disk. ``digest`` is that of its manifest and thus covers every byte in it."""
+    """A committed checkpoint on disk. ``digest``: sha256 of the manifest, which holds the hashes of all files."""
 
     path: Path
     digest: str
@@ -96,7 +97,9 @@ def commit(
     environment: dict[str, str],
     files: Mapping[str, StoredFile],
 ) -> Path:
-    """Turn the durable files in ``partial`` into a checkpoint. The same content at the same number exists once.
+    """Turn the durable files in ``partial`` into a checkpoint.
+
+    If a checkpoint with the same number and content exists, it is kept, and ``partial`` is deleted.
 
     Returns:
         Directory of the checkpoint.
@@ -178,7 +181,7 @@ def verify_files(stored: StoredCheckpoint, *, rank: int = 0, ranks: int = 1) -> 
 
 
 def retain(root: Path, job: str, *, recorded: int, keep: int, pinned: Collection[int] = ()) -> list[Path]:
-    """Delete the checkpoints up to ``recorded``, except the newest ``keep`` numbers and those in ``pinned``.
+    """Delete the checkpoints up to number ``recorded``, except the newest ``keep`` numbers and those in ``pinned``.
 
     Remains of crashed writers up to that number are deleted too, so only the writer of ``job`` may call this. COMMIT is
     removed first, so that nobody loads a checkpoint that is being deleted.
@@ -188,7 +191,7 @@ def retain(root: Path, job: str, *, recorded: int, keep: int, pinned: Collection
             committed by a trainer that ended before it reported it, and is ignored.
 
     Returns:
-        Committed checkpoints that were deleted.
+        Directories of the committed checkpoints that were deleted.
 
     Raises:
         OSError: the disk refuses a deletion.

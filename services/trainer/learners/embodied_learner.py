@@ -46,7 +46,7 @@ class EmbodiedLearner:
 
     Args:
         config: the job; its seed determines the initial weights.
-        spec: facts of the simulator.
+        spec: properties of the simulator: its observations and actions.
         device: device of the networks.
         collective: ranks that share a batch.
 

@@ -68,7 +68,7 @@ def open_learner(
     """Open the learner of a job on the device in its placement.
 
     Args:
-        simulator: facts of the simulator; required for an embodied job.
+        simulator: properties of the simulator: its observations and actions; required for an embodied job.
 
     Raises:
         ConfigError: the models cannot be built.

@@ -150,9 +150,10 @@ class Learner:
         return _layout_of(self._policy.layout())
 
     def take_base(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield ``frozen``, at the first call only, if the warm start made these weights: engines cannot load them.
+        """Yield the tensors of ``frozen`` at the first call if the job has a warm start, else nothing. Read only.
 
-        Otherwise yield nothing. Read only. As with ``weights``, all ranks must exhaust the iterator.
+        The warm start changes the base weights, so that engines cannot load them themselves. As with ``weights``, all
+        ranks must exhaust the iterator.
         """
         taken, self._base_taken = self._base_taken, True
         return iter(()) if taken or not self._config.warm_start.steps else self.frozen()
@@ -194,7 +195,7 @@ class Learner:
 
     @property
     def _pins(self) -> dict[str, str]:
-        """Properties that every update depends on and no checkpoint contains."""
+        """Digest of the teacher, on which updates depend and whose weights no checkpoint has; empty without one."""
         return {"teacher": self._teacher.digest} if self._teacher is not None else {}
 
     def update(self, shard: BatchShard[Group], *, update_index: int) -> dict[str, float]:

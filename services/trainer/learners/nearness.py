@@ -43,7 +43,10 @@ def distance(a: Weights, b: Weights) -> float:
 
 @dataclass(slots=True)
 class Nearness:
-    """Collects differences. ``start``: weights of the replay's first checkpoint; ``dtype``: their type."""
+    """Collects the differences of a replay from the original training.
+
+    ``start``: weights of the replay's first checkpoint; ``dtype``: type of the weights.
+    """
 
     start: Weights
     dtype: str = "float32"

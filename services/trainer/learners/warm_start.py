@@ -34,8 +34,8 @@ def warm_start(
     adapters, the warm start trains the base weights instead.
 
     Args:
-        batches: the same on every rank, which takes its share of the rows; ``eos`` is appended to answers that do not
-            end with it.
+        batches: demonstrations of each step, the same on every rank; a rank trains its share of the rows.
+        eos: token id of the end of sequence, appended to answers that do not end with it.
         on_step: called with the number of the step, from 1, and its mean loss in nats per token.
 
     Raises:

@@ -16,7 +16,7 @@ __all__ = ["Alone", "Collective", "union"]
 
 
 class Collective(Protocol):
-    """The data-parallel ranks of one trainer, for small host data. Backends exchange gradients and weights."""
+    """Group of ranks of one trainer that exchange small host data. Backends exchange gradients and weights."""
 
     @property
     def rank(self) -> int:
@@ -71,7 +71,7 @@ class Alone:
 
 
 def union(names: Iterable[str], collective: Collective) -> list[str]:
-    """Return the sorted names that any rank has."""
+    """Return the sorted union of the ``names`` of all ranks."""
     own = np.frombuffer("\n".join(names).encode(), np.uint8)
     texts = [part["names"].tobytes().decode() for part in collective.gather({"names": own})]
     return sorted({name for text in texts for name in text.split("\n") if name})

@@ -33,11 +33,11 @@ class Threads:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
 
     async def compute(self, work: Any) -> Any:
-        """Run ``work`` in the thread that owns the models."""
+        """Run ``work`` in the thread that owns the models, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._torch, work)
 
     async def write(self, work: Any) -> Any:
-        """Run ``work`` in the thread that writes to disk."""
+        """Run ``work`` in the thread that writes to disk, and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._writer, work)
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Ranks:
         return self.world.place
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await this rank's part of an order, but at most ``FAILED_GRACE_S`` once any rank failed in its part.
+        """Await this rank's part of an order and return its result; wait only ``FAILED_GRACE_S`` after any rank failed.
 
         Raises:
             CheckpointError: a rank failed, and this one waits in a collective that the failed rank will not enter.
@@ -104,7 +104,7 @@ async def meet(place: Place, *, deadline_s: float, silence_s: float = 60.0, inte
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Await ``work`` to its end even if the caller is cancelled, because other ranks run the same operation."""
+    """Await ``work`` to its end even if the caller is cancelled, because other ranks run it too. Return its result."""
     task: Awaitable[T] = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

@@ -34,7 +34,10 @@ LOOPBACK = ("127.0.0.1", "localhost")
 
 
 class Sign(msgspec.Struct, frozen=True, array_like=True):
-    """Heartbeat of a rank: its number, its stage, and its own failure."""
+    """Heartbeat of a rank: its number, its stage, and its own failure ('' if none).
+
+    ``word``: secret word by which the receiver knows that the sender is a rank; ``stage``: '' outside all stages.
+    """
 
     word: str
     rank: int
@@ -45,7 +48,7 @@ class Sign(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Liveness:
-    """One rank's end: rank 0 exchanges heartbeats with all others, each other rank with rank 0.
+    """One rank's end of the heartbeats: rank 0 exchanges them with all other ranks, each other rank with rank 0.
 
     Args:
         silence_s: time without a heartbeat after which a rank is lost.
@@ -120,7 +123,7 @@ class Liveness:
 
     @property
     def failure(self) -> str:
-        """Error of one rank in a joint operation on which the ranks have not voted yet; '' if none."""
+        """Error that one rank met in a joint operation, as long as the ranks have not voted on it; '' if none."""
         for sign in (self._own(), *self._heartbeats.values()):
             if sign.failure:
                 return f"rank {sign.rank}: {sign.failure}"

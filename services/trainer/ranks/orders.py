@@ -50,7 +50,7 @@ class Open(_Order, frozen=True, tag=True):
     spec: str
     """Job config as JSON."""
     simulator: EnvSpec | None = None
-    """Facts of the simulator; None for a language job."""
+    """Properties of the simulator: its observations and actions; None for a language job."""
 
 
 class WarmStart(_Order, frozen=True, tag=True):
@@ -74,11 +74,11 @@ class Remember(_Order, frozen=True, tag=True):
 
 
 class Recall(_Order, frozen=True, tag=True):
-    """Restore the remembered copy."""
+    """Restore the state from the copy that ``Remember`` kept, and free the copy."""
 
 
 class Forget(_Order, frozen=True, tag=True):
-    """Free the remembered copy."""
+    """Free the copy that ``Remember`` kept."""
 
 
 class Publish(_Order, frozen=True, tag=True):
@@ -86,7 +86,7 @@ class Publish(_Order, frozen=True, tag=True):
 
 
 class Save(_Order, frozen=True, tag=True):
-    """Copy the state and start to write it."""
+    """Copy the state and start to write a checkpoint after batch ``number``; ``token`` distinguishes attempts."""
 
     number: int
     token: str
@@ -106,7 +106,7 @@ _decoder = msgspec.msgpack.Decoder(Order)
 
 
 class Orders:
-    """Both ends of the orders: rank 0 gives, the followers take, in the same order on every rank."""
+    """Both ends of the orders: rank 0 gives orders, and every follower takes them in the same sequence."""
 
     def __init__(self, store: Store, *, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size

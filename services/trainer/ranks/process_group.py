@@ -46,7 +46,7 @@ class Place:
 
 
 def place_from_environment(environment: Mapping[str, str] = os.environ) -> Place:
-    """Return the place from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them 0 of 1.
+    """Return the place from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them rank 0 of 1.
 
     Raises:
         ConfigError: some variables are missing or invalid.
@@ -180,7 +180,7 @@ class World:
         self.place, self.store, self.deadline_s = place, store, deadline_s
         self.stages, self._writing = Stages(), Stages()
         self.failure = ""
-        """Error of this rank on which the ranks have not voted yet; '' if none."""
+        """Error that this rank met in a joint operation, as long as the ranks have not voted on it; '' if none."""
         self.everybody = self._group(range(place.size))
         self.votes = self._group(range(place.size))
         self.checkpoints = self._group(range(place.size), self._writing)

@@ -11,14 +11,14 @@ __all__ = ["as_sharded", "gathered", "is_sharded", "local_part", "own_rows", "ro
 
 
 def own_rows(num_rows: int, rank: int, ranks: int) -> slice:
-    """Return the rows of a rank: equal runs, rounded up, so that the last ranks may have fewer or none."""
+    """Return the rows that ``rank`` holds. Ranks hold equally many, rounded up, so the last may hold fewer or none."""
     most = -(-num_rows // ranks)
     start = min(rank * most, num_rows)
     return slice(start, min(start + most, num_rows))
 
 
 def rows_of_mesh(num_rows: int, mesh: DeviceMesh) -> slice:
-    """Return the rows of this rank in a one-dimensional ``mesh``."""
+    """Return the rows that this rank of a one-dimensional ``mesh`` holds."""
     return own_rows(num_rows, mesh.get_local_rank(), mesh.size())
 
 

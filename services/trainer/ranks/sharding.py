@@ -54,7 +54,7 @@ class BatchShard(Generic[AnyGroup]):
         return cls(list(groups), list(range(len(groups))), len(groups), objectives=objectives)
 
     def of(self, objective: Objective) -> BatchShard[AnyGroup]:
-        """Return the groups of one objective as a batch of their own, equally divided on every rank."""
+        """Return this rank's shard of the batch that consists only of the groups with ``objective``."""
         every = self.objectives or ("policy",) * self.num_groups
         mine = [position for position, one in enumerate(every) if one == objective]
         places = {position: place for place, position in enumerate(mine)}

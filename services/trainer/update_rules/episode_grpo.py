@@ -32,7 +32,7 @@ class EpisodeGRPORule:
 
     Args:
         seed: seed of the order in which decisions are trained.
-        others: see ``EpisodePPORule``.
+        collective, total_updates, on_nonfinite: see ``EpisodePPORule``.
 
     Raises:
         ConfigError: an optimizer is not installed.

@@ -28,7 +28,7 @@ from penstock.shared.models.episode_policy import EpisodePolicy
 __all__ = ["Decisions", "EpisodePasses", "decisions_of"]
 
 OtherStep = Callable[[Tensor, int], None]
-"""Callback ``(rows of this rank [M], decisions of the minibatch on all ranks)`` that makes a further optimizer step."""
+"""Callback ``(rows of this rank [M], number of decisions on all ranks)`` that makes a further step on a minibatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Decisions:
         return Decisions(observations, self.actions_NCA[own_M], self.behaviour_NCA[own_M], self.executed_NC[own_M])
 
     def of_executed(self, numbers_NCA: Tensor) -> Tensor:
-        """Return sums [N] over the components of executed actions."""
+        """Return the sum of ``numbers_NCA`` over the components of the executed actions of each decision, [N]."""
         return torch.where(self.executed_NC[..., None], numbers_NCA, 0).sum((1, 2))
 
     def compare(self, logprobs_NCA: Tensor, mismatch: Mismatch) -> None:
@@ -91,7 +91,8 @@ class EpisodePasses:
     ) -> dict[str, float]:
         """Make all steps of one update and return the policy's metrics, the same on every rank.
 
-        Metrics are means over the last pass; ``mismatch/*`` covers the first minibatch, before any step.
+        No further pass begins once the KL of a pass exceeds ``max_kl``. Metrics are means over the last pass;
+        ``mismatch/*`` covers the first minibatch, before any step.
 
         Raises:
             NonFiniteStep: a loss or a gradient is not finite, and the job is configured to pause then.

@@ -50,8 +50,8 @@ class EpisodePPORule:
         seed: seed of the value network's initial weights and of the order in which decisions are trained.
         collective: ranks that share a batch; all of them get the same columns.
         total_updates: length of the run for the learning-rate schedules.
-        on_nonfinite: ``pause``: a loss or gradient that is not finite ends the update with an error; ``skip``: it skips
-            the step.
+        on_nonfinite: ``pause``: a loss or gradient that is not finite ends the update with an error; ``skip``: the step
+            is left out.
 
     Raises:
         ConfigError: an optimizer is not installed.

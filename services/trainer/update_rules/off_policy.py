@@ -159,7 +159,10 @@ class OffPolicySteps:
         return sequence_logprobs(logprobs_M, local_M, num_rows=num_rows, normalise=self._preference.normalise)
 
     def _parts(self, own: Sequence[list[Microbatch]], counts: Sequence[int]) -> list[_Part]:
-        """Build the parts: all ranks get as many microbatches as the largest, and denominators are sums over all."""
+        """Return the part of each step, from this rank's microbatches and counts of tokens or pairs.
+
+        Microbatches are padded with None to the largest number on any rank; denominators are sums over ranks.
+        """
         most = self._collective.max({str(i): float(len(part)) for i, part in enumerate(own)})
         total = self._collective.sum({str(i): float(count) for i, count in enumerate(counts)})
         return [
@@ -183,14 +186,14 @@ def off_policy_steps(
 
 
 def _runs(shard: BatchShard[Group], number: int) -> list[Ints]:
-    """Return this rank's groups in each of ``number`` contiguous, nearly equal runs of the batch's groups."""
+    """Return indices of this rank's groups in each of ``number`` contiguous, nearly equal runs of all groups."""
     runs = np.array_split(np.arange(shard.num_groups), number)
     positions = np.array(shard.positions, np.int64)
     return [np.flatnonzero(np.isin(positions, run)) for run in runs]
 
 
 def _columns(parts: Sequence[Sequence[Group]], collective: Collective) -> list[Columns]:
-    """Return this rank's tokens of each part. A ProtocolError of one rank is raised on all."""
+    """Return the columns of this rank's groups of each part. All ranks raise ProtocolError if one rank does."""
     found, error = [], ""
     try:
         found = [columns_of(groups) for groups in parts]
@@ -204,6 +207,9 @@ def _columns(parts: Sequence[Sequence[Group]], collective: Collective) -> list[C
 
 
 def _rows_of(microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-    """Return ``(rows_S, local_M)``: ascending rows of the columns, pairs adjacent; each token's index in them."""
+    """Return ``rows_S``, the ascending rows of the sequences, pairs adjacent, and ``local_M``.
+
+    ``local_M``: index in ``rows_S`` of each token's sequence.
+    """
     rows_S, local_M = torch.unique(microbatch.rows_M, return_inverse=True)
     return rows_S, local_M

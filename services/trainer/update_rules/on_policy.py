@@ -238,7 +238,7 @@ class OnPolicyRule:
         return [part for order_G in orders_G for part in of_pass(order_G=order_G)]
 
     def _without_gradient(self, batch: PreparedBatch, credit: Credit) -> NDArray[np.bool_]:
-        """Return the rows that get no gradient from any term of the loss: they are counted, not computed."""
+        """Return a mask of the rows that get no gradient from any term of the loss: they are counted, not computed."""
         kl = self._algorithm.kl
         routers = self._models["policy"].routers
         other_terms = self._algorithm.entropy_coef != 0 or (kl is not None and kl.place == "loss")
@@ -365,7 +365,10 @@ class OnPolicyRule:
         return routers.report(self._collective) if routers is not None else {}
 
     def _remember(self, batch: PreparedBatch, report: Mapping[str, float], update_index: int) -> dict[str, float]:
-        """Store the running statistics for the next update."""
+        """Store reward statistics and the adapted KL coefficient for the next update; return metrics of the KL.
+
+        Renews the reference if it is due.
+        """
         self._shaper.keep(batch.shaped)
         kl = self._algorithm.kl
         if self._kl is None or kl is None:

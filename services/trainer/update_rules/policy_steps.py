@@ -27,10 +27,12 @@ __all__ = ["PolicySteps", "TokenColumns"]
 class TokenColumns:
     """Properties of this rank's tokens before the first step of an update, float32 [L] each.
 
-    ``older_L``, bool: tokens that an older version sampled than the one in training.
+    ``older_L``, bool: True for tokens that a version older than the one in training sampled; None: unknown, and every
+    token counts as one of the version in training.
 
-    ``proximal_L`` is the denominator of the ratio. None: the sampler's log-probs with ``on_behaviour``; else the step's
-    own log-probs, which are those at the start of the update if it has a single step.
+    ``proximal_L``: log-probs in the denominator of the ratio. If None, the denominator is the sampler's log-probs if
+    ``on_behaviour`` is set, else the policy's own log-probs in the step. The latter is used in an update of a single
+    step, where they are the log-probs at the start of the update.
     """
 
     advantages_L: Tensor

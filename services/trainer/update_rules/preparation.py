@@ -43,7 +43,7 @@ class PreparedBatch:
     Attributes:
         columns, flat_L: this rank's tokens; ``flat_L`` has `reference`, `proximal`, `values` and `teacher` if they are
             needed.
-        older_L: bool; this rank's tokens that an older version sampled than the one in training; None: unknown.
+        older_L: bool, True for this rank's tokens that a version older than the one in training sampled; None: unknown.
         facts, shaped, whole_N: the whole batch; ``whole_N`` has `values`, `teacher_kl`, and `kl` if it is subtracted
             from the reward.
     """
@@ -136,7 +136,7 @@ def cut(
 
 
 def _columns(config: JobConfig, policy: Backend, collective: Collective, shard: BatchShard[Group]) -> Columns:
-    """Return this rank's tokens. A ProtocolError of one rank is raised on all, before they begin to compute."""
+    """Return the columns of this rank's groups. All ranks raise ProtocolError if one does, before they compute."""
     columns, error = None, ""
     try:
         columns = columns_of(shard.groups)
@@ -158,7 +158,7 @@ def _columns(config: JobConfig, policy: Backend, collective: Collective, shard: 
 def _assumed(
     config: JobConfig, policy: Backend, columns: Columns, facts: BatchFacts, collective: Collective
 ) -> Columns:
-    """Return the columns with the current policy's log-probs for unknown ones, so that the ratio starts at 1."""
+    """Return ``columns`` with the current policy's log-probs in place of unknown ones: the ratio then starts at 1."""
     none_B = np.zeros(len(facts.group_B), np.bool_)
     parts = cut(config, columns, facts, collective, skip_B=~facts.assumed_B, excluded_B=none_B)
     scored_L = _score_tokens(policy.score, parts, len(columns.logprobs)).numpy()

@@ -66,7 +66,7 @@ class Experience:
             with; NaN without one.
         lengths_B: number of scored tokens.
         cu_seqlens_B1: offsets that split N into trajectories.
-        kl_N: KL of each token, subtracted from the reward with weight ``kl_coef``; None without.
+        kl_N: KL of each token, subtracted from the reward with weight ``kl_coef``; None: nothing is subtracted.
         values_N: values of the critic; None without one.
         teacher_kl_N: ``log π - log π_teacher`` of each token (k1); None without a teacher.
     """
@@ -123,7 +123,10 @@ class Credit:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Loss inputs of a microbatch. ``proximal_M`` is the denominator of the ratio, ``rows_M`` the trajectory."""
+    """Loss inputs of a microbatch.
+
+    ``proximal_M``: log-probs in the denominator of the ratio; ``rows_M``: row of each token's trajectory.
+    """
 
     logprobs_M: Tensor
     proximal_M: Tensor
@@ -134,7 +137,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Functions of one algorithm."""
+    """Advantage function and loss function of one algorithm."""
 
     credit: Callable[[Experience], Credit]
     loss: Callable[[Tokens], PolicyLoss]
@@ -237,7 +240,10 @@ def _cispo(t: Tokens, *, clip_low: float, clip_high: float) -> PolicyLoss:
 
 
 def _corrected(t: Tokens, *, loss: Callable[[Tokens], PolicyLoss], importance: ImportanceConfig) -> PolicyLoss:
-    """Return ``loss`` with each token weighted by the probability ratio of trainer to sampler."""
+    """Return ``loss`` with each token weighted by the probability ratio of trainer to sampler.
+
+    ``importance``: level of the ratio, token or sequence, and its truncation (TIS) or masking (IcePop).
+    """
     if importance.level == "sequence":
         log_ratio_M = sequence_log_ratio(t.proximal_M, t.behaviour_M, t.rows_M)
     else:

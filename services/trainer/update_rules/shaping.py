@@ -42,7 +42,7 @@ class RewardShaper:
         self._moments = Moments(0.0, 0.0, 0.0)
 
     def shape(self, facts: BatchFacts) -> Shaped:
-        """Return shaped rewards. The running statistics change only in ``keep``."""
+        """Return shaped rewards and baselines. The running statistics change only in ``keep``."""
         rewards_B = torch.from_numpy(facts.rewards_B)
         total = self._moments + moments(rewards_B, torch.ones(len(rewards_B), dtype=torch.bool))
         shaped_B = self._shape(rewards_B, total)

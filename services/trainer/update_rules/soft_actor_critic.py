@@ -55,8 +55,8 @@ class SoftActorCriticRule:
         seed: seed of the critics' initial weights, of all samples and of all noise.
         collective: ranks that share a batch; all of them get the same columns.
         total_updates: length of the run for the learning-rate schedules.
-        on_nonfinite: ``pause``: a loss or gradient that is not finite ends the update with an error; ``skip``: it skips
-            the step.
+        on_nonfinite: ``pause``: a loss or gradient that is not finite ends the update with an error; ``skip``: the step
+            is left out.
 
     Raises:
         ConfigError: the buffer exceeds its byte limit, or an optimizer is not installed.
@@ -181,7 +181,7 @@ class SoftActorCriticRule:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def _step(self, number: int, sums: dict[str, float]) -> None:
-        """Make step ``number`` of the run and add this rank's transitions to ``sums``."""
+        """Make step ``number`` of the run; add log-probs, values and targets of this rank's transitions to ``sums``."""
         batch, noise_BCA, next_noise_BCA = self._draw(number)
         observations_BO = self._policy.normalised(batch["observations"])
         following_BO = self._policy.normalised(batch["next_observations"])

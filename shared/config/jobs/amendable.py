@@ -40,7 +40,7 @@ BACKEND = "backend"
 in jobs with a promotion gate, which may have to recompute a served version bit for bit from an earlier checkpoint, with
 the backend of that checkpoint."""
 TEMPERATURE = "sampling.temperature"
-"""Applies to draws made after the change; earlier draws are trained at their own sampling temperature."""
+"""Sampling temperature: a change applies to later draws; earlier ones are trained at the temperature they used."""
 LABELS = "metadata"
 
 

@@ -23,7 +23,7 @@ from penstock.shared.config.jobs.training_job import MAX_GROUP_BYTES, RunConfig,
 __all__ = ["EmbodiedJob", "EpisodeRunConfig"]
 
 GROUP_OVERHEAD_BYTES = 4096
-"""Upper bound of the header, facts and frame padding of a group (bytes)."""
+"""Upper bound of the header, metadata and frame padding of a group (bytes)."""
 EPISODE_OVERHEAD_BYTES = 512
 """Upper bound of the overhead of an episode, without its decisions and its final observation (bytes)."""
 

@@ -48,7 +48,7 @@ def group_bytes(prompt_tokens: int, completions: int, new_tokens: int, *, table_
     """Return an upper bound of the size of one stored group, in bytes.
 
     Args:
-        new_tokens: of each completion, over all its ``turns``.
+        new_tokens: tokens of each completion, over all its ``turns``.
         table_bytes: bytes per token in addition to BYTES_PER_TOKEN.
     """
     tokens = prompt_tokens + completions * new_tokens
@@ -93,7 +93,7 @@ class TrainConfig(RunConfig):
     """Optimizer steps per pass; must divide the number of groups in a batch."""
     reshuffle: bool = False
     """Shuffle the groups of each pass after the first into different minibatches. The permutation depends only on
-    the job's seed, the number of the update and that of the pass, so that a replay repeats it. Pairs and
+    the job's seed and the numbers of the update and the pass, so that a replay repeats it. Pairs and
     demonstrations of `off_policy` keep their order."""
     max_tokens_per_microbatch: int = Field(16384, ge=16)
     """Largest number of packed tokens per forward/backward pass; affects only memory and speed."""
@@ -163,7 +163,7 @@ class JobConfig(TrainingJob):
         return self
 
     def _engine_wants(self) -> Iterator[tuple[str, str, bool]]:
-        """Yield (key, field of ``Caps``, True if the job needs the capability) for keys that need one of the engine."""
+        """Yield (key, field of ``Caps``, True if the job needs the capability) for keys that depend on the engine."""
         yield from ()
 
     @model_validator(mode="after")

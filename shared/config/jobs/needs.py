@@ -34,7 +34,7 @@ class Need:
     ``service``.
 
     An optional package is needed in every process of the service; an engine only in one, because rollout workers
-    without it leave the job's tickets alone.
+    without the engine do not take the job's work.
     """
 
     key: str

@@ -97,7 +97,7 @@ class PlacementConfig(StrictModel):
 
 
 def known_kind(kind: Any) -> Any:
-    """Raise ValueError if the kind is unknown; the message lists the kinds."""
+    """Return ``kind``. Raises ValueError, with a list of the kinds, if it is unknown."""
     if kind not in KIND_NAMES:
         raise ValueError(f"found {kind!r}; must be {', '.join(map(repr, KIND_NAMES[:-1]))} or {KIND_NAMES[-1]!r}")
     return kind

@@ -16,11 +16,11 @@ class CanaryConfig(StrictModel):
     decides."""
 
     share: float = Field(0.1, gt=0, le=0.5)
-    """Share of the conversations that the version answers; a request without an episode counts as one conversation."""
+    """Share of conversations that the new version answers; a request without an episode counts as one conversation."""
     conversations: int = Field(100, ge=10)
-    """Number of judged conversations, of each arm, needed for a verdict."""
+    """Number of judged conversations of each of the two versions, needed for a verdict."""
     max_drop: float = Field(0.1, ge=0)
-    """Allowed shortfall of its mean reward per conversation against that of the served version."""
+    """Allowed shortfall of the new version's mean reward per conversation against the served version's."""
     confidence: float = Field(0.95, ge=0.5, lt=1)
     """Confidence level of the one-sided Welch bound of the difference; 0.5 compares the means."""
     max_wait_s: float = Field(3600.0, gt=0)

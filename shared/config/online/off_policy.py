@@ -22,7 +22,7 @@ class SupervisedConfig(StrictModel):
 
 
 class PreferenceConfig(StrictModel):
-    """Preferences between two answers to the same prompt."""
+    """Loss that learns from preferences between two answers to the same prompt."""
 
     type: Literal["dpo"] = "dpo"
     """Direct preference optimization (arXiv 2305.18290)."""

@@ -41,11 +41,11 @@ class PostedConfig(StrictModel):
     """Number of previous versions whose weights each rollout worker keeps in host memory, to recompute log-probs of
     posted answers; each needs the memory of the published weights (the model, or its adapters)."""
     assume_on_policy: bool = False
-    """Treat answers without log-probs as sampled by the newest policy; only for agents that serve it."""
+    """Treat posted answers without log-probs as samples of the newest policy; only for agents that serve this one."""
     max_assumed_share: float = Field(0.25, gt=0, le=0.25)
-    """Largest share of such answers in a batch, relative to `train.batch_size`."""
+    """Largest share in a batch of answers treated by `assume_on_policy`, relative to `train.batch_size`."""
     assumed_weight: float = Field(0.5, gt=0, le=1)
-    """Factor of the advantages of such answers."""
+    """Factor of the advantages of answers treated by `assume_on_policy`."""
 
 
 class NewSourcesConfig(StrictModel):
@@ -136,8 +136,8 @@ class OnlineConfig(StrictModel):
     """Declared metrics by name; none: `reward`, a float. If others are declared, `reward` also counts, as a float
     that is not waited for; feedback with any other name is rejected."""
     max_wait_s: float = Field(60.0, gt=0)
-    """Time (seconds) after which the oldest group triggers a batch smaller than `train.batch_size`; if shares are
-    bounded, the oldest groups of two owners must have waited."""
+    """Time (seconds) after which the oldest group triggers a batch smaller than `train.batch_size`; if a `max_share_*`
+    is below 1, the oldest groups of two different owners (keys or users) must have waited."""
     match_ttl_s: float = Field(900.0, gt=0)
     """Time (seconds) after which feedback expires if its interaction has not appeared."""
     idle_ttl_s: float = Field(1800.0, gt=0)

@@ -42,7 +42,7 @@ class Formula:
         """Evaluate the formula for ``numbers``, which must contain all ``names``.
 
         Raises:
-            ValueError: the result, or that of a subexpression, is not a finite real number.
+            ValueError: the formula or one of its subexpressions has no finite real value.
         """
         try:
             return _value(self._tree, numbers)

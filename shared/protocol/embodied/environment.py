@@ -60,7 +60,7 @@ Observations = dict[str, NDArray[Any]]
 class Picture(msgspec.Struct, frozen=True, kw_only=True):
     """Request for an observation ``image``: uint8 [height, width, frames x (1 if grey, else 3)], the newest frame last.
 
-    Before the second step of an episode, its first picture also fills the places of the earlier frames.
+    At the beginning of an episode, copies of its first picture replace the missing earlier frames.
     """
 
     height: int
@@ -106,7 +106,9 @@ class ArraySpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of an environment that a policy needs. ``num_actions`` is set for discrete actions, bounds for others.
+    """Properties of an environment that a policy needs.
+
+    ``num_actions`` is set for discrete actions, ``action_low`` and ``action_high`` for other actions.
 
     ``has_success``: the simulator reports whether the task is solved.
     """
@@ -133,15 +135,15 @@ class EnvSpec(msgspec.Struct, frozen=True, kw_only=True):
 class ObservationMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Shared memory with the current observations of a session, for a client that has its Unix socket.
 
-    The observations of all B environments with the name ``name`` are [B, ...] at byte ``offsets[name]``. They are those
-    of the last reply until the next request is sent.
+    The observations of all B environments with the name ``name`` are [B, ...] at byte ``offsets[name]``. The memory
+    holds the observations of the last reply until the next request is sent.
     """
 
     descriptor: int
     """Number of the open file in the process that serves the session."""
     inode: int
     size: int
-    """Bytes."""
+    """Size of the memory in bytes."""
     offsets: dict[str, int]
 
 
@@ -149,7 +151,8 @@ class EnvOpened(msgspec.Struct, frozen=True, kw_only=True):
     """Reply to ``OpenEnv``: the session, whose subject is ``subjects.env(session)``.
 
     ``socket`` is the address of a Unix socket that answers the same requests for processes of the same host; '': none.
-    ``memory`` is where a process that has connected to it can read observations; None: nowhere.
+    ``memory`` is the memory in which a process that has connected to the socket can read observations; None: replies
+    contain them.
     """
 
     session: str
@@ -181,9 +184,10 @@ class ResetReply:
     Attributes:
         observations: the first ones by name, [n, ...].
         episode_ids: int64 [n].
-        state_hashes: uint64 [n], of the simulator's states; callers check with them that a group starts equal.
+        state_hashes: uint64 [n], of the simulator's states; callers compare them to check that all episodes of a group
+            begin in the same state.
         tasks: n texts, '' if a task has no description.
-        lost: bool [n], the simulator could not begin the episode; reasons: n texts, '' for the others.
+        lost: bool [n], the simulator could not begin the episode; reasons: n texts, '' for episodes that began.
     """
 
     seq: int
@@ -199,8 +203,9 @@ class ResetReply:
 class StepRequest:
     """Request to execute a chunk: ``actions`` [n, C, ...].
 
-    ``next_state_ids`` [n] serve ``auto_reset``; none: [0], each state id then advances by the number of environments.
-    Restored episodes need them. ``observe`` as in ``ResetRequest``.
+    ``next_state_ids`` [n] are the state ids of the episodes that begin by ``auto_reset``. If it is empty, [0], each
+    state id advances by the number of environments of the session; restored episodes do not allow that. ``observe`` as
+    in ``ResetRequest``.
     """
 
     seq: int
@@ -216,16 +221,17 @@ class StepReply:
     """Results of a chunk of actions.
 
     Attributes:
-        observations: by name, [n, ...], after the chunk; of the next episode where ``ended`` and auto-reset.
+        observations: by name, [n, ...], after the chunk; of the next episode where one ended with ``auto_reset``.
         rewards: float32 [n, C]; terminated, truncated, success: bool [n, C].
         valid: int32 [n], number of executed actions.
         ended: bool [n], episodes over; ``final_observations`` by name, [k, ...], are their last ones, in order.
-        lost: bool [n], episodes that broke off, and next ones that did not begin; reasons: n texts, '' for the others.
+        lost: bool [n], the episode was aborted, or the next one did not begin; reasons: n texts, '' where not lost.
         state_ids, episode_ids: int64 [n], of the episode that was stepped.
         returns: float32 [n], undiscounted reward sum of that episode so far; lengths: int32 [n], its steps.
         succeeded: bool [n], the task was solved at some step of that episode so far.
         next_episode_ids: int64 [n], of the episode that the next step belongs to.
-        state_hashes: uint64 [n], of the initial state of the next episode, 0 if none began; tasks: its description.
+        state_hashes: uint64 [n], of the initial state of the next episode, 0 if none began.
+        tasks: n descriptions of the next episode's task.
     """
 
     seq: int
@@ -267,7 +273,7 @@ class FilmRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FilmReply:
-    """Reply with ``film``: uint8 [bytes], an MP4 file; ``reasons``: [why there is none] or []."""
+    """Reply with ``film``: uint8 [bytes], an MP4 file; ``reasons``: [reason why there is no film] or []."""
 
     seq: int
     film: NDArray[np.uint8]
@@ -313,7 +319,7 @@ class RestoreRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KeepRequest:
-    """Keep-alive of a client without other requests; the reply is the same message. Not numbered."""
+    """Keep-alive of a client without other requests; the reply is the same message. It does not advance the number."""
 
     seq: int
 
@@ -335,7 +341,8 @@ Body = (
 )  # fmt: skip
 _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Body)}
 _FIELDS = {kind: {field.name: field.default for field in dataclasses.fields(kind)} for kind in _KINDS.values()}
-"""Names and defaults of the fields of all messages. A field that has its default is left out, as older versions do."""
+"""Names and defaults of the fields of all messages. Frames omit a field that has its default value, as older versions
+do."""
 B = TypeVar("B", bound=Body)
 
 
@@ -376,7 +383,7 @@ def decode_env(data: bytes | memoryview, *kinds: type[B]) -> B:
 
 
 def _problem(field: str, value: Any) -> str:
-    """Return how ``value`` must differ to fit a field; '' if it fits."""
+    """Return the requirement of ``field`` that ``value`` violates; '' if it fits."""
     if field in _DTYPES:
         dtype = _DTYPES[field]
         if not isinstance(value, np.ndarray) or (dtype is not None and value.dtype != dtype):

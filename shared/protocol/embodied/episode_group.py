@@ -1,11 +1,11 @@
 """Groups of episodes in a simulator: observations, actions, rewards, and the policy versions that acted.
 
-A group is columnar: flat arrays over all decisions of its episodes plus ``cu_seqlens``. Its header is that of a group
-of completions (``trajectory.GroupHeader``), with decisions instead of tokens and returns instead of rewards, so that
-gate, ledger and audit treat both alike.
+A group is columnar: flat arrays over all decisions of its episodes plus ``cu_seqlens``. Its header has the same form as
+the header of a group of completions (``trajectory.GroupHeader``), with decisions instead of tokens and returns instead
+of rewards, so that gate, ledger and audit treat both alike.
 
-Shapes: G episodes of the group, D decisions of all of them, C actions of a decision, A numbers of an action, S version
-spans, ... the shape of one observation.
+Shapes: G episodes of the group, D decisions of all episodes, C actions of a decision, A components of an action, S
+version spans, ... the shape of one observation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class EpisodeGroup:
         final_observations: [G, ...] by name, after the last step of each episode.
         actions: [D, C, A] as sampled from the policy, before clipping and scaling: float32, or int64 if an action is a
             choice or a bin.
-        logprobs: float32 [D, C, A], of each number of the action under the policy that sampled it, in nats.
+        logprobs: float32 [D, C, A], of each action component under the policy that sampled it, in nats.
         valid: int32 [D], number of executed actions of the chunk; those after the end of the episode were not executed.
         rewards: float32 [D, C]; terminated, truncated: bool [D, C], at the step where an episode ended. ``terminated``:
             the task is over, with no value beyond. ``truncated``: cut off, the value of the final observation still
@@ -49,8 +49,8 @@ class EpisodeGroup:
         succeeded: bool [G], the task was solved at some step; solved_at_end: bool [G], at the last one.
         failed: bool [G], episodes that must not be trained on because the simulator lost them.
         spans: int32 [S, 4]: episode, version, start, end; policy ``version`` made decisions [start, end).
-        weights: short digest of the weights behind each span, "" if unknown; () if all are.
-        reset_id: initial state of all episodes; state_hashes: uint64 [G], of the simulator's state there.
+        weights: short digest of the weights behind each span, "" if unknown; () if all are unknown.
+        reset_id: id of the initial state of all episodes; state_hashes: uint64 [G], of the simulator's initial states.
         extras: [D, ...] by name: inputs that a policy needs to evaluate its actions again.
         objective: the loss that trains the group.
         meta: small JSON-like facts for display: task, worker, seconds, error, skipped.
@@ -125,7 +125,10 @@ class EpisodeGroup:
             raise ProtocolError(f"group {self.draw}: each decision executes 1 to {chunk} actions")
 
     def header(self, *, digest: str, nbytes: int) -> GroupHeader:
-        """Return the header for the gate: decisions as lengths, returns as rewards."""
+        """Return the header for the gate, with numbers of decisions as ``lengths`` and returns as ``rewards``.
+
+        ``digest`` and ``nbytes`` are of the encoded group.
+        """
         versions = self.spans[:, 1]
         floats = [self.logprobs, self.rewards, self.returns, self.actions, *self.observations.values()]
         floats += self.final_observations.values()
@@ -161,7 +164,7 @@ _SCALARS = {"job": str, "attempt": str, "epoch": int, "reset_id": int, "meta": d
 
 
 def encode_episode_group(group: EpisodeGroup) -> tuple[bytes, GroupHeader]:
-    """Encode a group as one frame with its header; the header's digest is the xxh3-128 of the frame."""
+    """Encode a group as one frame; return the frame and its header, whose digest is the xxh3-128 of the frame."""
     group.check()
     tree: dict[str, Any] = {
         "schema": SCHEMA,

@@ -36,11 +36,11 @@ class Admission(msgspec.Struct, frozen=True, array_like=True):
     that are compared; each may be admitted by itself, too. Without ``interactions``, the feedback contains the text;
     ``version`` is the policy version that it is attributed to, -1: any. ``bucket``: kind of prompt for tracked values.
     ``group``: id shared by answers that are compared with each other; ``origin``: episode and request of such an
-    answer, because turns of one episode are not compared; for posted turns, their episode and their items.
+    answer, because turns of one episode are not compared; for posted turns, their episode and their feedback ids.
 
-    ``weight`` scales the advantages: ``share``, the weight relative to the rest of its episode (0: written by an
-    earlier version, means 1), times a factor below 1 if a new source judged. ``compared`` pairs the verdict of a source
-    with that of the reference keys on the same target: ``(key, reward, reward)``.
+    ``weight`` scales the advantages. It is ``share``, the weight relative to the rest of its episode (0: written by an
+    earlier version, means 1), times a factor below 1 if a new source judged. ``compared`` has ``(key, its reward, mean
+    reward of the reference keys)`` for each metric and target that both judged.
 
     ``judges`` are all keys whose feedback contributes to the reward, ``askers`` those that requested the answers,
     ``users`` the users of the conversations if there may be several; empty: ``user``. ``refused`` maps turns of the
@@ -89,15 +89,15 @@ class Quarantined(Event, frozen=True, kw_only=True, tag=True):
 
 
 class PackedIds(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Packed ids of items, 16 bytes each. ``texts`` has those that are no UUID in canonical form; no API accepts
-    such."""
+    """Packed ids of items, 16 bytes each. ``texts`` has the ids that are not UUIDs in canonical form; no API accepts
+    such ids."""
 
     packed: bytes = b""
     texts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, ids: Iterable[str]) -> PackedIds:
-        """Pack ids."""
+        """Return ``ids`` in packed form."""
         packed, texts = [], []
         for id in ids:
             data = _id_bytes(id)
@@ -140,8 +140,8 @@ class EndedFeedback(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Feedback items that end without training, all with one status and reason.
 
     ``revision`` is set if only that revision, which came too late, is rejected. ``time`` is set if a later revision of
-    an item may count again; 0: the time of the entry. If ``others`` has an id for each item, it completes the reason:
-    an item is retracted `by` it, or `retracts` it.
+    an item may count again; 0: the time of the entry. If ``others`` has an id for each item, this id completes the
+    reason, which is `by` (the item was retracted by the other one) or `retracts` (it retracts the other one).
     """
 
     ids: PackedIds
@@ -162,8 +162,8 @@ class EndedInteractions(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Decided(Event, frozen=True, kw_only=True, tag=True):
     """Live items end without training: feedback is rejected, expired or retracted, interactions are refused.
 
-    ``episodes`` are the posted episodes that closed with them, 16 bytes each: the xxh3-128 of key and name. The leader
-    had read INTERACTIONS and FEEDBACK below the sequences ``read_to`` when it decided.
+    ``episodes`` has the posted episodes that closed in this decision, 16 bytes each: the xxh3-128 of API key id and
+    episode name. The leader had read INTERACTIONS and FEEDBACK below the sequences ``read_to`` when it decided.
     """
 
     feedback: list[EndedFeedback] = []

@@ -50,8 +50,8 @@ class CanaryBegun(Event, frozen=True, kw_only=True, tag=True):
 class Judged(msgspec.Struct, frozen=True, array_like=True):
     """Reward of one conversation during a trial; in jobs without credit over turns, of one answer.
 
-    ``interactions`` are its answers, all by the version of its arm; ``judges``, ``askers`` and ``users`` are its
-    owners, as in ``Admission``.
+    ``interactions`` are its answers, all by one version: the one on trial if ``is_canary``, else the served one.
+    ``judges``, ``askers`` and ``users`` are as in ``Admission``.
     """
 
     conversation: str
@@ -64,7 +64,7 @@ class Judged(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CanaryJudged(Event, frozen=True, kw_only=True, tag=True):
-    """Conversations of both arms were judged during the trial of ``version``."""
+    """Conversations with the version on trial, ``version``, and with the served one were judged."""
 
     version: int
     judged: list[Judged]

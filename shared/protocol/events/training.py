@@ -44,9 +44,9 @@ class JobStarted(Event, frozen=True, kw_only=True, tag=True):
 
 
 class SettingsChanged(Event, frozen=True, kw_only=True, tag=True):
-    """A user changed the job file: ``settings``, complete, apply to every batch from ``number`` on.
+    """A user changed the job file: ``settings``, which are complete, apply to every batch from ``number`` on.
 
-    ``update_index``: updates before that batch in the lineage.
+    ``update_index``: number of updates before batch ``number`` in the lineage.
     """
 
     generation: int
@@ -89,7 +89,7 @@ class Redrawn(Event, frozen=True, kw_only=True, tag=True):
 
 
 class SealedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One group of a batch: its sequence, its digest, and its facts for the ledger."""
+    """One group of a batch: its sequence in EXPERIENCE, its digest, and its facts for the ledger."""
 
     draw: Draw
     attempt: str
@@ -102,7 +102,7 @@ class SealedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     worker: str
     objective: Objective = "policy"
     baseline: float | None = None
-    """Tracked value of its kind before this batch, if the algorithm tracks values."""
+    """Tracked value of the group's kind of prompt before this batch, if the algorithm tracks values."""
     temperature: float | None = None
     """Temperature of sampling and training; None in ledgers of earlier versions."""
     weight: float = 1.0
@@ -114,8 +114,8 @@ class SealedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Hyperparameters(msgspec.Struct, frozen=True, array_like=True):
     """Settings of an update: peak learning rate, weight of the KL, length of the run.
 
-    ``learning_rate`` is None if each network has its own; ``kl_coef`` without a KL or if the trainer adapts it;
-    ``max_updates`` if only the data ends the run.
+    ``learning_rate`` is None if each network has its own, ``kl_coef`` is None if there is no KL or the trainer adapts
+    the weight, and ``max_updates`` is None if only the data ends the run.
     """
 
     learning_rate: float | None
@@ -188,7 +188,7 @@ class Checkpointed(Event, frozen=True, kw_only=True, tag=True):
     path: str
     trainer_epoch: int
     low_seq: int
-    """Lowest sequence in EXPERIENCE that is still needed after it."""
+    """Lowest sequence in EXPERIENCE that is still needed after this checkpoint."""
     reason: str = ""
     """Reason of the checkpoint: initial, interval, a new best, room, pause, the end."""
 
@@ -205,9 +205,9 @@ class BestCheckpoint(Event, frozen=True, kw_only=True, tag=True):
 class LineageForked(Event, frozen=True, kw_only=True, tag=True):
     """Updates from ``from_batch`` on are rolled back: a trainer did not reproduce them, or a user requested it.
 
-    Their draws, and those of batches sealed after them, become dropped(rolled_back). With ``redraw`` they are drawn
-    again; without, because the rollback is meant to remove this material, ``draws`` lists them. The weights before
-    ``from_batch`` continue under the number ``version``, which is above the clock. ``operation`` is the user's request.
+    Their draws, and the draws of batches sealed after them, become dropped(rolled_back). With ``redraw`` they are drawn
+    again. Otherwise the rollback is meant to remove this material, and ``draws`` lists them. The weights before
+    ``from_batch`` continue as ``version``, a number above all earlier ones. ``operation`` is the user's request.
     """
 
     from_batch: int

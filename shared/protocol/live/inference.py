@@ -3,8 +3,8 @@
 A gateway sends a request to the queue `inference.<job>`; the worker that takes it answers with ``InferenceReply`` and
 then sends ``Chunks`` to the gateway's own subject: one message per gateway and decode step, with the new tokens of all
 requests of that gateway. Chunks of one choice follow each other without gaps, which ``start`` proves. A worker sends a
-heartbeat at least every ``SIGN_EVERY_S`` with the ids of its running requests; so does a gateway to each worker that
-runs requests of it.
+heartbeat at least every ``SIGN_EVERY_S`` with the ids of its running requests; a gateway sends heartbeats to each
+worker that runs its requests.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InferenceReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply to a request: True if ``worker`` (one session of one process) accepts it; if not, another worker may."""
+    """Reply to a request: ``accepted`` is True if ``worker`` (one session of one process) takes it; if not, another
+    worker may."""
 
     worker: str
     accepted: bool
@@ -152,8 +153,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Chunks(msgspec.Struct, frozen=True):
-    """All news for one gateway, with the ids of its requests that the worker runs (None: not included in this
-    message)."""
+    """New chunks and failures for one gateway. ``in_hand``: ids of the gateway's requests that the worker runs; None:
+    not included in this message."""
 
     worker: str
     chunks: list[Chunk] = []
@@ -170,7 +171,10 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Location of a request that the client repeats by itself: its gateway, ``ids`` and ``episode``."""
+    """Note of the gateway that holds the answer to a request, because the client may retry the request automatically.
+
+    ``ids``: interaction ids of the request; ``episode``: its episode.
+    """
 
     gateway: str
     ids: list[str]
@@ -178,9 +182,10 @@ class Whereabouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Request of ``gateway`` for an unread answer held by another gateway, because the client repeats its request here.
+    """Request of ``gateway`` to take over an unread answer of another gateway, because the client's retry reached
+    ``gateway``.
 
-    ``key`` is common to all tries of one request, ``request`` is the id of the earlier try.
+    ``key`` is common to all attempts of one request, ``request`` is the id of the earlier attempt.
     """
 
     key: str
@@ -189,7 +194,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claimed(msgspec.Struct, frozen=True, kw_only=True):
-    """Reply to ``Claim``: ``given`` if the answer is transferred, with its facts; its chunks come from ``worker``.
+    """Reply to ``Claim``: ``given`` is True if the answer is transferred. ``worker`` is then the name under which the
+    other gateway sends its chunks, ``version`` and ``prompt_ids`` are facts of the answer.
 
     The answer is not transferred if it was read already, or if another client waits for it.
     """
@@ -201,6 +207,6 @@ class Claimed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Present(msgspec.Struct, frozen=True, kw_only=True):
-    """Heartbeat of a gateway, and of the clients of its requests."""
+    """Heartbeat of ``gateway`` to a worker that runs its requests."""
 
     gateway: str

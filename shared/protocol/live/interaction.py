@@ -71,7 +71,7 @@ NUM_SENDERS = 4096
 """Number of sender numbers, which bounds the size of statistics by sender. Two keys may have the same number."""
 
 TOO_LATE = "too_late"
-"""Outcome of a revision of feedback that was decided before."""
+"""Reason why a revision of feedback is rejected: the feedback was decided before."""
 MAX_TURNS = 1000
 """Largest number of turns of one episode, served or posted; later turns are never trained on."""
 
@@ -165,7 +165,7 @@ class Feedback(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     body: dict[str, Any] = msgspec.field(default_factory=dict)
     seq: int = 0
     """Sequence of its message in FEEDBACK, set by readers: of two conflicting items the later one counts. It is
-    stored only if a deletion rewrote the item at a higher sequence; then it is the original one."""
+    stored only if a deletion rewrote the item at a higher sequence; then it is the original sequence."""
 
 
 class FeedbackBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,7 +191,7 @@ def senders_header(sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def senders_of(headers: Mapping[str, str]) -> dict[int, int]:
-    """Return the bytes by sender number; empty if the header is absent or invalid."""
+    """Return the bytes by sender number in SENDERS_HEADER; empty if the header is absent or invalid."""
     try:
         pairs = (pair.split(":") for pair in headers.get(SENDERS_HEADER, "").split())
         return {int(number, 16) % NUM_SENDERS: max(0, int(nbytes)) for number, nbytes in pairs}
@@ -277,8 +277,8 @@ class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InteractionStatus(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Status of one interaction. Those with an ``ordinal`` follow from the ledger, and the newest of them counts;
-    without any, the first one."""
+    """Status of one interaction. Statuses with an ``ordinal`` follow from the ledger, and the newest of these counts;
+    if an interaction has none of these, its first status counts."""
 
     interaction: str
     status: Literal["admitted", "rejected", "trained"]

@@ -78,7 +78,7 @@ def show_line(value: Any) -> None:
 
 
 def show_done(text: str, value: Any, as_json: bool) -> None:
-    """Print the effect of a command without a result: as a remark, or as JSON."""
+    """Print what a command did: ``text`` as a remark on stderr, or ``value`` as JSON."""
     if as_json:
         show_json(value)
     else:
@@ -104,7 +104,7 @@ def event_line(row: dict[str, Any]) -> Text:
 
 
 def number(value: Any) -> str:
-    """Format a number with four significant digits; '' for None."""
+    """Format a whole number in full, any other with four significant digits; '' for None."""
     if value is None:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -37,7 +37,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 LONGEST_PAUSE_S = 5.0
 _AGAIN = frozenset({429, 502, 503, 504})
 _LISTED = {"invalid_job": "job", "invalid_file": "file"}
-"""Problem codes for which the error lists all flaws, and the object that has them."""
+"""Problem codes whose error lists all flaws -> the word for the invalid object in its message."""
 
 
 def base_url(url: str | None) -> str:
@@ -49,12 +49,17 @@ def base_url(url: str | None) -> str:
 
 
 def authorities(url: str) -> ssl.SSLContext | bool:
-    """Return what httpx verifies certificates with: none for plain HTTP, as to load the usual ones takes 20 ms."""
+    """Return the argument ``verify`` of httpx: True for HTTPS, an empty TLS context for plain HTTP.
+
+    The empty context saves 20 ms, which loading the usual authorities takes.
+    """
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if url.startswith("http://") else True
 
 
 def default_headers(api_key: str | None, url: str) -> dict[str, str]:
     """Return the Authorization header from ``api_key``, PENSTOCK_API_KEY, or this user's key file for ``url``.
+
+    Return {} if none of these has a key.
 
     Raises:
         ConfigError: the key contains characters that no key has.
@@ -66,12 +71,15 @@ def default_headers(api_key: str | None, url: str) -> dict[str, str]:
 
 
 def is_in_flight(response: httpx.Response) -> bool:
-    """Return True if the server is still processing an earlier attempt of this request, by its Idempotency-Key."""
+    """Return True if the server is still processing an earlier request with the same Idempotency-Key."""
     return response.status_code == 409 and response.headers.get("x-should-retry") == "true"
 
 
 def pause_s(attempt: int, response: httpx.Response | None) -> float | None:
-    """Return the seconds to wait before the next attempt, or None if a retry is pointless."""
+    """Return the seconds to wait before the next attempt, or None if a retry is pointless.
+
+    ``response`` is None if the last attempt got no reply.
+    """
     if response is None:
         return float(min(0.1 * 2**attempt, LONGEST_PAUSE_S) * random.uniform(0.75, 1.25))
     if response.status_code not in _AGAIN and response.headers.get("x-should-retry") != "true":
@@ -91,7 +99,10 @@ def unreachable(url: str, error: Exception | None) -> Unavailable:
 
 
 def body_of(response: httpx.Response) -> Any:
-    """Return the JSON of a successful reply, None for 204. Raises the error of ``error_of`` for others."""
+    """Return the JSON of a successful reply, None for 204. Raises ProtocolError if the reply is not JSON.
+
+    Raises the error that ``error_of`` returns for any other reply.
+    """
     if response.status_code == 204:
         return None
     if response.is_success:
@@ -103,7 +114,7 @@ def body_of(response: httpx.Response) -> Any:
 
 
 def error_of(response: httpx.Response) -> PenstockError:
-    """Return the error for a problem document; the body of the response must have been read."""
+    """Return the error that the problem document of a reply describes; the body must have been read."""
     status = response.status_code
     try:
         problem = response.json()

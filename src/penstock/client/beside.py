@@ -43,9 +43,9 @@ _PATHS = frozenset({"path", "tokenizer", "exclude_path", "teacher", "demonstrati
 
 @dataclass(frozen=True)
 class JobText:
-    """A job file as it is sent, and its uploads: Python sources by SHA-256, files of rows, and folders of models.
+    """A job file as it is sent, and its uploads: Python sources by SHA-256, data sets, and folders of models.
 
-    ``rows`` and ``models`` are absolute paths in ``data``; the ids of the uploads replace them.
+    ``rows`` (of data sets) and ``models`` hold absolute paths in ``data``, which the ids of the uploads replace.
     """
 
     data: dict[str, Any]
@@ -64,7 +64,7 @@ class JobText:
 
 
 def read_job(file: Path, overrides: list[str] | None = None) -> JobText:
-    """Read the job file at ``file`` and the files that it names by relative paths.
+    """Read the job file at ``file``, apply ``overrides`` (``a.b=value``), and read the code that it names.
 
     Raises:
         ConfigError: the job file, or a file of code, cannot be read or is too long.
@@ -73,7 +73,7 @@ def read_job(file: Path, overrides: list[str] | None = None) -> JobText:
 
 
 def with_neighbours(data: Mapping[str, Any], folder: Path) -> JobText:
-    """Resolve the relative paths of a job file in ``folder``. Raises ConfigError as ``read_job`` does."""
+    """Return a job file with relative paths resolved against ``folder``. Raises ConfigError as ``read_job`` does."""
     sources: dict[str, str] = {}
     rows: set[str] = set()
     changed = _changed(data, "", folder, sources, rows)
@@ -100,7 +100,7 @@ def _changed(value: Any, key: str, folder: Path, sources: dict[str, str], rows: 
 
 
 def _relative_paths(written: Any, changed: Any) -> list[str]:
-    """Return the absolute ``path`` of a section, if it was written relative to the job file."""
+    """Return the absolute ``path`` of a section as a list; [] if the job file does not name it by a relative path."""
     if not isinstance(written, Mapping) or not isinstance(path := written.get("path"), str):
         return []
     return [] if path == changed["path"] else [changed["path"]]
@@ -112,7 +112,7 @@ def _is_small_file_of_rows(file: Path) -> bool:
 
 def read_rows(file: Path) -> bytes | None:
     """Read a data set as JSON lines. Return None for Parquet that cannot be converted here without a change: pyarrow is
-    missing, JSON lacks a value (bytes, times, decimals, NaN), or the lines have more than MAX_UPLOAD_BYTES.
+    missing, JSON cannot express a value (bytes, times, decimals, NaN), or the lines exceed MAX_UPLOAD_BYTES.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -136,8 +136,8 @@ def read_rows(file: Path) -> bytes | None:
 
 
 def files_of_model(folder: Path) -> list[Path]:
-    """Return the files of a small Hugging Face model, sorted by name; [] if ``folder`` is none or contains more: code,
-    pickled weights, folders, or more than MAX_UPLOAD_BYTES."""
+    """Return the files of a small Hugging Face model, sorted by name; [] if ``folder`` holds no model, exceeds
+    MAX_UPLOAD_BYTES or MAX_MODEL_FILES, or also holds other files: code, pickled weights, folders."""
     if not (folder / "config.json").is_file():
         return []
     inside = sorted(folder.iterdir())

@@ -31,14 +31,14 @@ JobFile = AnyJob | Mapping[str, Any] | JobText | Path | str
 """A job: a validated model, a mapping, a job file with its uploads, or the path of a YAML file."""
 Order = Literal["asc", "desc"]
 DRY_RUN_S = 90.0
-"""Longer than the server's own deadline for user code that hangs."""
+"""Timeout of a dry run (seconds), longer than the server's own deadline for user code that hangs."""
 Goal = str
-"""``terminal`` or a phase."""
+"""State of a job to wait for: a phase, or ``terminal`` for any end."""
 
 
 @dataclass(frozen=True)
 class Call(Generic[T]):
-    """One request and the reader of its reply."""
+    """One request and the reader of its reply. ``key``: idempotency key; None: a new one for each POST."""
 
     method: str
     path: str
@@ -67,7 +67,7 @@ def show(path: str, read: Callable[[Any], T], **params: Any) -> Call[T]:
 
 
 def post(path: str, body: Any = None, *, timeout_s: float | None = None) -> Call[Row]:
-    """Return a POST request that answers with an object."""
+    """Return a POST request whose reply is an object."""
     return Call("POST", path, dict, body=None if body is None else orjson.dumps(body), timeout_s=timeout_s)
 
 
@@ -82,7 +82,7 @@ def nothing(_: Any) -> None:
 
 
 def text_of(job: JobFile) -> JobText:
-    """Return a job with its uploads. Raises ConfigError."""
+    """Return a job as it is sent, with the uploads that it needs. Raises ConfigError."""
     if isinstance(job, Path | str):
         return read_job(Path(job))
     if isinstance(job, JobText):
@@ -91,23 +91,23 @@ def text_of(job: JobFile) -> JobText:
 
 
 def submit(job: JobText, key: str | None) -> Call[JobRecord]:
-    """Submit a job; the same ``key`` submits it once."""
+    """Return the request that submits a job; repeated requests with the same ``key`` submit it once."""
     return Call("POST", "/v1/jobs", read_record, body=_job_bytes(job), key=key)
 
 
 def dry_run(job: JobText) -> Call[Row]:
-    """Validate a job and show its plan."""
+    """Return the request that validates a job and shows its plan."""
     read = lambda data: dict(data["plan"])  # noqa: E731
     return Call("POST", "/v1/jobs", read, {"dry_run": True}, _job_bytes(job), timeout_s=DRY_RUN_S)
 
 
 def get(job: str) -> Call[JobRecord]:
-    """Show a job."""
+    """Return the request that shows a job."""
     return Call("GET", f"/v1/jobs/{job}", read_record)
 
 
 def hold(job: str, goal: Goal, wait_s: float) -> Call[JobRecord]:
-    """Show a job once it reached ``goal``, or after ``wait_s``."""
+    """Return the request that shows a job once it has ended or reached ``goal``, or after ``wait_s`` seconds."""
     params = {"wait": wait_s, "for": goal}
     return Call("GET", f"/v1/jobs/{job}", read_record, params, timeout_s=wait_s + 10)
 
@@ -122,7 +122,7 @@ def page(
     kind: str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Call[Records]:
-    """List one page of jobs."""
+    """Return the request for one page of jobs."""
     params = {"after": after, "limit": limit, "order": order, "phase": phase, "name": name, "kind": kind}
     params |= {f"metadata[{key}]": value for key, value in (metadata or {}).items()}
     return Call("GET", "/v1/jobs", lambda data: [read_record(row) for row in data["data"]], params)
@@ -131,30 +131,30 @@ def page(
 def steer(
     job: str, verb: Literal["cancel", "pause", "resume"], *, force: bool = False, checkpoint: bool = True
 ) -> Call[JobRecord]:
-    """Request a change of a job's state."""
+    """Return the request to cancel, pause or resume a job."""
     params = {"force": True if force else None, "checkpoint": None if checkpoint else False}
     return Call("POST", f"/v1/jobs/{job}/{verb}", read_record, params)
 
 
 def amend(job: str, patch: Mapping[str, Any], revision: int | None, wait_s: float) -> Call[Row]:
-    """Change a job file while the job runs."""
+    """Return the request to change a job file while the job runs."""
     etag = {} if revision is None else {"If-Match": f'"{revision}"'}
     body = orjson.dumps(dict(patch))
     return Call("PATCH", f"/v1/jobs/{job}", dict, {"wait": wait_s}, body, wait_s + 10, extra_headers=etag)
 
 
 def extend(job: str, max_updates: int) -> Call[Row]:
-    """Continue a job that has ended."""
+    """Return the request to continue a job that has ended."""
     return post(f"/v1/jobs/{job}/extend", {"max_updates": max_updates})
 
 
 def checkpoint_now(job: str) -> Call[Row]:
-    """Request a checkpoint."""
+    """Return the request for a checkpoint of the current weights."""
     return post(f"/v1/jobs/{job}/checkpoints")
 
 
 def operation(job: str, id: str, wait_s: float) -> Call[Row]:
-    """Show an operation once it is complete, or after ``wait_s``."""
+    """Return the request that shows an operation once it is complete, or after ``wait_s`` seconds."""
     path = f"/v1/jobs/{job}/operations/{id}"
     return Call("GET", path, dict, {"wait": wait_s}, timeout_s=wait_s + 10)
 
@@ -173,18 +173,18 @@ def replay_of(from_batch: int | None, to_batch: int | None, *, feedback: bool) -
 
 
 def events_page(job: str, after: int, limit: int) -> Call[tuple[Rows, bool]]:
-    """List one page of events, and True if there is another."""
+    """Return the request for one page of events; its result is the events, and True if there are more."""
     params = {"after": after, "limit": limit}
     return Call("GET", f"/v1/jobs/{job}/events", lambda data: (data["data"], data["has_more"]), params)
 
 
 def view(job: str, name: str, **params: Any) -> Call[Row]:
-    """Return a view of a job that is an object: metrics, audit, logs."""
+    """Return the request for a view of a job that is one object: metrics, audit, logs."""
     return Call("GET", f"/v1/jobs/{job}/{name}", dict, params, timeout_s=120 if name == "audit" else None)
 
 
 def rows(job: str, name: str, **params: Any) -> Call[Rows]:
-    """Return a view of a job that is a list: workers, checkpoints, why."""
+    """Return the request for a view of a job that is a list: workers, checkpoints, why."""
     return Call("GET", f"/v1/jobs/{job}/{name}", lambda data: list(data["data"]), params)
 
 
@@ -192,9 +192,9 @@ def samples(
     job: str, *, step: int | None = None, limit: int = 20, sort: str | None = None, after: str | None = None,
     env: str | None = None, min_reward: float | None = None,
 ) -> Call[list[Sample]]:  # fmt: skip
-    """List up to 100 completions with rewards, newest update first; ``env`` selects the source of that name.
+    """List up to ``limit`` (at most 100) completions with rewards, newest update first; ``env``: only of this source.
 
-    ``sort``: `reward`, `-reward`, `length` or `-length`; ``after``: the id of the last one of the page before.
+    ``sort``: `reward`, `-reward`, `length` or `-length`; ``after``: id of the last completion of the previous page.
     """
     params = {"step": step, "limit": limit, "sort": sort, "after": after, "env": env, "min_reward": min_reward}
     return Call("GET", f"/v1/jobs/{job}/samples", many(Sample), params)
@@ -207,7 +207,7 @@ def sample(job: str, id: str) -> Call[TokenSample]:
 
 
 def timeline(job: str, *, step: int | None = None, limit: int = 20) -> Call[list[StageSpan]]:
-    """List start and end of the stages of one update, or of the newest ``limit`` ones."""
+    """List start and end of the stages of one update, or of the newest ``limit`` updates."""
     return Call("GET", f"/v1/jobs/{job}/timeline", many(StageSpan), {"step": step, "limit": limit})
 
 
@@ -227,7 +227,7 @@ def interaction(id: str) -> Call[Interaction]:
 
 
 def about(name: Literal["limits", "version"]) -> Call[Row]:
-    """Return information about the deployment."""
+    """Return the request for the limits or the version of the deployment."""
     return Call("GET", f"/v1/{name}", dict)
 
 

@@ -16,15 +16,15 @@ __all__ = ["Download", "archive", "artifact", "film", "plan_downloads"]
 
 
 class Download:
-    """A download that collects its bytes in ``NAME.part`` beside ``path``; leaving the context early keeps them.
+    """A download that collects bytes in ``NAME.part`` beside ``path``; leaving the context early keeps this file.
 
     Args:
         url: path of the file on the server.
         path: destination.
         name: name of the file in messages.
-        sha256: of its content, in hex; None: the server's reply determines its end, and an interrupted download starts
-        over.
-        nbytes: its length; None: unknown.
+        sha256: SHA-256 of the content, in hex; None: unknown, so that the file ends where the reply ends, and an
+        interrupted download starts over.
+        nbytes: size of the file in bytes; None: unknown.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Download:
         return self._part.stat().st_size if self._part.exists() else 0
 
     def headers(self) -> dict[str, str]:
-        """Return headers that request the rest, or all of the file if the server's version has changed."""
+        """Return headers that request the missing rest of the file, or all of it if it has changed on the server."""
         start = self.received
         if self._sha256 is None or start == 0 or (self._nbytes is not None and start >= self._nbytes):
             return {}
@@ -69,7 +69,7 @@ class Download:
         """Verify the file and move it to its destination.
 
         Raises:
-            CheckpointError: its bytes are not those of the committed checkpoint; they are deleted.
+            CheckpointError: the file has the wrong size or hash; the received bytes are deleted.
         """
         self.close()
         if not self._fits(self._part):

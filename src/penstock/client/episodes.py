@@ -32,8 +32,8 @@ def _open(
         ttl_s: seconds for which the episode accepts requests; default: a day.
         split: `val` is recorded and never trained on.
         group_id: episodes of one group are compared with each other.
-        user: user of the requests that name none.
-        key: also create a key for this episode, with `expires_in_s` and `scopes` as in ``key``: `{}` for the defaults.
+        user: user of those requests that name no user.
+        key: also create a key for this episode, from these arguments of the method ``key``; `{}`: from the defaults.
     """
     named = None if tags is None else dict(tags)
     made = None if key is None else dict(key)
@@ -71,7 +71,7 @@ def _key(
 
 
 def _interactions(id: str, *, limit: int = 100) -> Steps[list[Interaction]]:
-    """List up to ``limit`` interactions of an episode in the order of recording; also of an unopened episode.
+    """List up to ``limit`` interactions of an episode, opened or not, in the order of recording.
 
     Needs the scope ``jobs:read``. Raises NotFound: not the id of an episode.
     """

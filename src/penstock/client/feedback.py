@@ -64,11 +64,11 @@ def send(
     user: str | None = None,
     observed_at: datetime | None = None,
 ) -> Call[Accepted]:
-    """Post one verdict and return once it is on disk; the same ``id`` has one effect.
+    """Post one verdict and return once it is on disk; repeated posts with the same ``id`` have one effect.
 
     Args:
-        metric: one that the job declares, `reward`, `comment` or `demonstration`.
-        turn: index of the interaction in the episode; default: its last.
+        metric: name of a metric that the job declares, or `reward`, `comment` or `demonstration`.
+        turn: index of the interaction in the episode; default: the last one.
         weight: 0 to 1, relative to other verdicts on the same answer.
         final: True: no more feedback follows, and the episode is over.
         dryrun: only validate it.
@@ -105,7 +105,7 @@ def prefer(
         chosen: id of a response of this deployment; with ``model`` a text, or a message of the assistant.
         rejected: the other answer, in the same form.
         strength: above 0, at most 1: the factor of the pair in the loss.
-        model: job that learns from two texts, which answer ``messages`` or ``prompt_token_ids``.
+        model: name or id of the job that learns from two answers to ``messages`` or ``prompt_token_ids``.
     """
     body = {
         "kind": "preference", "chosen": chosen, "rejected": rejected, "strength": strength, "model": model,
@@ -152,18 +152,18 @@ def post_interaction(
     user: str | None = None,
     observed_at: datetime | None = None,
 ) -> Call[Accepted]:
-    """Post a whole interaction of an agent that another system serves: ``completion``, or tokens.
+    """Post a whole interaction of an agent that another system serves: its ``completion``, or its token ids.
 
     Args:
         model: name or id of the online job.
-        logprobs: of the sampler, one for each of ``token_ids``, natural logarithm.
-        policy_version: the version that generated it.
+        logprobs: log-probs (natural logarithm) of the sampler, one for each of ``token_ids``.
+        policy_version: the policy version that generated the answer.
         sampling: `temperature`, `top_p` and `top_k` of the sampler; default: 1, 1, 0.
-        tokenizer_sha: `template` of a record of the same model.
-        rewards: by metric; ``reward`` is that of the metric `reward`.
+        tokenizer_sha: digest of tokenizer and chat template: `template` of any recorded interaction of this model.
+        rewards: values by metric name; ``reward`` is the value of the metric `reward`.
         group_id: answers of one group are compared with each other.
-        episode: UUID of the episode that it is a turn of; ``turn`` is its index there, from 0.
-        done: True for the last turn of its episode; set it on every turn.
+        episode: UUID of the episode of which the interaction is a turn; ``turn`` is its index there, from 0.
+        done: True for the last turn of an episode; default: False, or True without ``episode``.
     """
     body = {
         "kind": "interaction", "model": model, "messages": messages, "completion": _message(completion),

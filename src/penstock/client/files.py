@@ -33,7 +33,7 @@ def _upload(path: Path, *, same: bool = False) -> Call[File]:
     """Upload a file of JSON lines; jobs refer to its ``id``. Raises ConfigError with line numbers.
 
     Args:
-        same: a repeated upload of the same name and content returns the existing file.
+        same: True: return the existing file if this key uploaded the same name and content before.
     """
     try:
         return _form(path.name, path.read_bytes(), "fine-tune", same=same)
@@ -42,7 +42,7 @@ def _upload(path: Path, *, same: bool = False) -> Call[File]:
 
 
 def _upload_model(folder: Path) -> Call[File]:
-    """Upload a small model; the same name and content is uploaded once. Raises ConfigError: a file cannot be read."""
+    """Upload a small model, or reuse an equal earlier upload. Raises ConfigError: a file cannot be read."""
     packed = io.BytesIO()
     try:
         with zipfile.ZipFile(packed, "w") as archive:
@@ -118,7 +118,7 @@ def _delete(id: str) -> Call[None]:
 
 
 def _run(grader: Mapping[str, Any], sample: str, item: Mapping[str, Any] | None = None) -> Call[GraderRun]:
-    """Grade an answer with the data row ``item``: ``reward``, ``sub_rewards``, ``metadata`` with errors."""
+    """Grade the answer ``sample`` to the data row ``item``: ``reward``, ``sub_rewards``, and errors in ``metadata``."""
     body = {"grader": dict(grader), "model_sample": sample, "item": dict(item or {})}
     return _grade("run", one(GraderRun), body)
 

@@ -70,7 +70,7 @@ def rows(kind: type[S], path: str, key: str, limit: int, /, **query: Any) -> Ste
 
 
 def wait(job: str, goal: Goal, timeout_s: float | None, patience_s: float) -> Steps[JobRecord]:
-    """Wait until a job reaches ``goal``, and return it."""
+    """Wait until a job ends or reaches ``goal``, and return its record. Raises DeadlineError, Unavailable."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     patience = Patience(patience_s)
     while True:
@@ -93,13 +93,13 @@ def wait(job: str, goal: Goal, timeout_s: float | None, patience_s: float) -> St
 
 
 def checkpoint_now(job: str, timeout_s: float) -> Steps[Row]:
-    """Take a checkpoint and wait for it."""
+    """Take a checkpoint, wait for it, and return its number and path."""
     asked = yield calls.checkpoint_now(job)
     return (yield from until_done(job, asked, timeout_s, f"no checkpoint of job '{job}'"))
 
 
 def scale(job: str, pool: str, replicas: int, timeout_s: float) -> Steps[Row]:
-    """Set the number of workers and wait until they are ready."""
+    """Set the number of workers of a service and wait until they are ready."""
     asked = yield calls.post(f"/v1/jobs/{job}/scale", {"pool": pool, "replicas": replicas})
     return (yield from until_done(job, asked, timeout_s, f"not {replicas} workers of '{pool}' that are ready"))
 

@@ -24,7 +24,7 @@ def _create(
 ) -> Call[NewKey]:
     """Create a key; only this reply contains its text, as ``key``.
 
-    ``models``: names or ids of the only jobs that it reaches; ``max_weight``: largest weight of its feedback;
+    ``models``: names or ids of the only jobs that it reaches; ``max_weight``: largest weight of feedback from it;
     ``code_modules``: with the scope jobs:code, modules whose functions its job files may name (`*`: all). A retry after
     a lost reply creates another key: revoke the unused one.
     """

@@ -24,7 +24,7 @@ def _show(model: str) -> Call[Model]:
 
 
 def _versions(model: str) -> Call[list[ModelVersion]]:
-    """List the newest version, the served one, and those of the checkpoints; newest first. Raises NotFound."""
+    """List versions, newest first: the newest, the served one, and each that has a checkpoint. Raises NotFound."""
     return Call("GET", f"{_path(model)}/versions", many(ModelVersion))
 
 

@@ -48,7 +48,7 @@ class Pause:
 
 
 Steps = Generator[Call[Any] | Pause, Any, T]
-"""Calls that depend on each other's replies."""
+"""Generator of calls that depend on each other's replies, and of pauses; it returns the result."""
 
 
 class _Walk(Generic[T]):
@@ -123,7 +123,7 @@ def awaits(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], Awai
 
 
 def runs(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P], T]:
-    """Return a blocking method for several calls; see ``sends``."""
+    """Return a blocking method that performs the described steps by ``self._send`` and returns their result."""
 
     @_like(describe)
     def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -133,7 +133,7 @@ def runs(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P], T]:
 
 
 def awaits_all(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P], Awaitable[T]]:
-    """Return an asyncio method for several calls; see ``awaits``."""
+    """Return an asyncio method that performs the described steps by ``self._send`` and returns their result."""
 
     @_like(describe)
     async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:

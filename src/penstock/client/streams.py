@@ -93,7 +93,7 @@ _RECONNECT_S = 0.5
 _SILENCE_S = 45.0
 """Read timeout in seconds; the server pings every 15 s."""
 _PAST_THE_END = 416
-"""Status if the local part of a file is as long as the file or longer; it was never verified."""
+"""HTTP status if the part file is at least as long as the whole file; its content was never verified."""
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -105,7 +105,10 @@ class Streams:
         self._timeout_s, self._patience_s = timeout_s, patience_s
 
     def follow(self, path: str, after: Place, **params: Any) -> Iterator[Row]:
-        """Yield events after ``after`` to the end of the stream, across reconnects. Raises NotFound, Unavailable."""
+        """Yield the data of the events after ``after``, to the end of the stream, across reconnects.
+
+        Raises NotFound, Unavailable.
+        """
         reader, patience = EventReader(after), Patience(self._patience_s)
         while not reader.ended:
             reader = EventReader(reader.last_id)

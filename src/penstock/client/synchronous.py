@@ -90,12 +90,12 @@ class Client:
     def submit(self, job: JobFile, *, idempotency_key: str | None = None) -> JobRecord:
         """Submit a job; first upload the code and data that its file names by relative paths.
 
-        The same ``idempotency_key`` submits it once. Raises ConfigError with one line per flaw.
+        Repeated calls with the same ``idempotency_key`` submit the job once. Raises ConfigError with one line per flaw.
         """
         return complete(flows.submit(job, idempotency_key), self._send)
 
     def dry_run(self, job: JobFile) -> Row:
-        """Validate a job and show what it would do; code and data are uploaded, and a reward worker tries the code."""
+        """Validate a job and return its plan; code and data are uploaded, and a reward worker tries the code."""
         return complete(flows.dry_run(job), self._send)
 
     def get(self, job: str) -> JobRecord:
@@ -117,21 +117,21 @@ class Client:
         kind: str | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Records:
-        """List up to ``limit`` jobs, newest first, in as many requests as needed. ``metadata``: labels to select by."""
+        """List up to ``limit`` jobs, newest first unless ``order`` is ``asc``. ``metadata``: labels of the jobs."""
         wanted = {"order": order, "phase": phase, "name": name, "kind": kind, "metadata": metadata}
         return complete(flows.pages(limit, after, **wanted), self._send)
 
     def wait(self, job: str, *, goal: Goal = "terminal", timeout_s: float | None = None) -> JobRecord:
-        """Wait until a job is terminal (or reaches another ``goal``) and return it.
+        """Wait until a job ends, or reaches the phase ``goal``, and return its record.
 
         Raises:
-            DeadlineError: it did not within ``timeout_s``.
+            DeadlineError: the job did not reach ``goal`` within ``timeout_s`` seconds.
             Unavailable: the server was unreachable for longer than ``patience_s``.
         """
         return complete(flows.wait(job, goal, timeout_s, self._patience_s), self._send)
 
     def cancel(self, job: str, *, force: bool = False, checkpoint: bool = True) -> JobRecord:
-        """Request that a job ends; ``force`` skips drain and last checkpoint, ``checkpoint=False`` only the latter.
+        """Request that a job ends; ``force`` skips drain and last checkpoint, ``checkpoint=False`` only the checkpoint.
 
         Raises:
             Conflict: the job has ended.
@@ -155,11 +155,14 @@ class Client:
         return self._send(calls.steer(job, "resume"))
 
     def amend(self, job: str, patch: Mapping[str, Any], *, revision: int | None = None, wait_s: float = 5.0) -> Row:
-        """Change a job file while the job runs; ``applies_at_step`` is the first update with the change, or None.
+        """Change a job file while the job runs, and return the changed job.
+
+        ``applies_at_step`` in the result is the first update with the change, or None.
 
         Args:
             patch: part of a job file, as a JSON merge patch; None resets a key to its default.
             revision: fail if the job was changed since it had this revision.
+            wait_s: seconds to wait until the job applies the change.
 
         Raises:
             ConfigError: the job would not be valid, or the key is not amendable.
@@ -168,7 +171,7 @@ class Client:
         return self._send(calls.amend(job, patch, revision, wait_s))
 
     def extend(self, job: str, max_updates: int) -> Row:
-        """Continue a job that has ended until ``max_updates`` updates in total; ``notes`` lists the side effects.
+        """Continue a job that has ended until ``max_updates`` updates in total; ``notes`` of the result: side effects.
 
         Optimizer state, schedule position, data order, numbering and ledger continue.
 
@@ -200,7 +203,10 @@ class Client:
         step_to: int | None = None,
         max_points: int = 1000,
     ) -> Row:
-        """Return the columns ``steps``, ``wall`` and ``series``; ``names``: list or comma-separated, None for all."""
+        """Return ``steps``, ``wall`` (Unix seconds) and ``series`` (metric name -> values).
+
+        ``names``: metrics to return, as a list or comma-separated; None for all.
+        """
         params = {"names": names, "step_from": step_from, "step_to": step_to, "max_points": max_points}
         return self._send(calls.view(job, "metrics", **params))
 
@@ -210,11 +216,11 @@ class Client:
     timeline = sends(calls.timeline)
 
     def workers(self, job: str, *, history: bool = False) -> Rows:
-        """List the workers of the job; ``history`` adds ``spans``, the states of each in the last five minutes."""
+        """List the workers of the job; ``history`` adds ``spans``, the states of a worker in the last five minutes."""
         return self._send(calls.rows(job, "workers", history=history or None))
 
     def amendable(self, job: str) -> Rows:
-        """Settings that ``amend`` may change: key, value, type, minimum or above, optional, description."""
+        """List the settings that ``amend`` may change: key, value, type, minimum or above, optional, description."""
         return self._send(calls.rows(job, "amendable"))
 
     def videos(self, job: str) -> Rows:
@@ -226,17 +232,19 @@ class Client:
         return self._send(calls.rows(job, "why"))
 
     def audit(self, job: str) -> Row:
-        """Return the ledger equation and its checks."""
+        """Check the ledger; return ``ok``, the ledger ``equation``, ``checks`` and ``violations``."""
         return self._send(calls.view(job, "audit"))
 
     def logs(self, job: str, *, service: str | None = None, tail: int = 100, after: str | None = None) -> Row:
-        """Return ``lines`` of the services' logs, and ``next`` to continue from (as ``after``)."""
+        """Return ``lines`` of the services' logs, and ``next``, the value of ``after`` for the lines that follow."""
         return self._send(calls.view(job, "logs", service=service, tail=tail, after=after))
 
     def follow_logs(
         self, job: str, *, service: str | None = None, tail: int = 100, after: str | None = None
     ) -> Iterator[LogLine]:
-        """Follow the services' logs to the end of the job, starting with the last ``tail`` lines, or after ``after``.
+        """Yield the lines of the services' logs until the job ends, starting with the last ``tail`` of each log.
+
+        ``after``: ``next`` of an earlier reply of ``logs``; start behind its lines instead.
 
         Raises NotFound: no such job, or no log of ``service``.
         """
@@ -250,7 +258,7 @@ class Client:
     ) -> Iterator[Row]:
         """Train sealed batches again and compare; yield progress rows, the last with ``done``, ``ok`` and ``summary``.
 
-        ``feedback``: add ``told`` to each row: the answers of live agents that the batch trained, and their feedback.
+        ``feedback``: add ``told`` to each row: answers of live agents that the batch trained on, and their feedback.
         """
         body = calls.replay_of(from_batch, to_batch, feedback=feedback)
         yield from self._streams.rows(f"/v1/jobs/{job}/replay", body)
@@ -266,7 +274,7 @@ class Client:
         return self._send(calls.view(job, f"checkpoints/{number}"))
 
     def delete_checkpoint(self, job: str, number: int) -> None:
-        """Delete the files of a checkpoint. Raises NotFound, or Conflict: the run needs it, or files are elsewhere."""
+        """Delete the files of a checkpoint. Raises NotFound; Conflict: the run needs it, or its files are elsewhere."""
         self._send(Call("DELETE", f"/v1/jobs/{job}/checkpoints/{number}", calls.nothing))
 
     def download_checkpoint(
@@ -274,11 +282,11 @@ class Client:
     ) -> None:
         """Download a checkpoint (or some of its files) into ``directory``; every file is verified by its sha256.
 
-        Existing files are skipped, and interrupted downloads are resumed.
+        Files that exist unchanged are skipped, and interrupted downloads are resumed.
 
         Raises:
             Conflict: the files are not on the coordinator's host.
-            CheckpointError: the received bytes are not those of the commit.
+            CheckpointError: a received file has another size or hash than the committed file.
             Unavailable: the server was unreachable for longer than ``patience_s``.
         """
         row = self.checkpoint(job, number)
@@ -304,7 +312,7 @@ class Client:
         self._streams.fetch([film(job, name, path)])
 
     def download_artifact(self, sha256: str, path: Path) -> None:
-        """Download a file of any checkpoint by the sha256 of its content to ``path``; verified and resumed.
+        """Download a file of any checkpoint, by the sha256 of its content, to ``path``, and verify it; resumable.
 
         Raises:
             NotFound: no checkpoint on the coordinator's host has it.
@@ -326,8 +334,8 @@ class Client:
         """Set the number of workers of a service (`rollout`, `reward`, `env`) and wait until they are ready.
 
         Raises:
-            Conflict: no supervisor starts processes there, the job has ended, or a newer request replaced this one.
-            DeadlineError: they were not ready within ``timeout_s``.
+            Conflict: no supervisor can start processes, the job has ended, or a newer request replaced this one.
+            DeadlineError: the workers were not ready within ``timeout_s``.
         """
         return complete(flows.scale(job, pool, replicas, timeout_s), self._send)
 

@@ -19,7 +19,8 @@ def _create(
 ) -> Call[NewWebhook]:
     """Create a webhook: ``url`` receives events from now on. Only this reply contains its signing ``secret``.
 
-    ``types``: event types, where a trailing ``*`` matches any ending; default: ends of jobs. ``job``: only its events.
+    ``types``: event types, where a trailing ``*`` matches any ending; default: ends of jobs. ``job``: id of a job; only
+    its events are sent.
     """
     wanted = None if types is None else list(types)
     return make("/v1/webhooks", one(NewWebhook), url=url, types=wanted, job=job, description=description)

@@ -1,11 +1,11 @@
 """Backup of a whole deployment to a directory while jobs run, and restore to another path or host.
 
-The backup is consistent with the ledger: it has what ``LEDGER`` contained at one moment, and everything that this
-refers to. So that this moment exists in every stream, the leader deletes nothing while they are read (on a request that
-is repeated), and the end of each stream is marked, ``LEDGER`` first, because data is stored before an entry that refers
-to it. Job records are read earlier, because a ledger may be ahead of its record, never behind. Messages after the marks
-are deleted on restore. Checkpoints, archived entries and uploads are hard-linked, so that deletions during the copy do
-not remove them.
+The backup is consistent with the ledger: it has what ``LEDGER`` contained at one moment, and everything to which these
+entries refer. While the streams are read, the leader deletes nothing, on a request that the backup repeats. The backup
+records the last sequence number of each stream as its mark, of ``LEDGER`` first, because data is stored before an entry
+that refers to it. Job records are read earlier, because a ledger may be ahead of its record, never behind. A restore
+deletes the messages after the marks. Checkpoints, archived entries and uploads are hard-linked, so that deletions
+during the copy do not remove them.
 
 The directory contains secrets (hashes of keys, users' data): only its owner may read it.
 """
@@ -47,17 +47,17 @@ MANIFEST, STREAMS, FILES, DATA = "manifest.json", "streams", "files", "data"
 FOLDERS = ("checkpoints", "code", "files", "ledgers", "tracking")
 """Folders of the data directory that are copied; the rest is the bus itself, caches, and logs."""
 RESTORED = "restored"
-"""Folder of a restored data directory for jobs' data from outside of the old one."""
+"""Folder in a restored data directory, for data of jobs that was outside of the old data directory."""
 DERIVED = frozenset({subjects.TICKETS, subjects.RAW, subjects.PARTIAL})
-"""Work queues and work in progress, which are not stored: a leader requests again everything in flight in its
-ledger."""
+"""Streams with work in progress, which the backup leaves out: a leader requests everything again that is in flight in
+its ledger."""
 KV = "KV_"
 LATE = frozenset({f"{KV}{subjects.LEASES}"})
-"""Read after the marks, so that no epoch in the ledger is above that of the lease."""
+"""Buckets that are read after the marks, so that no epoch in the ledger is above the epoch of the lease."""
 KEPT_WHOLE = frozenset({subjects.AUDIT})
-"""Streams that are not cut at their mark: nothing is ever deleted from them."""
+"""Streams that a restore does not cut at their mark, because nothing is ever deleted from them."""
 FIRST = {subjects.EXPERIENCE: 0, subjects.INTERACTIONS: 1}
-"""Order of the marks after that of LEDGER: data from a policy that the ledger does not know is left out."""
+"""Streams that are marked right after LEDGER, in this order, to leave out data of policies unknown to LEDGER."""
 HOLD_S, HOLD_EVERY_S = 60.0, 10.0
 TRIES = 3
 BLOCK = 1 << 20
@@ -74,7 +74,7 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class StoredStream(msgspec.Struct, frozen=True):
-    """A stream: its state at the server, its newest message that is part of the backup, and its data."""
+    """A stream: its state at the server, its data, and ``mark``, the sequence number of the last message to restore."""
 
     image: StreamImage
     mark: int
@@ -149,7 +149,7 @@ def _empty(target: Path) -> None:
 
 @asynccontextmanager
 async def _held(bus: Bus) -> AsyncIterator[None]:
-    """Have the leader delete nothing; without a leader nothing is deleted anyway."""
+    """Request that the leader delete nothing within the context; without a leader nothing is deleted anyway."""
 
     async def again() -> None:
         while True:
@@ -218,9 +218,9 @@ async def _take(bus: Bus, data_dir: Path, target: Path, tell: Tell) -> BackupMan
 
 
 async def _lost(bus: Bus, links: _Links, mark: int) -> str:
-    """Return a needed checkpoint or part of a ledger that was deleted before it was linked, or ''.
+    """Return a message about a needed checkpoint or part of a ledger that was deleted before it was linked, or ''.
 
-    Most of a long ledger is in the archive. Its links are read, because they are what the backup will contain.
+    Most of a long ledger is in the archive; the linked archive is read, because the backup will contain this one.
     """
     for entry in (await JobStore(bus).index()).unfinished():
         try:
@@ -293,12 +293,12 @@ class _Links:
                         os.link(path, place)
 
     def has(self, checkpoint: str) -> bool:
-        """Return True if a checkpoint, as a ledger names it, is linked completely."""
+        """Return True if the checkpoint whose path in the ledger is ``checkpoint`` is linked completely."""
         place = checkpoint_path(self._folder, checkpoint)
         return (place / "COMMIT").exists()
 
     def copy(self, target: Path) -> list[StoredFile]:
-        """Copy the linked files, without incomplete checkpoints."""
+        """Copy the linked files to ``target``, without incomplete checkpoints; return them with their hashes."""
         stored = []
         for path in sorted(path for path in self._folder.rglob("*") if path.is_file()):
             name = path.relative_to(self._folder)
@@ -318,7 +318,10 @@ def _is_whole(root: Path, name: Path) -> bool:
 
 
 def _references(records: list[JobRecord], data_dir: Path, target: Path) -> list[Reference]:
-    """Return paths in job files outside the data directory; files are copied, directories (models) only listed."""
+    """Copy the files outside the data directory that job files name; return these files and directories (models).
+
+    Directories are not copied.
+    """
     found: list[Reference] = []
     copies: dict[Path, StoredFile] = {}
     for record in records:
@@ -386,7 +389,7 @@ def load_backup(source: Path) -> BackupManifest:
 
     Raises:
         ConfigError: as ``read_manifest``.
-        DataError: a file is missing or was changed; names it.
+        DataError: a file is missing or was changed; the message names it.
     """
     manifest = read_manifest(source)
     kept = [reference.file for reference in manifest.references if reference.file is not None]
@@ -404,7 +407,7 @@ def load_backup(source: Path) -> BackupManifest:
 
 
 def restore_files(source: Path, manifest: BackupManifest, data_dir: Path) -> None:
-    """Copy the files of a backup into a data directory that has none of these folders yet.
+    """Copy the files of a backup into a data directory that holds no files of a deployment yet.
 
     Raises:
         ConfigError: the directory already contains a deployment.
@@ -424,14 +427,14 @@ def restore_files(source: Path, manifest: BackupManifest, data_dir: Path) -> Non
 async def restore_streams(
     bus: Bus, source: Path, manifest: BackupManifest, data_dir: Path, tell: Tell = lambda _: None
 ) -> list[str]:
-    """Restore the streams of a backup to a bus without them, cut them at their marks, and check consistency.
+    """Restore the streams of a backup to a bus without them, delete messages after the marks, and check them.
 
     Returns messages for the user, for example about missing paths.
 
     Raises:
         ConfigError: the bus has such a stream already, or no room.
-        DataError: the restored data is inconsistent; says how.
-        Unavailable: the bus refuses it.
+        DataError: the restored data is inconsistent; the message says how.
+        Unavailable: the bus refuses a stream.
     """
     for stream in manifest.streams:
         tell(f"stream {stream.image.name}")
@@ -498,7 +501,10 @@ def _moved(value: Any, moved: Mapping[str, str]) -> Any:
 
 
 async def _check(bus: Bus, job: str, data_dir: Path, *, finished: bool) -> None:
-    """Check that a job can continue: its ledger folds, its checkpoint exists, and so do the groups trained after it."""
+    """Check that a job can continue: its ledger is readable, and its checkpoint and the groups after it exist.
+
+    Raises DataError if they do not.
+    """
     state = await Journal(bus, job, archive=ledger_archive(data_dir)).load()
     if finished or state.finished or state.checkpoint is None:
         return

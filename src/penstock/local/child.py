@@ -116,7 +116,7 @@ class ServiceProcess:
             self._process = self._launch(f"penstock.services.{self.service}", environment, log)
 
     def ask_to_stop(self) -> None:
-        """Send one signal to drain; a second signal would end the drain."""
+        """Send SIGTERM once, which requests a drain; a second signal would end the drain."""
         if self._process is not None:
             self._process.terminate()
 
@@ -150,12 +150,13 @@ class ServiceProcess:
 
 
 class ServiceRanks:
-    """Runs several processes of one service that work as one group, with torchrun's variables.
+    """Runs several processes of one service that work as one group, with torchrun's environment variables.
 
     The group counts as ended as soon as one process has; then all are started again, at another port.
 
     Args:
-        environments: environment of each rank; rank 0, the first, gives the group its name.
+        workers: name of each rank; the name of rank 0 is also that of the group.
+        environments: environment variables of each rank.
     """
 
     HOST = "127.0.0.1"
@@ -196,7 +197,7 @@ class ServiceRanks:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of that rank; negative for a signal."""
+        """Exit code of the rank that probably ended first, negative for a signal; None while all are alive."""
         return self._first_to_end.exit_code
 
     def start(self) -> None:
@@ -226,7 +227,7 @@ class ServiceRanks:
             rank.end(deadline_s=max(0.0, deadline - time.monotonic()))
 
     def last_words(self) -> str:
-        """Return the message of the last line of that rank's log."""
+        """Return the message of the last line in the log of the rank that probably ended first."""
         return self._first_to_end.last_words()
 
     @property

@@ -22,8 +22,8 @@ LOOK_S = 2.0
 FAILED_WRITE = "write error"
 """Part of the server's error for a stream that accepts no message any more."""
 PATIENCE = 15
-"""Number of consecutive checks that must report any other error (such as JetStream being off). A server that is still
-opening its store is left alone."""
+"""Number of consecutive checks that must report an error other than FAILED_WRITE (such as JetStream being off) before
+the server is restarted. A server that is still opening its store is left alone."""
 SETTLE_S = 5.0
 ROOM_BYTES = 8 << 20
 """Enough space for the server to start and to write for a while."""
@@ -55,7 +55,7 @@ class DiskGuard:
                 return flaw
 
     def _end(self) -> None:
-        """Kill the server, so that nothing of a failed write in its memory reaches the disk."""
+        """Kill the server, so that no part of a failed write that is in its memory reaches the disk."""
         if self._nats.pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._nats.pid, signal.SIGKILL)

@@ -44,7 +44,7 @@ class _Made(msgspec.Struct):
 
 
 def environment_of(engine: str) -> str:
-    """Return the environment that has an engine. Raises ConfigError: no such engine."""
+    """Return the name of the environment that contains ``engine``. Raises ConfigError: no such engine."""
     if engine not in ENVIRONMENT_OF:
         known = ", ".join(ENVIRONMENT_OF)
         raise ConfigError(f"no engine '{engine}' has an environment of its own; there is: {known}")

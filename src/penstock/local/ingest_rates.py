@@ -119,7 +119,10 @@ class Front:
         return {"inference_id": new_marked_id(self.job), "metric_name": "accepted", "value": True}
 
     def plan(self, *, batch: int, connections: int, seconds: float, acked: str = "") -> Plan:
-        """Return a load with ``batch`` items in each request; 0: single items."""
+        """Return a load with ``batch`` items in each request; 0: single items.
+
+        ``acked``: file to which the ids of acknowledged items are written; '': none.
+        """
         body = json.dumps([self.item() for _ in range(batch)] if batch else self.item())
         return Plan(
             host="127.0.0.1", port=self.port, path=BATCH if batch else SINGLE, body=body, connections=connections,
@@ -142,7 +145,7 @@ def measure(plan: Plan) -> Result:
 
 @contextmanager
 def begun(plan: Plan) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a load in a separate process."""
+    """Run a load in a separate process, which is killed at the end of the context if it still runs."""
     command = [sys.executable, "-m", "penstock.local.load"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
@@ -166,7 +169,7 @@ def ended(process: subprocess.Popen[bytes], plan: Plan) -> Result:
 
 
 class Losses(msgspec.Struct, kw_only=True):
-    """Acknowledged items, and their state after the kills."""
+    """Numbers of items that were acknowledged, and that were stored, lost or stored repeatedly despite the kills."""
 
     acked: int
     stored: int
@@ -207,7 +210,7 @@ def kill_test(front: Front, *, connections: int, kills: int = 4, batch: int = 0)
 
 
 def _grown(acked: Path, items: int) -> None:
-    """Wait until ``items`` more items were acknowledged. Raises DeadlineError."""
+    """Wait until ``acked`` holds the ids of ``items`` more acknowledged items. Raises DeadlineError."""
     end, size = time.monotonic() + READY_S, acked.stat().st_size + items * ID_BYTES
     while acked.stat().st_size < size:
         if time.monotonic() > end:

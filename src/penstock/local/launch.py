@@ -64,7 +64,7 @@ def service_environment(service: str, inherited: Mapping[str, str], own: Mapping
 
 
 class Process(Protocol):
-    """The part of ``subprocess.Popen`` that a supervisor uses. The process id is also that of its session."""
+    """The part of ``subprocess.Popen`` that a supervisor uses. The process id is also the session id."""
 
     @property
     def pid(self) -> int:
@@ -99,7 +99,7 @@ def interpreter(module: str, environment: Mapping[str, str], log: IO[bytes]) -> 
 
 
 def interpreter_of(python: Path, folder: Path) -> Launch:
-    """Return a launcher with another interpreter, which has the libraries that Penstock needs, but not Penstock itself.
+    """Return a ``Launch`` that uses ``python``, which has the libraries that Penstock needs, but not Penstock itself.
 
     The process imports the code that runs here, by a link in ``folder``, so that both sides of every message agree.
     """

@@ -31,7 +31,11 @@ _IDS = re.compile(rb'"(?:feedback_id|id)":"([0-9a-f-]{36})"')
 
 
 class Plan(msgspec.Struct, kw_only=True):
-    """The requests and their target. ``items`` is the number of items in one request, for the rate."""
+    """The requests and their target.
+
+    ``items``: number of items in one request, for the rate; ``good``: HTTP statuses of success; ``acked``: file for the
+    ids in the replies, or ''.
+    """
 
     host: str
     port: int
@@ -57,7 +61,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 class _Link(asyncio.Protocol):
-    """One connection."""
+    """One connection with one request in flight at a time."""
 
     def __init__(self, load: _Load) -> None:
         self._load = load
@@ -72,7 +76,7 @@ class _Link(asyncio.Protocol):
         self._send()
 
     def data_received(self, data: bytes) -> None:
-        """Collect one reply."""
+        """Collect the data; once a reply is complete, count it and send the next request."""
         self._data += data
         head = self._data.find(b"\r\n\r\n")
         if head < 0:
@@ -147,7 +151,7 @@ class _Load:
 
 @contextmanager
 def _acked(plan: Plan) -> Iterator[BinaryIO | None]:
-    """Open the file for acknowledged ids, unbuffered, so that its content survives a kill."""
+    """Open the file for acknowledged ids (None: no file), unbuffered, so that its content survives a kill."""
     if not plan.acked:
         yield None
         return
@@ -156,7 +160,7 @@ def _acked(plan: Plan) -> Iterator[BinaryIO | None]:
 
 
 async def run(plan: Plan) -> Result:
-    """Send requests until the time is over."""
+    """Send requests until the time is over, and return the results."""
     with _acked(plan) as acked:
         load = _Load(plan, acked)
         began = time.perf_counter()

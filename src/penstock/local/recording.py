@@ -51,7 +51,7 @@ def scripted_expert(spec: EnvSpec) -> Expert:
 
 
 def policy_of_checkpoint(path: Path, spec: EnvSpec) -> Expert:
-    """Load the policy in a checkpoint of an embodied job; it acts without noise.
+    """Return the policy in a checkpoint of an embodied job as an expert that acts without noise.
 
     Raises:
         CheckpointError: the folder holds no such checkpoint, or its policy does not fit ``spec``.
@@ -102,16 +102,17 @@ def record(
     source: str = "",
     on_episode: Callable[[int], None] = lambda count: None,
 ) -> Demonstrations:
-    """Play one episode from each reset id. Equal arguments give equal results. Blocking.
+    """Play one episode from each reset id and return the recorded ones. Equal arguments give equal results. Blocking.
 
     Args:
         request: the simulator; ``num_envs`` is ignored.
         expert_of: creates the expert; None: actions are sampled uniformly, with the reset id as seed.
         horizon: number of steps after which an episode is truncated.
-        noise: deviation of noise on continuous actions, as fraction of their range; not recorded (arXiv 1703.09327).
+        noise: standard deviation of noise on continuous actions, as fraction of their range; recorded actions are
+            without it (arXiv 1703.09327).
         only_solved: drop episodes that did not solve the task, if the simulator reports success.
         source: description of the expert, for users.
-        on_episode: called with the number of episodes so far.
+        on_episode: called with the number of episodes so far, after each set of parallel ones.
 
     Raises:
         CheckpointError: ``expert_of`` cannot load its checkpoint.

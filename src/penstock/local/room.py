@@ -1,7 +1,7 @@
 """Plans the sizes of this machine's NATS streams: as configured, as they exist, or as the disk allows.
 
 NATS reserves what streams may hold, not what they hold. By default its limit is three quarters of the free space at
-each start, so on a full disk it would refuse its own streams. Here it gets the sum of their sizes as limit.
+each start, so on a full disk it would refuse its own streams. Penstock sets its limit to the sum of their sizes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StreamSizes:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables for services."""
+        """Environment variables that tell services these sizes."""
         sizes = {"PENSTOCK_EXPERIENCE_BYTES": self.experience_bytes, "PENSTOCK_STREAM_BYTES": self.stream_bytes}
         sizes |= {"PENSTOCK_LEDGER_BYTES": self.ledger_bytes} if self.ledger_bytes is not None else {}
         return {name: str(size) for name, size in sizes.items()}
@@ -84,7 +84,7 @@ class Room:
 
     @property
     def story(self) -> str:
-        """Message for the user."""
+        """Message for the user: the free space, and what the streams may take."""
         sizes = self.sizes
         return (
             f"{self.folder} has {_mib(self.free_bytes)} free; streams take at most {_mib(self.max_file_store)} "

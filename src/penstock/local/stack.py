@@ -63,7 +63,7 @@ class StackOptions:
     nats_url: str | None = None
     redis_url: str | None = None
     workers: dict[str, int] = field(default_factory=lambda: {"rollout": 1})
-    """Number of processes by service; default: 1."""
+    """Number of workers by service; default: 1."""
     trainer_ranks: int = 1
     """Number of processes that form one trainer."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -72,9 +72,9 @@ class StackOptions:
     """Sizes of new streams that no variable sets; smaller if the disk lacks room."""
     drain_s: float = 20.0
     launch: Launch = interpreter
-    """Starts the processes of the services."""
+    """Function that starts the processes of the services."""
     pythons: dict[str, Path] = field(default_factory=dict)
-    """Interpreter by service; default: this one."""
+    """Python interpreter by service; default: the one that runs this code."""
 
 
 class Stack:
@@ -156,10 +156,10 @@ class Stack:
         return sum(child.restarts for child in self._children)
 
     async def ready(self, *, deadline_s: float, waiting: Callable[[list[str]], None] = lambda _: None) -> None:
-        """Wait until every service is ready; ``waiting`` receives the names of those that are not.
+        """Wait until every service is ready; ``waiting`` receives the names of those that are not ready.
 
         Raises:
-            DeadlineError: a service is not ready in time; names them.
+            DeadlineError: services are not ready in time; the message names them.
             ConfigError: a service refuses its configuration.
         """
         deadline = time.monotonic() + deadline_s
@@ -194,7 +194,7 @@ class Stack:
             self._write_state()
 
     async def pool(self, service: str) -> ScaleReply:
-        """Return the number of workers of a service, of those that are ready, and of others that drain."""
+        """Return how many workers a service has, how many of them are ready, and how many others still drain."""
         names = [kept.child.name for kept in self._workers(service)]
         urls = [self._health[name] for name in names if name in self._health]
         async with httpx.AsyncClient(timeout=2.0) as http:
@@ -231,7 +231,7 @@ class Stack:
                 raise error
 
     def _clear_shared_memory(self) -> None:
-        """Remove weight slots in shared memory, also of jobs that continue at the next start, and dead segments."""
+        """Remove unused weight slots, also of jobs that continue at the next start, and bulk data of dead processes."""
         directory = load_settings(self.options.environment).shm_dir
         with contextlib.suppress(OSError):
             for folder in (self.options.data_dir / CHECKPOINTS).iterdir():  # every job has one
@@ -241,7 +241,7 @@ class Stack:
     # -- start -------------------------------------------------------------------------------------------------------
 
     def _find_key(self) -> None:
-        """Set the API key: the first configured one, or one in a file of this user that the user's clients can find."""
+        """Set the API key: the first configured one, or else one in a file that this user's clients can find."""
         settings = load_settings(self.options.environment)
         keys = [key for key in settings.api_keys.split(",") if key.strip()]
         if keys or settings.open_loopback:
@@ -319,7 +319,7 @@ class Stack:
         return kept
 
     def _keep(self, kept: KeptAlive) -> None:
-        """Restart a child whenever it ends; an error that a restart cannot fix ends ``broken``."""
+        """Restart a child whenever it ends; ``broken`` raises an error that a restart cannot fix."""
 
         def ended(task: asyncio.Task[None]) -> None:
             error = None if task.cancelled() else task.exception()
@@ -419,7 +419,7 @@ def _service_of(kept: KeptAlive) -> str:
 
 
 def _stages(children: list[KeptAlive]) -> list[list[KeptAlive]]:
-    """Group children in the order of STOPPING; servers last, because all services need them to drain."""
+    """Group children by the stages of STOPPING; servers come last, because all services need them to drain."""
     stages: list[list[KeptAlive]] = [[] for _ in range(len(STOPPING) + 1)]
     for child in children:
         service = _service_of(child)

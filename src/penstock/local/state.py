@@ -26,14 +26,14 @@ class UpState(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     url: str
     nats_url: str
-    """URL with all permissions, for users and tools."""
+    """URL of the bus with all permissions, for users and tools."""
     redis_url: str | None
     data_dir: str
     started: float
     processes: dict[str, int]
     """Process id by name."""
     nats_urls: dict[str, str] = {}
-    """Service -> URL for an additional worker of it."""
+    """Service -> bus URL for a further worker of that service."""
 
 
 class Claim:
@@ -84,7 +84,7 @@ class Claim:
 
 
 def read_state(data_dir: Path) -> UpState | None:
-    """Return the running stack of ``data_dir``, or None. A file left by a crash is ignored."""
+    """Return the state of the stack that runs in ``data_dir``, or None. A file left by a crash is ignored."""
     try:
         state = msgspec.json.decode((data_dir / "up.json").read_bytes(), type=UpState)
         with (data_dir / LOCK).open("rb") as lock:

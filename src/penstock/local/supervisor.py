@@ -20,11 +20,11 @@ class Scalable(Protocol):
     """Processes whose number can change."""
 
     async def scale(self, service: str, replicas: int) -> None:
-        """Start to change the number of processes to ``replicas``."""
+        """Start to change the number of processes of a service to ``replicas``."""
         ...
 
     async def pool(self, service: str) -> ScaleReply:
-        """Return the progress of that."""
+        """Return how many processes of a service run, are ready, and still drain."""
         ...
 
 
@@ -34,7 +34,7 @@ class Supervisor:
     def __init__(self, nats_url: str, processes: Scalable) -> None:
         self._nats_url, self._processes = nats_url, processes
         self._newest: dict[str, str] = {}
-        """Pool -> newest request that was accepted."""
+        """Pool -> ``wish`` (operation id) of the newest request that was accepted."""
 
     async def run(self) -> None:
         """Serve until cancelled."""

@@ -31,7 +31,7 @@ from penstock.shared.errors import ConfigError, DataError
 __all__ = ["Fitted", "Fitting", "fit", "write_world_model"]
 
 WIDENED = 0.1
-"""Margin on each side of the recorded range of observations and rewards, as fraction of the range."""
+"""Margin by which predictions may leave the recorded range on each side, as fraction of the range."""
 MOST_STARTS = 50_000
 """Maximum number of recorded states that a model stores for ``starts: anywhere``."""
 
@@ -119,7 +119,7 @@ def fit(
 
 
 def write_world_model(folder: Path, fitted: Fitted) -> None:
-    """Write the model. Its description is written last, so that a folder with a description is complete.
+    """Write a model to ``folder``. Its description is written last, so that a folder with a description is complete.
 
     Raises:
         DataError: the folder cannot be written.

@@ -1,4 +1,4 @@
-"""HTTP tools that all routes share: bodies, replies, pages, event streams, files, rate limits and idempotency.
+"""HTTP tools that all routes share: bodies, replies, event streams, files, limits and idempotency.
 
 The package imports nothing from the rest of the API.
 """

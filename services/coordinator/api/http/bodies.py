@@ -47,12 +47,16 @@ def _job_of(kind: str, body: bytes) -> tuple[AnyJob, dict[str, Any]]:
 
 
 async def read_object(request: Request, *, patch_too: bool = False) -> dict[str, Any]:
-    """Return the JSON body as an object; an empty body counts as an empty object."""
+    """Return the JSON body as an object, {} if it is empty; with ``patch_too`` it may be a JSON merge patch."""
     return await read_parsed(request, partial(_object_of, _media_type(request), patch_too=patch_too))
 
 
 async def read_parsed(request: Request, parse: Callable[[bytes], T]) -> T:
-    """Return ``parse(body)``; long bodies run in a thread. Raises HttpProblem: 429 no thread was free within WAIT_S."""
+    """Return ``parse(body)``; long bodies are parsed in a thread.
+
+    Raises:
+        HttpProblem: 429 no thread was free within WAIT_S.
+    """
     body = await request.body()
     state = request.scope.get("state", {})
     try:

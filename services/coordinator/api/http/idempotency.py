@@ -1,7 +1,8 @@
 """Idempotency-Key: a repeated POST has one effect and one reply (IETF draft-ietf-httpapi-idempotency-key-header).
 
-Claims and replies are stored in this process, and also in Redis, which shares them with replicas and across restarts.
-Without Redis only that is lost.
+The first request claims its key: it stores a mark that it is running, and later its reply. Both are stored in this
+process, and also in Redis, which shares them with other replicas and keeps them across restarts. Without Redis they
+are valid only in this process.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LARGE_PATHS = frozenset({"/v1/files"})
 
 
 class StoredReply(msgspec.Struct, frozen=True, array_like=True):
-    """A stored reply; ``status`` 0 means that the first request is still running."""
+    """A stored reply; ``status`` 0: the request still runs. ``fingerprint`` is the SHA-256 of its query and body."""
 
     fingerprint: bytes
     status: int = 0

@@ -72,7 +72,7 @@ class Occupancy:
 
 
 class LargeBody:
-    """Slot of one request among the large bodies."""
+    """Slot that a request holds while its large body is read and parsed."""
 
     def __init__(self, turns: _Turns, owner: str) -> None:
         self._turns, self._owner = turns, owner
@@ -86,12 +86,12 @@ class LargeBody:
             await self._held.enter_async_context(self._turns.turn(self._owner, "read"))
 
     async def leave(self) -> None:
-        """Release the slot, once the body is parsed or abandoned."""
+        """Release the slot. Call this once the body is parsed or abandoned."""
         await self._held.aclose()
 
 
 class _Turns:
-    """Semaphores for at most ``most`` holders, and ``each`` per owner. Waiters queue behind their own owner only."""
+    """Slots for at most ``most`` holders, and ``each`` per owner. An owner at its limit does not delay the others."""
 
     def __init__(self, most: int, each: int) -> None:
         self._all, self._each = asyncio.Semaphore(most), each

@@ -40,7 +40,7 @@ class Allowance:
 
     @property
     def allowed(self) -> bool:
-        """True if all of them may pass."""
+        """True if all ``wanted`` requests may pass."""
         return self.granted == self.wanted
 
     def headers(self) -> dict[str, str]:
@@ -55,13 +55,17 @@ class Allowance:
         return found
 
     def refusal(self, code: str, whose: str) -> HttpProblem:
-        """Return the problem document of a request beyond the limit."""
+        """Return the error (429) for a request beyond the limit.
+
+        Args:
+            whose: phrase that follows "requests" in the text, such as ``of this user``.
+        """
         detail = f"more than {self.limit} requests {whose} in {self.window_s} s; wait {max(1, self.reset_s)} s"
         return HttpProblem(429, code, detail, headers=self.headers())
 
 
 class RateLimiter:
-    """Sliding-window counters of callers, their live requests (models and feedback), end users and addresses.
+    """Sliding-window counters of requests (by caller, end user and address; live ones separately) and of tokens.
 
     Raises:
         ConfigError: a limit does not look like ``600/minute``.
@@ -83,7 +87,10 @@ class RateLimiter:
         return self._user is not None
 
     async def hit(self, caller: str, notation: str | None = None, *, live: bool = False) -> Allowance:
-        """Count one request of ``caller`` against its own limit ``notation``, or against the deployment's."""
+        """Count one request of ``caller`` against its own limit ``notation``, like ``600/minute``.
+
+        Without ``notation``, the deployment's limit applies, which is a separate one for ``live`` requests.
+        """
         item = parse_rate(notation) if notation is not None else self._live if live else self._item
         caller = f"{caller}:live" if live and notation is None else caller
         return await self._count("requests", item, (caller,))
@@ -95,7 +102,7 @@ class RateLimiter:
         return await self._count("address", self._address, ("address", subscriber(host)))
 
     async def take_user(self, caller: str, pseudonym: str, num_requests: int) -> Allowance | None:
-        """Count as many of the requests of one end user as may pass; None where users have no limit."""
+        """Count the requests of one end user that may pass; return the allowance, or None if users have no limit."""
         if self._user is None:
             return None
         return await self._count("user", self._user, ("user", caller, pseudonym), num_requests)
@@ -109,7 +116,7 @@ class RateLimiter:
             raise HttpProblem(429, "token_rate_limited", detail, headers=found.headers())
 
     async def take_tokens(self, owner: str, number: int) -> Allowance | None:
-        """Count tokens of an answer, as far as any are left; None where tokens have no limit."""
+        """Count tokens of an answer, as many as are left; return the allowance, or None if tokens have no limit."""
         if self._tokens is None or number < 1:
             return None
         return await self._count("tokens", self._tokens, ("tokens", owner), number)
@@ -132,7 +139,7 @@ class RateLimiter:
 async def _take(
     counters: SlidingWindowCounterRateLimiter, item: RateLimitItem, who: tuple[str, ...], wanted: int
 ) -> tuple[int, int, float]:
-    """Return ``(requests that may pass, how many more could, Unix time at which more may)``."""
+    """Count requests; return ``(number that may pass, number left after them, Unix time at which more may pass)``."""
     granted = wanted if await counters.hit(item, *who, cost=wanted) else 0
     stats = await counters.get_window_stats(item, *who)
     if granted:

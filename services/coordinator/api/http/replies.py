@@ -1,4 +1,4 @@
-"""JSON replies and problem documents (RFC 9457, which also contain an error object in OpenAI's format)."""
+"""JSON replies, and problem documents (RFC 9457), which also contain an error object in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ _KINDS: tuple[tuple[type[PenstockError], int, str], ...] = (
 
 
 def from_error(error: PenstockError) -> HttpProblem:
-    """Return the HTTP form of an error; errors that the user cannot act on become a 500 without internals."""
+    """Return the HTTP form of an error; a class that ``_KINDS`` lacks becomes a 500 with the error's text."""
     if isinstance(error, HttpProblem):
         return error
     for kind, status, code in _KINDS:

@@ -36,7 +36,7 @@ CONTENT: dict[str, Any] = {
         }
     }
 }
-"""Streams in the OpenAPI document: before version 3.2 the schema of a stream is that of one event."""
+"""Schema of event streams in the OpenAPI document; before OpenAPI 3.2 it describes one event."""
 HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 

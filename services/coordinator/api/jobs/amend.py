@@ -171,7 +171,7 @@ def amended(record: JobRecord, patch: dict[str, Any]) -> AnyJob:
 
 
 def _without_old_backend(raw: dict[str, Any], patch: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """Drop the old backend's keys if the patch selects another type, which does not have them."""
+    """Return ``raw``; if the patch selects another type of backend, without the keys of the old backend."""
     section = patch.get(BACKEND)
     if not isinstance(section, dict) or section.get("type") in (None, value_at(known, f"{BACKEND}.type")):
         return raw

@@ -18,7 +18,7 @@ BLOCK = tarfile.BLOCKSIZE
 
 @dataclass(frozen=True)
 class Member:
-    """A file of the archive; ``name`` is its path in it."""
+    """A file to archive: ``path`` on disk, and ``name``, its path inside the archive."""
 
     name: str
     path: Path

@@ -55,7 +55,7 @@ async def get_checkpoint(job: JobId, number: Number, backend: BackendDep) -> Res
     responses={409: {"description": "The run needs it, or its files are not here."}},
 )
 async def delete(job: JobId, number: Number, backend: BackendDep) -> Response:
-    """Delete the files of a checkpoint. While the job runs, its initial, best and newest checkpoints are refused."""
+    """Delete the files of a checkpoint. 409 for the initial, best and newest checkpoints while the job runs."""
     await backend.checkpoints.delete(job, number)
     return Response(status_code=204)
 
@@ -127,11 +127,15 @@ async def artifact(
 async def send_file(
     path: pathlib.Path, sha256: str, what: str, *, wanted: str, if_range: str, if_none_match: str
 ) -> Response:
-    """Return a file, or the part of it that the headers request.
+    """Return a response with a file, the part of it that the headers request, or 304.
+
+    Args:
+        what: name of the file in the error message.
+        wanted: the header ``Range``.
 
     Raises:
         Conflict: retention deleted the file meanwhile.
-        HttpProblem: 416 the range starts past its end.
+        HttpProblem: 416 the range starts past the end of the file.
     """
     etag = f'"{sha256}"'
     if etag in (tag.strip() for tag in if_none_match.split(",")):

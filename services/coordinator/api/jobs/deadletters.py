@@ -77,7 +77,7 @@ async def get_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Respo
 
 @router.delete("/{letter}", status_code=204, dependencies=[require("jobs:write")])
 async def drop_letter(job: JobId, letter: LetterId, backend: BackendDep) -> Response:
-    """Delete a dead letter. Its draw had ended when the dead letter was stored."""
+    """Delete a dead letter. The ledger does not change, since a draw ends when its dead letter is stored."""
     await backend.jobs.get(job)
     await backend.dead_letters.drop(job, letter)
     return Response(status_code=204)
@@ -89,9 +89,9 @@ async def replay_letter(
 ) -> Response:
     """Retry a dead letter of a running job: its prompt becomes a new draw in the ledger; the dead letter is dropped.
 
-    Interactions and feedback are stored in their stream again, except those that are decided or known by now
-    (``result.stored`` counts the stored ones). If they still cannot be decoded, the operation fails and the dead letter
-    stays.
+    A dead letter of live interactions or feedback is stored in its stream again, except items that are decided or known
+    by now (``result.stored`` counts the stored items). If it still cannot be decoded, the operation fails and the dead
+    letter stays.
     """
     await backend.jobs.get(job)
     await backend.dead_letters.check_replayable(job, letter)

@@ -169,7 +169,7 @@ async def resume(job: JobId, caller: Writer, backend: BackendDep) -> Response:
 
 
 async def _check_models(backend: Backend, caller: Caller, spec: AnyJob) -> None:
-    """Check that a key for some models submits a job under their names, and from checkpoints of their jobs."""
+    """Raise HttpProblem (403) if a new job's name or the checkpoint that it starts from is out of the key's reach."""
     if caller.models is None:
         return
     check_name(caller, spec.name)
@@ -197,7 +197,8 @@ def check_code(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None:
     """Check that a caller may run the code that a job file names; built-in components are not code.
 
     Raises:
-        HttpProblem: 403 the key lacks the scope jobs:code, or is for other modules; names the key of the job file.
+        HttpProblem: 403 the caller's key lacks the scope jobs:code, or the key or the deployment does not allow the
+            module; the text names the setting of the job file.
     """
     found = [*named(spec, "code")]
     if isinstance(spec, EmbodiedJob):  # a module that registers the task
@@ -226,7 +227,7 @@ def _is_below(module: str, allowed: frozenset[str]) -> bool:
 
 
 def _files_in_options(spec: AnyJob) -> Iterator[tuple[str, str]]:
-    """Yield simulator arguments that name a file, because the simulator may read any file it is given."""
+    """Yield ``(setting, text)`` of each simulator option that looks like a path, since the simulator may read it."""
     if not isinstance(spec, EmbodiedJob):
         return
     for section, simulator in _simulators(spec):
@@ -236,7 +237,7 @@ def _files_in_options(spec: AnyJob) -> Iterator[tuple[str, str]]:
 
 
 def _simulators(spec: EmbodiedJob) -> Iterator[tuple[str, SimulatorBase]]:
-    """Yield the simulators of a job, each with its section of the job file."""
+    """Yield ``(section of the job file, simulator)`` for each simulator of a job."""
     yield "environment", spec.environment
     if spec.evaluation.environment is not None:
         yield "evaluation.environment", spec.evaluation.environment
@@ -257,7 +258,7 @@ def check_files(caller: Caller, spec: AnyJob, settings: ServiceSettings) -> None
     """Check that a caller may read the files that a job file names. Follows symbolic links; blocks.
 
     Raises:
-        HttpProblem: 403 a path leads outside the deployment's directories; names the key of the job file.
+        HttpProblem: 403 a path leads outside the deployment's directories; the text names the setting of the job file.
     """
     roots = [Path(root.strip()).expanduser().resolve() for root in settings.job_roots.split(",") if root.strip()]
     if not roots and caller.may("admin"):

@@ -111,9 +111,9 @@ async def events(
     accept: Annotated[str, Header(include_in_schema=False)] = "",
     last_event_id: Annotated[str, Header(json_schema_extra={"pattern": "^[0-9]{1,15}$"})] = "",
 ) -> Response:
-    """List events; with ``Accept: text/event-stream`` follow them (``Last-Event-ID`` resumes without loss).
+    """List events; with ``Accept: text/event-stream`` follow them. ``Last-Event-ID`` resumes after the event it names.
 
-    If events after that id may have been deleted, the stream begins with an event ``reset``. With
+    If later events may have been deleted by then, the stream begins with an event ``reset``. With
     ``format=cloudevents``, or ``application/cloudevents+json`` in ``Accept``, each event is a CloudEvent in the form
     that webhooks send.
     """
@@ -233,7 +233,10 @@ async def samples(
 
 @router.get("/videos", response_model=RowList, dependencies=READ)
 async def videos(job: JobId, backend: BackendDep) -> Response:
-    """List videos of held-out episodes, by policy version and reset id. A full store drops the oldest of all jobs."""
+    """List videos of held-out episodes, by policy version and reset id.
+
+    All jobs share the store, which deletes its oldest videos when it is full.
+    """
     return _rows(await backend.videos.rows(job))
 
 
@@ -271,13 +274,13 @@ async def video(
 
 @router.get("/why", response_model=RowList, dependencies=READ)
 async def why(job: JobId, backend: BackendDep) -> Response:
-    """List the current waits of the job: awaited event, subject, holder, and age in seconds."""
+    """List what the job waits for: a phrase, the NATS subject, the worker concerned, and the age in seconds."""
     return _rows(await backend.diagnosis.why(job))
 
 
 @router.get("/audit", response_model=Audit, dependencies=READ)
 async def audit(job: JobId, backend: BackendDep) -> Response:
-    """Check that drawn = trained + dropped + in flight, and all other invariants of the ledger."""
+    """Check the job's ledger: that drawn = trained + dropped + in flight, and all its other invariants."""
     return Json(await backend.diagnosis.audit(job))
 
 
@@ -319,7 +322,7 @@ async def logs(
     openapi_extra=body_schema(ReplayRequest, required=False),
 )
 async def replay(request: Request, job: JobId, backend: BackendDep) -> Response:
-    """Train sealed batches again from a checkpoint and compare; each line of the reply is one JSON row of progress."""
+    """Train sealed batches again from a checkpoint, and compare the results; each line of the reply is a JSON row."""
     body = await read_model(request, ReplayRequest)
     await backend.jobs.get(job)
     rows = backend.diagnosis.replay(job, **body.model_dump())

@@ -24,7 +24,7 @@ router = APIRouter(prefix="/v1/samples", tags=["observe"])
 
 
 class Sample(BaseModel):
-    """A stored completion, with the fields that the list of samples shows."""
+    """A stored completion; a reply also contains the fields of the completion's row in the list of samples."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -40,7 +40,7 @@ class RollbackTo(BaseModel):
 
 
 class Trial(BaseModel):
-    """A canary version: its share of the conversations, its start (Unix seconds), and the feedback of both arms."""
+    """A canary version: share of the conversations, start (Unix seconds), and feedback on it and the served version."""
 
     version: int
     served_version: int

@@ -24,7 +24,7 @@ class Format:
     answer: Answer
     token_ids: bool
     usage: bool
-    """True: a stream ends with a chunk that has the usage. Replies always have it."""
+    """True: a stream ends with a chunk that has the token counts. Whole replies always have them."""
 
     def __post_init__(self) -> None:
         self._begun: set[int] = set()
@@ -213,7 +213,10 @@ def _row(piece: str, logprob: float | None) -> Json:
 
 
 def _likeliest(chunk: Chunk, place: int) -> dict[str, float] | None:
-    """Return log-probs by text, the largest among tokens with equal text; the sampled token is always included."""
+    """Return the log-probs of the likeliest tokens and of the sampled one at position ``place``, by the token's text.
+
+    Tokens with equal text have one entry, the largest. None if the position has no log-probs.
+    """
     if chunk.logprobs[place] is None:
         return None
     found: dict[str, float] = {}

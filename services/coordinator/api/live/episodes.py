@@ -40,7 +40,7 @@ OpenedEpisode = Annotated[str, Path(max_length=64, description="Id of an episode
 
 
 class KeyBody(BaseModel):
-    """Scopes of the key of an episode, and its lifetime."""
+    """Scopes and lifetime of a key that is valid for one episode."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -118,8 +118,8 @@ class EpisodeList(BaseModel):
 async def create(request: Request, caller: Opener, backend: BackendDep) -> Response:
     """Open an episode: requests to its `base_url` are its turns.
 
-    With `key`, the reply has an `api_key` that is valid for this episode only; such a reply is not stored for its
-    `Idempotency-Key`.
+    With `key`, the reply has an `api_key` that is valid for this episode only; such a reply is not stored, so that
+    a repetition with the same `Idempotency-Key` opens another episode.
     """
     body = await read_model(request, EpisodeBody)
     served = served_of(backend, body.model, caller)
@@ -144,7 +144,7 @@ async def list_episodes(
     after: Annotated[str | None, Query(max_length=64)] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """List the episodes of a model that the key opened, oldest first; with the scope `admin` those of all keys."""
+    """List the episodes of a model that the key opened, oldest first; the scope `admin` lists those of all keys."""
     found = await _book(backend).list_all(served_of(backend, model, caller))
     found = [record for record in found if _is_own(caller, record.key_id) and (after is None or record.id > after)]
     page = [_shown(record, request) for record in found[:limit]]
@@ -174,7 +174,7 @@ async def list_interactions(
     after: Annotated[str | None, Query(max_length=64, description="last_id of the previous page")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
-    """List the recorded interactions of an episode in order; also of an unopened episode, or after its job ended.
+    """List the recorded interactions of an episode in order, also if it was never opened, or after its job ended.
 
     A key sees interactions of its own requests and of the keys and episodes that it made; the scope `admin` sees all.
     """
@@ -248,7 +248,7 @@ def _is_own(caller: Caller, key_id: str) -> bool:
 
 
 async def _own(backend: Backend, episode: str, caller: Caller) -> tuple[Served, EpisodeRecord]:
-    """Return the model of an episode, which its id encodes, and its record.
+    """Return ``(model, record)`` of an episode; the episode's id encodes the job of the model.
 
     Raises:
         NotFound: the episode does not exist, or another key opened it.

@@ -161,7 +161,7 @@ def _service(backend: Backend) -> FeedbackService:
 
 
 def _missing(feedback: str) -> str:
-    """Return the message for an item of another model, and for one that does not exist."""
+    """Return the error text for an item that does not exist, which is the same for an item out of the key's reach."""
     return f"no feedback '{bare_id(feedback) or feedback[:80]}' was accepted here"
 
 

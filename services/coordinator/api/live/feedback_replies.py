@@ -41,7 +41,7 @@ class RetractReply(BaseModel):
 
 
 class ItemReply(BaseModel):
-    """One item of a batch: 202 or 200 (dry run), or the problem that it would have alone."""
+    """One item of a batch: status 202 or 200 (dry run), or the problem document that the item alone would get."""
 
     index: int
     id: str | None
@@ -125,7 +125,7 @@ class ConsentReply(BaseModel):
 
 
 class ErasureReply(BaseModel):
-    """Deletion of a user's data: its progress, and the versions that stay."""
+    """Deletion of a user's data: its progress, and the policy versions that were trained on the data, which stay."""
 
     user: str = Field(description="Pseudonym of the user in stored data")
     status: Literal["running", "done"]

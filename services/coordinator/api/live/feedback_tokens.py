@@ -88,7 +88,7 @@ async def make_token(
 
 
 def bound_post(post: Any, caller: Caller) -> Any:
-    """Return ``post`` as the item that the sender's token allows; unchanged for a sender with a key.
+    """Return ``post`` with the feedback id of the sender's token; for a sender with a key, return it unchanged.
 
     Raises:
         HttpProblem: 403 the token does not allow this post.
@@ -109,7 +109,7 @@ def bound_post(post: Any, caller: Caller) -> Any:
 
 
 def once(found: Row | HttpProblem, caller: Caller) -> Row | HttpProblem:
-    """Return the receipt or refusal of a post; 409 if the sender's token was used before."""
+    """Return ``found``, the receipt or refusal of a post; a 409 instead if the sender's token was used before."""
     if caller.token is None:
         return found
     again = found.code == "feedback_id_reused" if isinstance(found, HttpProblem) else bool(found["duplicate"])

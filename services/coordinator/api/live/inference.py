@@ -67,7 +67,7 @@ class Model(BaseModel):
     online: bool
     policy_version: int
     promoted_at: int | None = None
-    """Time of the promotion of that version, in Unix seconds, for a job with a promotion gate."""
+    """Time of the promotion of ``policy_version``, in Unix seconds, for a job with a promotion gate."""
     served: bool = True
     """False: a rollout worker loads the model on its first request."""
     checkpoint: str | None = None
@@ -111,7 +111,7 @@ class Trained(BaseModel):
 class InteractionDecision(BaseModel):
     """Decision on an interaction: `admitted`, `trained`, or `rejected` for ``reason``.
 
-    ``ordinal`` is its place in the job's data order, once admitted.
+    ``ordinal`` is the interaction's position in the job's data order, once it is admitted.
     """
 
     status: Literal["admitted", "rejected", "trained"]
@@ -196,7 +196,7 @@ async def get_model_in_episode(
     responses=_RESPONSES,
 )
 async def chat(request: Request, caller: Writer, backend: BackendDep) -> Response:
-    """Answer a chat with the job's newest policy, and record the interaction. ``stream`` sends tokens as they come.
+    """Answer a chat with the model's served version, and record the interaction. ``stream`` sends tokens as they come.
 
     ``model`` may also be a checkpoint of a job, `job:NAME@final`. If no rollout worker serves it, one loads it while
     the request waits, at most 30 s; after that the reply is 503 with `Retry-After`.
@@ -257,7 +257,7 @@ async def get_interaction(
 
 
 async def _decision(backend: Backend, interaction: str, record: Interaction) -> dict[str, Any]:
-    """Return the decision on an interaction, or mark it as unknown while the index is being rebuilt."""
+    """Return the fields ``decision`` and ``decision_known`` (False if no index of decisions answers in time)."""
     if backend.feedback is None:
         return {"decision": None, "decision_known": False}
     try:
@@ -333,7 +333,7 @@ def served_of(backend: Backend, model: str, caller: Caller) -> Served:
 
 
 def _may_use(caller: Caller, served: Served) -> bool:
-    """Return True if a key reaches a model, or the job whose checkpoint it is."""
+    """Return True if a key reaches a model, or the job whose checkpoint the model serves."""
     origin = served.origin
     return caller.may_use(served.name, served.job) or (origin is not None and caller.may_use(origin.name, origin.job))
 
@@ -343,7 +343,11 @@ def _all(backend: Backend) -> list[Served]:
 
 
 async def _checkpoint_of(backend: Backend, model: str, caller: Caller) -> ModelOrigin:
-    """Return the checkpoint of a reference. Raises HttpProblem: 404 no such checkpoint, or out of the key's reach."""
+    """Return the checkpoint that ``model`` names, as `job:NAME@final`.
+
+    Raises:
+        HttpProblem: 404 there is no such checkpoint, or the key does not reach it.
+    """
     try:
         origin = await backend.deployments.find(model)
     except (NotFound, ConfigError) as error:
@@ -356,7 +360,7 @@ async def _checkpoint_of(backend: Backend, model: str, caller: Caller) -> ModelO
 
 
 async def _deployed(backend: Backend, model: str, caller: Caller) -> Served:
-    """Return a model as ``served_of`` does; deploy a checkpoint first that nothing serves.
+    """Return a model as ``served_of`` does; if ``model`` names a checkpoint that is not served yet, deploy it first.
 
     Raises:
         HttpProblem: 503 the deployment is not ready yet, or failed.
@@ -385,7 +389,7 @@ async def _check_alive(backend: Backend, job: str) -> None:
 
 
 async def _opened(backend: Backend, ask: Ask, model: str, caller: Caller) -> Any:
-    """Return the answer once a worker writes it; redeploy a checkpoint whose idle deployment just ended."""
+    """Return the answer once a worker accepts the request; redeploy a checkpoint whose idle deployment just ended."""
     try:
         return await serving_of(backend).open(ask)
     except NotFound:

@@ -64,7 +64,7 @@ class ModelVersions(BaseModel):
 async def list_versions(
     model: ModelName, caller: Annotated[Caller, require("models:read", reach="checked")], backend: BackendDep
 ) -> Response:
-    """List the versions of a model: the newest, the served one, and those of its checkpoints."""
+    """List the versions of a model: the newest, the served one, and every version with a checkpoint."""
     served = served_of(backend, model, caller)
     trained = (await backend.jobs.get(served.job)).status.policy_version
     kept = await _checkpoints_of(backend, served.job)

@@ -21,7 +21,9 @@ __all__ = ["check_own_episode", "own_episode"]
 
 
 def own_episode(caller: Caller, named: str, job: str) -> str:
-    """Return the episode of a request that names ``named`` ('' for none); for an episode key always its own episode.
+    """Return the id of the episode to which a request belongs.
+
+    An episode key determines the episode; for other keys it is ``named``, the id in the request ('' for none).
 
     Raises:
         HttpProblem: 403 the key is for another episode, or for an episode with another model.

@@ -37,7 +37,8 @@ LAGGING = (
     "xpos", "xquat", "xmat", "xipos", "ximat", "geom_xpos", "geom_xmat", "site_xpos", "site_xmat", "subtree_com",
     "cinert", "cvel", "cfrc_ext", "qfrc_actuator", "sensordata",
 )  # fmt: skip
-"""Arrays of MuJoCo that a step computes before it moves the bodies, and that environments read before the next one."""
+"""Arrays of MuJoCo that a step computes before it moves the bodies, and that environments read before the
+next step."""
 DRAWING = frozenset({
     "render_mode", "width", "height", "camera_id", "camera_name", "screen", "screen_dim", "screen_width",
     "screen_height", "surf", "clock", "isopen", "fullpath",
@@ -50,7 +51,7 @@ class GymnasiumEnvironment:
     """One Gymnasium environment. ``success`` of a step is the entry of this name in the step's info."""
 
     def __init__(self, env_id: str, options: dict[str, Any]) -> None:
-        """Raises ValueError if the observation or action space is not supported."""
+        """Create the environment. Raises ValueError if the observation or action space is not supported."""
         self._env: gymnasium.Env[Any, Any] = gymnasium.make(env_id, disable_env_checker=True, **options)
         self.task = str(getattr(self._env.unwrapped, "task", ""))
         self._boxes = _boxes(env_id, self._env.observation_space)
@@ -196,7 +197,7 @@ def _unwrapped(env: Any) -> tuple[list[Any], Any]:
 
 
 def _plain_attributes(layer: Any) -> dict[str, Any]:
-    """Return the attributes of the episode that are numbers, texts or arrays, or tuples or lists of them."""
+    """Return the attributes of ``layer`` that are numbers, texts, arrays or sequences of these, except ``DRAWING``."""
     return {name: value for name, value in vars(layer).items() if name not in DRAWING and _is_plain(value)}
 
 

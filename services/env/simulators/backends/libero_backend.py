@@ -12,7 +12,7 @@ defined in this file, with which the ten tasks of libero_object run on the real 
 Further options: ``horizon`` (default: the suite's), ``terminate_on_success`` (default true), ``settle_steps``
 (default 5), and ``reach_reward`` (default 0). The library's reward is 1 for the step that solves the task, which an
 untrained policy never reaches; ``reach_reward`` is the weight of a bonus ``1 - tanh(5 d)``, with the distance ``d``
-in metres between the gripper and the first object of the task.
+in meters between the gripper and the first object of the task.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LiberoEnvironment:
         self, env_id: str, *, camera: bool = False, assets: str | None = None, horizon: int | None = None,
         terminate_on_success: bool = True, settle_steps: int = 5, reach_reward: float = 0.0,
     ) -> None:  # fmt: skip
-        """Raises ValueError if the suite, the task or its meshes are missing."""
+        """Create the environment. Raises ValueError if the suite, the task or its meshes are missing."""
         library, suite, name = find_task(env_id, camera=camera)
         use_assets(library, assets, env_id)
         self._horizon, self._stops = HORIZONS[suite] if horizon is None else horizon, terminate_on_success
@@ -201,7 +201,7 @@ def find_task(env_id: str, *, camera: bool) -> tuple[Path, str, str]:
 
 @functools.cache
 def import_library(*, camera: bool) -> Path:
-    """Import LIBERO without prompts, without files in the home folder, and without graphics if there is no camera.
+    """Import LIBERO without prompts, files in the home folder, and (without ``camera``) graphics; return its folder.
 
     On import the library writes (or in some builds prompts for) a configuration that only its tools read.
     """
@@ -271,14 +271,14 @@ PRIMITIVES: dict[str, tuple[str, tuple[float, ...]]] = {
     "orange_juice": ("box", (0.03, 0.03, 0.08)), "cream_cheese": ("box", (0.04, 0.02, 0.02)),
     "butter": ("box", (0.04, 0.02, 0.02)), "chocolate_pudding": ("box", (0.04, 0.03, 0.015)),
 }  # fmt: skip
-"""Shapes of the objects of libero_object: half sizes of a box, or radius and half height, in metres."""
+"""Shapes of the objects of libero_object: half sizes of a box, or radius and half height, in meters."""
 BASKET = 0.075, 0.005
-"""Half the width and height of the basket, and half the thickness of its walls, in metres."""
+"""Half the width and height of the basket, and half the thickness of its walls, in meters."""
 CONTACT = 'solimp="0.998 0.998 0.001" solref="0.001 1" density="100" friction="0.95 0.3 0.1"'
 VERSION = 1
 """Version of the primitive assets; each version has its own folder."""
 PLAIN = (200, 200, 200)
-"""Colour of floors and walls."""
+"""Color of floors and walls."""
 
 
 def build_primitives(parent: Path) -> Path:
@@ -381,7 +381,7 @@ FLOOR = """<mujoco model="primitive_floor">
 
 
 def _png(colour: tuple[int, int, int], side: int = 8) -> bytes:
-    """Return a PNG image of one colour."""
+    """Return a PNG image of one color."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

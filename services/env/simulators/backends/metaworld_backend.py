@@ -43,7 +43,7 @@ class MetaWorldEnvironment:
     def __init__(
         self, env_id: str, *, horizon: int = 500, terminate_on_success: bool = True, expert: bool = False
     ) -> None:
-        """Raises ValueError if there is no such task, or the horizon is not in 1..500."""
+        """Create the environment. Raises ValueError if there is no such task, or the horizon is not in 1..500."""
         names = metaworld.MT1.ENV_NAMES
         if env_id not in names:
             raise ValueError(f"Meta-World has no task '{env_id}'; it has: {', '.join(sorted(names))}")
@@ -106,9 +106,9 @@ class MetaWorldEnvironment:
         return struct.pack("<dq", data.time, self._steps) + b"".join(np.asarray(p, np.float64).tobytes() for p in parts)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the goal, number of steps, physics, and the numbers that the library keeps over a step.
+        """Return the state id, number of steps, physics, and the values that the library keeps between steps.
 
-        Its arrays that are views show MuJoCo's data, and follow it after ``restore``.
+        Arrays that are views of MuJoCo's data are left out: they show the restored data after ``restore``.
         """
         physics = np.empty(mujoco.mj_stateSize(self._env.model, PHYSICS))
         mujoco.mj_getState(self._env.model, self._env.data, physics, PHYSICS)
@@ -121,7 +121,7 @@ class MetaWorldEnvironment:
         return {"state_id": self._state_id, "steps": self._steps, "physics": physics, "kept": kept}
 
     def restore(self, values: dict[str, Any]) -> None:
-        """Begin the episode again, for what its goal changes in the model, and then set what the steps changed."""
+        """Continue from a snapshot: begin its episode, as its goal changes the model, then set what steps changed."""
         self.reset(values["state_id"])
         model, data = self._env.model, self._env.data
         mujoco.mj_setState(model, data, values["physics"], PHYSICS)

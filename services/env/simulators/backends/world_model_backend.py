@@ -35,7 +35,7 @@ DTYPES = {"F32": "<f4"}
 
 
 class WorldModel:
-    """One environment simulated by a model, whose observations and rewards are clipped to the recorded range, widened.
+    """One environment simulated by a model, with observations and rewards clipped to the widened recorded range.
 
     Args:
         task: the simulator's task, which must be the one that the model was trained on.

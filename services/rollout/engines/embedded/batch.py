@@ -55,7 +55,10 @@ class TornWeights(WeightsError):  # noqa: N818
 
 @dataclass(slots=True)
 class Outcome:
-    """Result of a run. ``torn``: the weights were overwritten during a forward pass, whose tokens were discarded."""
+    """Result of a run. ``tokens``: number of sampled tokens.
+
+    ``torn``: the weights were overwritten during a forward pass, whose tokens were discarded.
+    """
 
     finished: list[Finished] = field(default_factory=list)
     tokens: int = 0
@@ -134,7 +137,10 @@ class Batch:
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int], num_top: int) -> Scores:
-        """Return log-probs of ``token_ids`` after the first one, and ``num_top`` top tokens, without the cache."""
+        """Return the log-probs of ``token_ids`` after the first, and ``num_top`` most likely tokens at each position.
+
+        Neither uses nor changes the cache.
+        """
         self._check_weights()
         tokens = pack([token_ids]).to(self._device)
         logits_of = selected_logits(self._model, tokens, torch.arange(len(token_ids) - 1, device=self._device))
@@ -153,19 +159,19 @@ class Batch:
         return Scores(version=self._version, logprobs=logprobs, top=top)
 
     def evict(self, requests: Collection[int]) -> list[Finished]:
-        """End the completions of these requests as 'abort' with their partial tokens."""
+        """End the completions of these requests as 'abort', and return them with their partial tokens."""
         rows = [row for row, completion in enumerate(self._rows.completions) if completion.request in requests]
         ended = [self._end(row, "abort") for row in rows]
         self._drop(rows)
         return ended
 
     def written(self, requests: Collection[int]) -> dict[int, Sample]:
-        """Return the tokens so far of each of these requests that is in the batch, as a sample with finish 'abort'."""
+        """Return the tokens so far of these requests in the batch, as aborted samples by serial number of request."""
         rows = enumerate(self._rows.completions)
         return {c.request: self._rows.take(row, "abort").sample for row, c in rows if c.request in requests}
 
     def adopt(self, version: int, weights: str = "") -> None:
-        """Label all further tokens with ``version`` and this short digest, and drop every cached key and value.
+        """Label all further tokens with ``version`` and short digest ``weights``, and drop every cached key and value.
 
         Called after the weights were replaced.
         """
@@ -319,7 +325,7 @@ class Batch:
         self._move(moved, moved)
 
     def _move(self, moved: Sequence[tuple[int, int]], cached: Sequence[tuple[int, int]]) -> None:
-        """Move what is stored beside ``Rows``, from sources to targets; of ``cached``, also keys and values."""
+        """Move experts of the ``moved`` rows, and keys and values of the ``cached`` rows; rows are (source, target)."""
         if cached:
             source_M, target_M = torch.tensor(cached, device=self._device).T
             self._cache.move(source_M, target_M, int(self._rows.length_R[target_M].max()))

@@ -59,7 +59,7 @@ class KVCache:
             tensor.zero_()
 
     def places(self, rows_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return the flat indices of each (row, position) for ``write``: [T * K]."""
+        """Return the flat cache indices of each (row, position), one per key/value head, for ``write``: [T * K]."""
         heads_K = torch.arange(self._plan.num_kv_heads, device=rows_T.device) * self._capacity
         first_T = rows_T * (self._plan.num_kv_heads * self._capacity) + positions_T
         return (first_T[:, None] + heads_K).flatten()

@@ -63,9 +63,9 @@ class Grouping:
         self._wasted = 0
 
     def order(self, lengths: Sequence[int]) -> list[int] | None:
-        """Return the row to put at each place, with the groups sorted by descending length; None: do not reorder.
+        """Return the row to move to each position, so that groups have descending lengths; None: do not reorder.
 
-        Called once per step: it accumulates the padding that sorted rows would have avoided.
+        Call it once per step: it accumulates the padding that sorted rows would have avoided.
         """
         excess = _positions(lengths, self.size) - _positions(sorted(lengths, reverse=True), self.size)
         self._wasted = self._wasted + excess if excess > 0 else 0
@@ -84,7 +84,7 @@ def _positions(lengths: Sequence[int], size: int) -> int:
 
 
 def _arranged(lengths: Sequence[int], size: int) -> list[int]:
-    """Return an order with the longest rows in the first group; rows already in their group keep their place."""
+    """Return an order with the longest rows in the first group; rows already in their group keep their position."""
     by_length = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     order = list(range(len(lengths)))
     for start in range(0, len(lengths), size):

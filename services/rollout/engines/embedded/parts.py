@@ -41,7 +41,7 @@ class Part:
     token_T: Tensor
     position_T: Tensor
     last_R: Tensor
-    """Index in T of each row's last token, after which the next token is sampled; empty if ``num_cached``."""
+    """Index in T of each row's last token, after which the next token is sampled; empty if ``num_cached`` > 0."""
     row_W: Tensor
     position_W: Tensor
     source_W: Tensor | None
@@ -49,7 +49,7 @@ class Part:
     attend: Attend
     """Writes keys and values of the tokens to the cache and computes attention: [T, H, d]."""
     num_cached: int = 0
-    """Number of the rows' first tokens that are then in the cache; 0: all, the pass completes the rows."""
+    """Number of each row's first tokens in the cache after the pass; 0: all, because the pass completes the rows."""
 
     @property
     def num_tokens(self) -> int:
@@ -57,15 +57,15 @@ class Part:
         return len(self.token_T)
 
     def written(self, x_T: Tensor) -> Tensor:
-        """Gather values per token [T, ...] into values per written place [W, ...]."""
+        """Return the values to write to the cache, [W, ...], gathered from values per token, [T, ...]."""
         return x_T if self.source_W is None else x_T[self.source_W]
 
 
 def next_pass(rows: Rows, cache: KVCache, fresh: int, groups: Sequence[Group]) -> list[Part]:
-    """Return the parts of the next forward pass, of adjacent rows from the first one on.
+    """Return the parts of the next forward pass, which cover adjacent rows from the first one on.
 
-    The first ``fresh`` rows decode, in ``groups``. Of the others, the first ones are computed, as many as
-    ``PASS_TOKENS`` has room for. The last part may be the beginning of rows that are longer than that.
+    The first ``fresh`` rows decode, in ``groups``. As many of the next rows follow as fit in ``PASS_TOKENS`` tokens.
+    The last part may compute only the beginning of rows that are longer than that.
     """
     parts = [decoding(rows, cache, groups)] if fresh else []
     row, room = fresh, PASS_TOKENS
@@ -170,7 +170,7 @@ def prefilling(rows: Rows, cache: KVCache, start: int, room: int) -> Part | None
 def _prefilled(
     rows: Rows, cache: KVCache, start: int, sequences: list[tuple[int, ...]], owner_R: NDArray[Any], *, divided: bool
 ) -> Part:
-    """Build the part of rows from ``start`` on whose tokens are ``sequences[owner_R]``, or only begin with them."""
+    """Build the part of rows from ``start`` on whose tokens are (``divided``: begin with) ``sequences[owner_R]``."""
     device = rows.length_R.device
     packed = pack(sequences)
     length_R = np.asarray(packed.lengths)[owner_R]
@@ -199,7 +199,7 @@ def _prefilled(
 def extending(rows: Rows, cache: KVCache, start: int, room: int) -> Part | None:
     """Build a part of rows from ``start`` on with a cached prefix: at least one, as many as fit in ``room`` tokens.
 
-    Rows that are identical to the first one are computed once, and then no others are in the part. Returns None if the
+    If rows are identical to the first one, they are computed once and the part has no other rows. Returns None if the
     first row has to wait for the next pass.
     """
     known = rows.completions[start].num_cached
@@ -225,10 +225,11 @@ def extending(rows: Rows, cache: KVCache, start: int, room: int) -> Part | None:
 def _extended(
     rows: Rows, cache: KVCache, start: int, new: list[list[int]], cached_R: NDArray[Any], *, copies: int, divided: bool
 ) -> Part:
-    """Build the part of rows from ``start`` on whose tokens after ``cached_R`` are ``new``, or only begin with them.
+    """Build the part of rows from ``start`` on, whose tokens after the first ``cached_R`` are ``new``.
 
     Args:
         copies: number of rows that are identical; above 1, ``new`` has the tokens of the first of them alone.
+        divided: True if ``new`` is only the beginning of these tokens.
     """
     device, length_R = rows.length_R.device, np.array([len(tokens) for tokens in new])
     offset_T = _offsets(length_R)

@@ -190,7 +190,8 @@ class Rows:
     def drop(self, rows: Sequence[int], fresh: int) -> list[tuple[int, int]]:
         """Remove rows; returns (source, target) of each row that moved, so that the cache can move it too.
 
-        The last of the first ``fresh`` rows fill the gaps among these; the other rows follow, in the order they had.
+        Gaps among the first ``fresh`` rows are filled with the last of these rows. The other rows follow in their
+        previous order.
         """
         gone = set(rows)
         front, back = ([row for row in some if row not in gone] for some in (range(fresh), range(fresh, self.count)))
@@ -206,7 +207,10 @@ class Rows:
         return moves
 
     def rearrange(self, order: Sequence[int]) -> list[tuple[int, int]]:
-        """Move row ``order[place]`` to each place; at least one row must move. Returns (source, target) of these."""
+        """Move row ``order[i]`` to position i for each i, and return (source, target) of each row that moves.
+
+        At least one row must move.
+        """
         moves = [(row, place) for place, row in enumerate(order) if row != place]
         self._copy(moves)
         return moves

@@ -1,7 +1,7 @@
 """Base class of the adapters of engines that are HTTP servers: requests, pauses and failures that they have in common.
 
 Only the final event of a completion says which weights generated which token. A streamed token therefore gets the label
-that is served when it arrives, and the completion fails if its final event says otherwise.
+of the weights that are served when it arrives, and the completion fails if its final event says otherwise.
 """
 
 from __future__ import annotations

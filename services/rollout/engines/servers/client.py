@@ -43,7 +43,8 @@ def free_port() -> int:
 class EngineServer:
     """Client of one server. Calls have a timeout, except reading ``events``; a lost server raises ``Unavailable``.
 
-    Each call has a connection of its own: servers close one after an error, and idle ones, just as it would be reused.
+    Each call opens its own connection, because a server may close a connection just when it would be reused: after an
+    error, or when it was idle.
 
     Args:
         engine: name of the engine, for messages.
@@ -80,7 +81,7 @@ class EngineServer:
 
         Args:
             words: arguments of the interpreter that make it serve, without the address.
-            environment: variables added to those of this process, of which ``PENSTOCK_*`` are left out.
+            environment: variables added to this process's environment, which is passed on without its ``PENSTOCK_*``.
             socket_path: Unix socket on which the server is to listen (``--uds``); None: a free port of the loopback
                 address (``--host``, ``--port``).
 

@@ -1,4 +1,4 @@
-"""Completions that an engine's HTTP server decodes: their names, labels and errors."""
+"""Completions that an engine's HTTP server decodes: their request ids, weight labels and errors."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ class ServerStream(Written, ABC):
         None: the event is not the final one."""
 
     def so_far(self) -> Sample | None:
-        """Return the tokens so far whose label is certain before the final event; None if there are none.
+        """Return the tokens so far whose weight label is certain, as an aborted sample; None if there are none.
 
-        They arrived before the weights changed for the first time since the request. A later token may have been on
-        its way at a change, and then has the label of newer weights than those that generated it.
+        These tokens arrived before the weights changed for the first time since the request. A later token may have
+        been in transit at a change; its label then names newer weights than generated it, until the final event.
         """
         starts = self.completion.starts
         if self.ended or not starts or label_of(*starts[0][:2]) != self.label:
@@ -70,7 +70,7 @@ class ServerStream(Written, ABC):
         return finished(certain, self.token_ids[:num], self.logprobs[:num], "abort").sample
 
     def settle(self, spans: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the weight labels by those of the final event: only the server knows when its weights changed.
+        """Replace the weight labels of the tokens by ``spans`` of the final event: only the server knows them for sure.
 
         Raises:
             WeightsError: a token was streamed with another label, or there are several labels and the server does not

@@ -100,13 +100,13 @@ class Stream(ServerStream):
         )
 
     def final(self, part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
-        """Return the spans of the last event; earlier versions of SGLang report none."""
+        """Return the weight spans of the final event, None for others; earlier versions of SGLang report no spans."""
         meta = part.get("meta_info") or {}
         return (meta.get("weight_versions") or ()) if meta.get("finish_reason") else None
 
     def _new(self, meta: Mapping[str, Any], key: str) -> Sequence[Any]:
-        """Return the entries of the tokens not recorded yet: the last ones of the list, which may also have earlier
-        ones."""
+        """Return the entries of ``meta[key]`` for tokens that are not recorded yet: the last ones, because the list may
+        begin with entries of earlier tokens."""
         if key == "output_top_logprobs" and not self.completion.top_logprobs:
             return ()
         num = int(meta.get("completion_tokens", 0)) - len(self.token_ids)

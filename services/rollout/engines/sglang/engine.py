@@ -148,11 +148,11 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
         return read_scores(await self._post("/generate", body, "score a text"), token_ids, top_logprobs)
 
     async def _pause(self, *, clear_cache: bool) -> None:
-        """Retract what runs, which drops all caches: ``clear_cache`` makes no difference."""
+        """Pause SGLang and retract its running requests; this drops all caches, even without ``clear_cache``."""
         await self._post("/pause_generation", {"mode": "retract"}, "pause")
 
     async def _echo(self) -> None:
-        """Ask the scheduler: the server responds to a pause before the scheduler has paused."""
+        """Request information that the scheduler supplies: the server confirms a pause before the scheduler pauses."""
         await self._running_server().get("/server_info", "pause", older="/get_server_info")
 
     async def _go(self) -> None:

@@ -49,7 +49,7 @@ class VersionFiles:
         self._count = 0
 
     def _sweep(self) -> None:
-        """Remove directories of dead workers, recognised by their released locks."""
+        """Remove directories of dead workers, recognized by their released locks."""
         for folder in self._settings.shm_dir.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):  # locked or being removed by another worker, or owned by another user
                 lock = os.open(folder / _LOCK, os.O_RDWR)

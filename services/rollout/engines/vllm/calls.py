@@ -36,7 +36,7 @@ def sampling_fields(completion: Completion) -> dict[str, Any]:
 
 
 def score_fields(top_logprobs: int) -> dict[str, Any]:
-    """Return the fields for the log-probs of a prompt; vLLM always samples at least one token after it."""
+    """Return the fields of ``SamplingParams`` for the log-probs of a prompt; vLLM also samples at least one token."""
     return {"max_tokens": 1, "prompt_logprobs": top_logprobs, "detokenize": False}
 
 
@@ -68,7 +68,7 @@ class Stream(Written):
     internal_id: str = ""
     """Request id inside vLLM; empty until vLLM has received the request."""
     starts: Sequence[tuple[str, int]] = ()
-    """vLLM's record of the completion: (weight label, index of the first token with it)."""
+    """vLLM's record of the weights that generated the tokens: (weight label, index of the first token with it)."""
 
     def take(self, part: Any) -> tuple[list[Token], Finish | None]:
         """Record the new tokens of one output of vLLM.

@@ -105,11 +105,11 @@ class SlotWorker:
         return found
 
     def penstock_intact(self) -> dict[str, bool]:
-        """Return True as ``intact`` if this process has a version open and its memory was not overwritten."""
+        """Return ``{"intact": True}`` if this process has a version open whose memory was not overwritten."""
         return {"intact": _slots.staged is not None and _slots.staged.intact()}
 
     def penstock_heads(self) -> dict[str, list[int]]:
-        """Return ``head_sizes`` as ``sizes``."""
+        """Return the result of ``head_sizes`` under the key ``sizes``."""
         return {"sizes": head_sizes()}
 
     def penstock_release(self) -> None:

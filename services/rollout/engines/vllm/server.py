@@ -44,7 +44,7 @@ __all__ = ["VllmServerEngine"]
 
 
 _LONGEST = 64
-"""Length of the path of a temporary directory up to which the path of a socket in it is short enough for the kernel."""
+"""Length from which on the path of a temporary directory is too long: the kernel limits paths of sockets in it."""
 
 
 class VllmServerEngine(StagedByWorkers, ServerAdapter[Stream, VllmServerConfig]):
@@ -88,7 +88,7 @@ class VllmServerEngine(StagedByWorkers, ServerAdapter[Stream, VllmServerConfig])
         await asyncio.to_thread(self.model.remove_temporary)
 
     def _variables(self, code: Path) -> dict[str, str]:
-        """Return the environment of the server, in which it finds ``plugin`` and has its control routes."""
+        """Return environment variables of the server, by which it finds ``plugin`` and enables its control routes."""
         path = os.pathsep.join(filter(None, (str(code), os.environ.get("PYTHONPATH"))))
         level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
         own = {"PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": level}
@@ -146,7 +146,7 @@ class VllmServerEngine(StagedByWorkers, ServerAdapter[Stream, VllmServerConfig])
 
 
 def _folder_with_code() -> Path:
-    """Create a directory from which the server's interpreter imports the code that runs here."""
+    """Return a new temporary directory from which the server's interpreter imports the Penstock that runs here."""
     usual = tempfile.gettempdir()
     folder = Path(tempfile.mkdtemp(prefix="penstock-vllm-", dir=usual if len(usual) < _LONGEST else "/tmp"))
     (folder / "penstock").symlink_to(Path(penstock.__file__).parent, target_is_directory=True)

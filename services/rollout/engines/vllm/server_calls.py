@@ -95,7 +95,7 @@ class Stream(ServerStream):
     """A completion that vLLM's server decodes, with its tokens so far."""
 
     def take(self, part: Mapping[str, Any], label: str) -> tuple[list[Token], Finish | None]:
-        """Record the new tokens of an event; see ``ServerStream``. A log-prob that vLLM floors is -inf.
+        """Record the new tokens of an event; see ``ServerStream``. A log-prob at vLLM's floor is recorded as -inf.
 
         Raises:
             ConfigError: vLLM rejects the request.
@@ -116,7 +116,7 @@ class Stream(ServerStream):
         )
 
     def final(self, part: Mapping[str, Any]) -> Sequence[Mapping[str, Any]] | None:
-        """Return the spans of the last event.
+        """Return the weight spans of the final event, None for others.
 
         Raises:
             WeightsError: vLLM does not report which weights produced the tokens.

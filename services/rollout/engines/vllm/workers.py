@@ -115,7 +115,7 @@ class SlotWorkers:
 
 
 class StagedByWorkers:
-    """Part of both adapters of vLLM: its worker processes open the versions. See ``EngineAdapter``."""
+    """Methods of ``EngineAdapter`` that both adapters of vLLM share: vLLM's worker processes open the versions."""
 
     _slots: SlotWorkers
 

@@ -48,12 +48,18 @@ from penstock.shared.models.lora import base_parameters, is_adapter
 __all__ = ["FSDPBackend", "open_fsdp"]
 
 _WHAT = {"reference": "reference policy", "weights": "checkpoint", "adapter": "adapter", "optimizer": "optimizer state"}
-"""Names of the parts of a state, in load order. The optimizer's masters come last: they are more exact than weights."""
+"""Names of the parts of a state for error messages, in load order.
+
+The optimizer state comes last, because its float32 masters are more exact than the weights.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reference:
-    """Frozen policy and the sharded model that gathers its parameters: the trained model itself if they share some."""
+    """Frozen policy, and the sharded model that gathers its parameters.
+
+    ``sharded`` is the trained model's own if the two models share the base weights under an adapter.
+    """
 
     model: PreTrainedModel
     sharded: ShardedModel
@@ -72,7 +78,8 @@ class FSDPBackend:
         keep_reference: hold a frozen policy for a KL term (policy only).
         collective: all ranks of the process group.
         lora: config of the adapter in ``model``; None without one.
-        base_path: model directory of the base weights, which then are never trained; None: checkpoints hold them.
+        base_path: with an adapter, the model directory of the base weights, which are then never trained; None:
+            checkpoints hold the base weights.
         aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
 
     Raises:
@@ -325,7 +332,7 @@ class FSDPBackend:
         }
 
     def _moments(self) -> dict[str, Rows]:
-        """Return the optimizer's state under the names that a backend with whole tensors would use."""
+        """Return this rank's rows of the optimizer's state, by the names that a backend with whole tensors uses."""
         params, moments = self._model.params, {}
         for key, value in self._optimizer.tensors().items():
             shape = params[key.partition(".")[2]].shape if value.ndim else value.shape
@@ -340,7 +347,7 @@ def open_fsdp(config: JobConfig, role: Role, collective: Collective, device: str
     """Open the backend for the model of ``role`` with its initial weights. Needs an initialized process group.
 
     Raises:
-        ConfigError: the model or the tokenizer cannot be loaded, or the model cannot be sharded.
+        ConfigError: the model or the tokenizer cannot be loaded, or the model or its optimizer cannot be sharded.
     """
     assert isinstance(config.backend, FSDPConfig)
     initial = initial_model(config, role)
@@ -362,7 +369,10 @@ def open_fsdp(config: JobConfig, role: Role, collective: Collective, device: str
 
 
 def _widen(model: PreTrainedModel, *, all_of_it: bool) -> None:
-    """Convert trainable parameters, now or in a warm start, to float32: all of them, or the adapter alone."""
+    """Convert the parameters that the job ever trains to float32, and let them require gradients.
+
+    ``all_of_it``: convert every parameter, because a warm start trains the base weights too; else only the adapter.
+    """
     for name, param in model.named_parameters():
         if all_of_it or is_adapter(name):
             param.data = param.data.float()

@@ -22,7 +22,10 @@ __all__ = ["ShardedFrozenModel"]
 
 
 class ShardedFrozenModel:
-    """Implements ``Teacher`` over all ranks. ``model`` is whole, on the CPU, the same on every rank."""
+    """Implements ``Teacher`` over all ranks, and shards ``model`` in place.
+
+    Before, ``model`` must be whole, on the CPU and the same on every rank; ``digest`` is the digest of its weights.
+    """
 
     def __init__(
         self, model: PreTrainedModel, digest: str, config: FSDPConfig, collective: Collective, *, device: str

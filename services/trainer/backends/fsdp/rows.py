@@ -19,7 +19,7 @@ class Rows:
     """This rank's rows of one tensor.
 
     Attributes:
-        part: live local rows; a scalar is the same on every rank.
+        part: the rows, in the memory of the model or optimizer itself; a scalar is the same on every rank.
         shape: shape of the whole tensor.
         dtype: type in which the tensor is stored.
     """
@@ -33,18 +33,18 @@ class Rows:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def copy(self, mesh: DeviceMesh) -> Tensor:
-        """Return a copy in host memory as a DTensor of the whole tensor; ``mesh`` is the CPU mesh."""
+        """Return a copy of the rows in host memory: a DTensor over ``mesh``, the CPU mesh, or a plain scalar."""
         copied = self.part.detach().to("cpu", self.dtype, copy=True)
         return as_sharded(copied, mesh, self.shape) if self.shape else copied
 
     @torch.no_grad()
     def load(self, saved: Tensor, mesh: DeviceMesh) -> None:
-        """Copy this rank's rows from a whole tensor, or from a sharded one of the same mesh."""
+        """Copy this rank's rows of ``saved``, a whole tensor or a DTensor over the same ranks, into ``part``."""
         if self.shape and not is_sharded(saved):
             saved = saved[rows_of_mesh(len(saved), mesh)]
         self.part.copy_(local_part(saved))
 
 
 def rows_of(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> dict[str, Rows]:
-    """Return the local rows of DTensors, to be stored in ``dtype``."""
+    """Return this rank's rows of each parameter, a DTensor; checkpoints store the rows in ``dtype``."""
     return {name: Rows(local_part(param.detach()), param.shape, dtype) for name, param in parameters.items()}

@@ -48,7 +48,7 @@ class Sharding:
     """Settings for sharding a model.
 
     Attributes:
-        mesh: one dimension, all ranks, on the device that computes.
+        mesh: one-dimensional mesh of all ranks, on the device that computes.
         compute_dtype: type of gathered weights and of activations.
         reduce_dtype: type in which gradients are summed over ranks.
         reshard_after_forward: free gathered blocks between forward and backward.
@@ -82,8 +82,8 @@ class ShardedModel:
     """Shards ``model`` in place and runs functions over it. A ``Reader`` of its parameters.
 
     Args:
-        model: on the CPU, whole, the same on every rank. Its parameters have the types of the shards; all that may ever
-            be trained have one type and require gradients now.
+        model: on the CPU, whole, the same on every rank. Its parameters already have the types that the shards get. All
+            parameters that the job ever trains have one type and require gradients at this time.
         twin: a model of the same architecture that shares some of the parameters; also sharded.
 
     Raises:
@@ -114,9 +114,10 @@ class ShardedModel:
         assert all(isinstance(param, DTensor) for param in self.params.values()), "a unit was left gathered"
 
     def run(self, function: Callable[[], R]) -> R:
-        """Run ``function()`` with the weights gathered; a collective. Keep the result's graph until backward.
+        """Run ``function()`` with the weights gathered, and return its result. A collective.
 
-        Without gradients, gathered weights are freed at once: they must not be stale after the next step.
+        With gradients, the caller must keep the autograd graph of the result until the backward pass. Without
+        gradients, the gathered weights are freed at once, because the next optimizer step makes them stale.
         """
         result: R = self._root(function)
         if not torch.is_grad_enabled():

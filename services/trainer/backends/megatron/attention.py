@@ -61,7 +61,7 @@ class PackedCausalAttention(nn.Module):
         return self._heads_for_tokens(F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out)
 
     def _tokens_for_heads(self, x: Tensor) -> Tensor:
-        """Exchange [P / C, H, d] to [P, H / C, d]."""
+        """Exchange this rank's tokens of all heads, [P / C, H, d], for all tokens of its heads, [P, H / C, d]."""
         ranks = self._context.size()
         if ranks == 1:
             return x
@@ -70,7 +70,7 @@ class PackedCausalAttention(nn.Module):
         return exchanged.flatten(0, 1)
 
     def _heads_for_tokens(self, x: Tensor) -> Tensor:
-        """Exchange [P, H / C, d] to [P / C, H, d]."""
+        """Exchange all tokens of this rank's heads, [P, H / C, d], for its tokens of all heads, [P / C, H, d]."""
         ranks = self._context.size()
         if ranks == 1:
             return x

@@ -262,7 +262,7 @@ class MegatronBackend:
         return microbatch is not None or self._groups.experts.size() > 1
 
     def _any_rank(self, has: bool) -> bool:
-        """Return True if any of the ranks that exchange tokens for experts has a microbatch."""
+        """Return True if ``has`` is True on any of the ranks that hold experts for one another's tokens."""
         if self._groups.experts.size() == 1:
             return has
         flag = torch.tensor(float(has), dtype=torch.float32, device=self._device)
@@ -328,7 +328,7 @@ def _by_kind(optimizer: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 
 def _unscored_token() -> Microbatch:
-    """Return one unscored token: input of a rank without a microbatch whose experts other ranks need."""
+    """Return a microbatch of one unscored token, for a rank without a microbatch whose experts other ranks need."""
     none_M, zero_T = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     tokens = PackedTokens(
         token_ids_T=zero_T, position_ids_T=zero_T, cu_seqlens_S1=torch.tensor([0, 1]), lengths=(1,), max_seqlen=1

@@ -63,7 +63,7 @@ class Piece:
         name: Hugging Face name.
         shape: shape of the whole tensor.
         dim: dimension along which the tensor-parallel ranks divide it; None: every rank holds the whole.
-        halves: whether ``dim`` stacks two tensors, of each of which a rank holds a part.
+        halves: whether two tensors are stacked along ``dim``, so that a rank holds a part of each.
         dealt_to: number of expert-parallel ranks over which the first dimension, the experts, is divided.
     """
 
@@ -111,7 +111,7 @@ def mapping_of(
     pipeline_parallel: int = 1,
     expert_parallel: int = 1,
 ) -> list[Parameter]:
-    """Return the parameters of a Llama, Qwen or Mixtral model, derived from its Hugging Face names and shapes.
+    """Return the megatron-core parameters of a Llama, Qwen or Mixtral model, from its Hugging Face names and shapes.
 
     Args:
         shapes: shapes of the whole tensors by name, tied ones once, in the model's order.
@@ -137,12 +137,15 @@ def mapping_of(
 
 
 def dealt(whole: Tensor, piece: Piece, *, rank: int) -> Tensor:
-    """Return the experts of expert-parallel rank ``rank``; a tensor without experts unchanged."""
+    """Return the experts of ``whole`` that expert-parallel rank ``rank`` holds, or ``whole`` if it has no experts."""
     return whole.chunk(piece.dealt_to, 0)[rank] if piece.dealt_to > 1 else whole
 
 
 def cut(whole: Tensor, piece: Piece, *, rank: int, size: int) -> Tensor:
-    """Return the contiguous run of ``whole`` (of each half) on ``rank`` of ``size``. The last ranks may hold less."""
+    """Return the contiguous run of ``whole``, or of each of its halves, that tensor-parallel rank ``rank`` holds.
+
+    ``size``: number of these ranks. The last ranks may hold less than the others.
+    """
     if piece.dim is None:
         return whole
     halves = whole.chunk(2 if piece.halves else 1, piece.dim)

@@ -28,7 +28,10 @@ __all__ = ["ParallelExperts", "RealTokens"]
 
 @dataclass(frozen=True, slots=True)
 class RealTokens:
-    """Applies ``routes`` to the first ``number`` tokens; padding after them follows the router, uncounted."""
+    """Routing that applies ``routes`` to the first ``number`` tokens.
+
+    The padding after these tokens follows the router and is not counted.
+    """
 
     routes: Routes
     number: int
@@ -101,7 +104,10 @@ class ParallelExperts(nn.Module):
         self._sparse = own(like.number, self.router, self.experts, like.top_k, like.normalise)
 
     def forward(self, hidden_states: Tensor, **_: Any) -> tuple[Tensor, None]:
-        """Map [T, 1, D] to ([T, 1, D], no bias); with sequence parallelism T / ranks."""
+        """Map hidden states [T, 1, D] to outputs [T, 1, D] and None, as there is no bias.
+
+        With sequence parallelism, each tensor-parallel rank passes and gets its equal share of the T tokens.
+        """
         if self._sequence_parallel:
             h = mappings.gather_from_sequence_parallel_region(hidden_states, group=self._group)
         else:

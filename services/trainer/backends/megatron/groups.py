@@ -1,4 +1,4 @@
-"""Process groups of one backend, opened once per process and set of ranks.
+"""Process groups of the megatron backend. A process opens the group of a set of ranks once and then reuses it.
 
 Ranks form a grid: tensor parallel varies fastest, then context parallel, pipeline stages and data parallel. Thus the
 ranks of one copy of the model are neighbours.
@@ -36,7 +36,7 @@ class Groups:
         tensor: ranks that hold different parts of the same layers.
         context: ranks that hold different tokens of the same microbatch.
         pipeline: ranks that hold different layers, first stage first.
-        ends: first and last stage on those two stages; this rank alone on stages between.
+        ends: on the first and the last stage, the ranks of these two stages; on other stages, this rank alone.
         gradients: ranks that sum gradients: same parts, other tokens (data and context parallel).
         experts: subset of ``gradients`` that holds different experts of the same layers.
         same_experts: ranks of ``gradients`` that hold the same experts.
@@ -51,15 +51,15 @@ class Groups:
     same_experts: dist.ProcessGroup
 
     def in_tensor(self) -> tuple[int, int]:
-        """Return (rank, size) in ``tensor``."""
+        """Return this process's rank in the group ``tensor``, and the size of the group."""
         return self.tensor.rank(), self.tensor.size()
 
     def in_context(self) -> tuple[int, int]:
-        """Return (rank, size) in ``context``."""
+        """Return this process's rank in the group ``context``, and the size of the group."""
         return self.context.rank(), self.context.size()
 
     def in_pipeline(self) -> tuple[int, int]:
-        """Return (stage, number of stages)."""
+        """Return this process's pipeline stage, and the number of stages."""
         return self.pipeline.rank(), self.pipeline.size()
 
     def of_megatron(self) -> Any:
@@ -69,7 +69,10 @@ class Groups:
         )
 
     def from_stage(self, tensor: torch.Tensor, stage: int) -> torch.Tensor:
-        """Broadcast the tensor of ``stage`` to all stages. On others ``tensor`` has its shape and is overwritten."""
+        """Broadcast ``tensor`` from ``stage`` to all stages, and return it.
+
+        The other stages pass a tensor of the same shape, which is overwritten.
+        """
         if self.pipeline.size() > 1:
             dist.broadcast(tensor, dist.get_global_rank(self.pipeline, stage), group=self.pipeline)
         return tensor
@@ -112,7 +115,10 @@ def open_groups(config: MegatronConfig) -> Groups:
 
 
 def _own_group(partition: Iterable[Ints]) -> dist.ProcessGroup:
-    """Return this rank's group of a partition of all ranks. Every rank opens all groups, in the same order."""
+    """Return this rank's group in ``partition``, which divides all ranks into groups.
+
+    Every rank opens all groups, in the same order.
+    """
     for stale in [key for key in _open if key[0] is not dist.group.WORLD]:
         del _open[stale]
     own: dist.ProcessGroup | None = None

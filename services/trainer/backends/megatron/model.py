@@ -154,7 +154,7 @@ class MegatronModel(nn.Module):
                 module.routing = routing
 
     def tokens_per_rank(self, tokens: PackedTokens) -> int:
-        """Return R: context-parallel ranks hold equal runs, which sequence parallelism divides once more."""
+        """Return R, the number of tokens on each context-parallel rank. Sequence parallelism divides R once more."""
         unit = self._groups.tensor.size() if self._sequence_parallel else 1
         return -(-tokens.num_tokens // (self._groups.context.size() * unit)) * unit
 
@@ -167,10 +167,10 @@ class MegatronModel(nn.Module):
         ]
 
     def run_stage(self, tokens: PackedTokens, routes: Routes | None = None) -> Tensor:
-        """Run this stage's layers over this context-parallel rank's run of the padded row: [S, 1, D]. Differentiable.
+        """Run this stage's layers over this context-parallel rank's part of the padded tokens; return [S, 1, D].
 
-        The first stage begins with the embedding and the last ends with the final norm. Later stages take the input
-        that the schedule has set.
+        Differentiable. The first stage begins with the embedding and the last ends with the final norm. Later stages
+        take the input that the schedule has set.
         """
         rank, ranks = self._groups.in_context()
         run = self.tokens_per_rank(tokens)
@@ -215,7 +215,7 @@ def _leave_padding(embedding: nn.Module, padding: int, groups: Groups) -> None:
 
 
 def _routes_of_run(routes: Routes, num_tokens: int, start: int, run: int) -> RealTokens:
-    """Return the routing of ``run`` tokens from ``start`` on, those of this context-parallel rank."""
+    """Return the routing of this context-parallel rank's tokens: ``run`` tokens from index ``start`` on."""
     number = max(0, min(run, num_tokens - start))
     replay = routes.replay_TNK
     return RealTokens(replace(routes, replay_TNK=None if replay is None else replay[start : start + number]), number)
@@ -296,7 +296,7 @@ def _with_experts(layer: Any, part: Layer, groups: Groups) -> Any:
     like = part.mlp
 
     class Experts(ParallelExperts):
-        """Bound type, because megatron-core warns about specifications of an MLP that it does not know."""
+        """Type with bound ``like`` and ``groups``: megatron-core warns about specifications of an unknown MLP."""
 
         def __init__(self, *, config: Any) -> None:
             super().__init__(config=config, like=like, groups=groups)

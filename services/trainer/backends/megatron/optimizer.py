@@ -22,7 +22,8 @@ class ShardedOptimizer(Optimizer):
     Args:
         parameters: this rank's parameters by megatron-core name.
         mapping: division of the whole model into parameters.
-        sequence_parallel: whether norms see only part of the tokens, so that their gradients are partial sums.
+        sequence_parallel: whether normalization layers see only part of the tokens, so that their gradients are partial
+            sums.
         tied: whether the embedding is also the head; with several stages the first and the last hold it.
     """
 

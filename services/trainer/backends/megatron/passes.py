@@ -31,7 +31,7 @@ class Work:
     """One microbatch and the scores to compute for it.
 
     Attributes:
-        loss: None: this rank only takes part, and the gradients are 0.
+        loss: function to differentiate; None: this rank only takes part in the collectives, and its gradients are 0.
         entropy, kl: see ``Backend.accumulate``; ``kl`` implies ``entropy``.
     """
 
@@ -114,7 +114,7 @@ class Passes:
 
     @torch.no_grad()
     def route(self, tokens: PackedTokens, model: MegatronModel) -> RouterLoad:
-        """Return the choices of the routers of all stages."""
+        """Return the expert choices that the routers of all stages make for ``tokens``."""
         start, load = self._now(), RouterLoad()
         run_stages(model, self._groups, self._device, [tokens], lambda _: model.run_stage(tokens, Routes(load=load)))
         self.seconds.forward += self._now() - start
@@ -133,7 +133,10 @@ class Passes:
 
     @torch.no_grad()
     def _reference_states(self, works: Sequence[Work], reference: MegatronModel | None) -> dict[int, States]:
-        """Return the reference's final states for works with ``kl``, on the last stage. The reference routes itself."""
+        """Return the reference's final states for each work with ``kl``, by index in ``works``.
+
+        Only the last stage returns any. The reference's own routers choose the experts.
+        """
         numbers = [number for number, work in enumerate(works) if work.kl]
         found: dict[int, States] = {}
         if not numbers:

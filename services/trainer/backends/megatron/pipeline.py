@@ -32,7 +32,7 @@ def run_stages(
     *,
     after_backward: Callable[[], None] | None = None,
 ) -> None:
-    """Call ``forward`` for every microbatch in order. A collective of the ranks that share them.
+    """Call ``forward`` for every microbatch in order. A collective of the ranks that share the microbatches.
 
     Args:
         forward: runs this stage on the microbatch with the given index; returns the states for the next stage [S, 1,
@@ -68,7 +68,7 @@ def run_stages(
 
 
 def with_loss(hidden_S1D: Tensor, loss: Tensor) -> Tensor:
-    """Return the same states. Their backward pass also differentiates ``loss``, a scalar of this stage."""
+    """Return ``hidden_S1D`` unchanged. Its backward pass also differentiates ``loss``, a scalar of this stage."""
     passed: Tensor = _WithLoss.apply(hidden_S1D, loss)  # type: ignore[no-untyped-call]
     return passed
 
@@ -112,5 +112,8 @@ class _Neighbours(core.P2PCommunicator):  # type: ignore[misc]
 
 
 def _as_it_is(output: Tensor) -> tuple[Tensor, Tensor, None]:
-    """Return the loss undivided, because denominators count the whole batch; no token count, nothing to report."""
+    """Return ``output``, a token count of 0 and no report.
+
+    The loss is not divided here, because its denominators count the whole batch.
+    """
     return output, torch.zeros((), dtype=torch.int, device=output.device), None

@@ -29,7 +29,7 @@ from penstock.shared.models.temperature import tempered
 __all__ = ["Selected", "States", "policy_scores", "values", "vocab_parallel_log_softmax"]
 
 Normalised = Callable[[Tensor], Tensor]
-"""Function from places in the N selected rows to this rank's log-probs [., W]."""
+"""Function from indices into the N selected positions to their log-probs of this rank's vocabulary rows, [., W]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Selected:
         return cls(groups, len(batch.select_M), indices_N, places_N, batch.targets_M[indices_N], temperature_N)
 
     def everywhere(self, own_N: Tensor) -> Tensor:
-        """Return [M] from the parts of all context-parallel ranks: a sum in which one rank's value is not zero."""
+        """Return the values of all M positions: each context-parallel rank contributes those of its own positions."""
         whole_M = own_N.new_zeros(self.number).index_put((self.indices_N,), own_N)
         summed: Tensor = mappings.reduce_from_tensor_model_parallel_region(whole_M, group=self.groups.context)
         return summed
@@ -147,7 +147,10 @@ def _pick(logprobs_NW: Tensor, columns_N: Tensor) -> Tensor:
 def _in_chunks(
     chunk: Callable[[Tensor], tuple[Tensor, ...]], number: int, size: int, device: torch.device
 ) -> tuple[Tensor, ...]:
-    """Apply ``chunk`` to ``number`` places, at most ``size`` at once. Logits of several chunks never coexist."""
+    """Apply ``chunk`` to the indices below ``number``, at most ``size`` at once, and return the concatenated results.
+
+    Logits of several chunks never coexist.
+    """
     places_N = torch.arange(number, device=device)
     if number <= size:
         return chunk(places_N)

@@ -76,7 +76,7 @@ def _like(own: Mapping[str, Tensor]) -> Tensor:
 
 
 def _of_its_stage(own: Mapping[str, Tensor], parameter: Parameter, groups: Groups) -> Tensor:
-    """Return the part for this tensor-parallel rank from the stage that holds the parameter."""
+    """Return this tensor-parallel rank's part of the parameter, broadcast from the stage that holds it."""
     stage, stages = groups.in_pipeline()
     if stages == 1 or stage == parameter.stage:
         held = own[parameter.name].detach()
@@ -100,7 +100,7 @@ def _whole(own: Tensor, parameter: Parameter, groups: Groups) -> dict[str, Tenso
 
 
 def _all(own: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Return the tensors of all ranks in rank order."""
+    """Return the tensors of all ranks of ``group``, in rank order."""
     if group.size() == 1:
         return [own]
     shards = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(group.size())]

@@ -165,7 +165,7 @@ class Agent:
         await self._say(voice, name, value)
 
     async def _say(self, voice: Voice, name: str, value: bool) -> None:
-        """Post the verdict once, twice, or corrected with the correction first."""
+        """Post the verdict once or twice, or post a correction before the original verdict that it corrects."""
         body = {"inference_id": name, "metric_name": "accepted", "value": value, "feedback_id": str(uuid.uuid4())}
         chance = self.rng.random()
         if chance < SHARE_TWICE:
@@ -190,7 +190,7 @@ class Agent:
 
 
 def question(topic: str, number: int) -> str:
-    """Return the text of a question."""
+    """Return the text of a question about ``topic``."""
     return f"{number:02d} {topic}:"
 
 

@@ -95,7 +95,7 @@ def demo(
 
 
 def demo_options(directory: Path, *, rollouts: int = 1) -> StackOptions:
-    """Return the options of a demo's deployment, which has a key of its own."""
+    """Return the options of a demo's deployment, which makes its own API key and ignores configured ones."""
     environment = {"PENSTOCK_API_KEYS": "", **RATE}
     return StackOptions(
         data_dir=directory, workers={"rollout": rollouts}, environment=environment, largest=DEMO_STREAMS
@@ -148,7 +148,7 @@ async def _fetch_video(client: AsyncClient, record: JobRecord, directory: Path) 
 
 
 async def _watch(client: AsyncClient, job: str, stack: Stack, screen: Console) -> View:
-    """Watch the job; raise if a service cannot continue."""
+    """Show the job until it ends and return its last view. Raises ConfigError if a service cannot continue."""
     watching = asyncio.create_task(watch(client, job, screen))
     broken = asyncio.create_task(stack.broken())
     try:

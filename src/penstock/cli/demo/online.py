@@ -34,11 +34,12 @@ GOAL, START = 0.8, 0.35
 LIMIT_S = 240.0
 """Longest run in seconds, from its start."""
 TALKERS = 48
-"""Concurrent requests of the agent without a hostile key."""
+"""Number of concurrent requests of the agent in a run without a hostile key."""
 CUSTOMERS, HOSTILE_TALKERS = 8, 80
-"""With a hostile key: customers of the agent, each with a key and one request at a time, and the key's requests."""
+"""In a run with a hostile key: customers of the agent, each with a key of its own and one request at a time, and the
+number of concurrent requests with the hostile key."""
 SHARE = 0.15
-"""With a hostile key: largest share of a batch per key."""
+"""In a run with a hostile key: largest share that one key may have of a batch."""
 SCOPES = ("inference:write", "feedback:write")
 ROW_S = 5.0
 COLUMNS = {"seconds": 8, "answers": 9, "version": 9, "accepted": 10, "feedback": 10, "late": 6, "twice": 7, "failed": 8}
@@ -49,8 +50,8 @@ HOSTILE_COLUMN = "hostile"
 class Shown:
     """Outcome of a run of the demo.
 
-    ``report`` is the audit of the job; ``trained`` counts the trained items of feedback by whether the hostile key
-    posted them.
+    ``rate`` is the share of accepted answers at the end; ``report`` is the audit of the job; ``trained`` counts the
+    trained items of feedback by whether the hostile key posted them.
     """
 
     agent: Agent
@@ -111,7 +112,7 @@ async def run_online(
     job: OnlineJob, options: StackOptions, *, hostile: bool = False, limit_s: float = LIMIT_S,
     screen: Console | None = None,
 ) -> Shown:  # fmt: skip
-    """Start a deployment, run the agents until the policy has learnt or time is up, end the job and audit it.
+    """Start a deployment, run the agents until the policy has learned or time is up, end the job and audit it.
 
     Progress is printed as a table to ``screen``, by default standard output. Raises ConfigError if OpenAI's SDK is not
     installed.
@@ -142,7 +143,10 @@ async def run_online(
 async def _agents(
     client: AsyncClient, deployment: Stack, job: OnlineJob, *, hostile: bool
 ) -> AsyncIterator[tuple[Agent, Agent | None, str]]:
-    """Yield the agent, the hostile one, and the id of its key; with a hostile one, each customer has a key."""
+    """Yield the agent, the hostile agent (None without one), and the id of the hostile key ('').
+
+    Beside a hostile agent, each customer of the agent has a key of its own.
+    """
     rng, url = random.Random(job.seed), deployment.url
     if not hostile:
         async with voices(url, job.name, [deployment.api_key], each=TALKERS) as alone:
@@ -172,7 +176,10 @@ async def _served(client: AsyncClient, job: str, *, deadline: float) -> None:
 async def _watch(
     agent: Agent, hostile: Agent | None, stack: Stack, *, began: float, limit_s: float, screen: Console
 ) -> float:
-    """Print progress until the goal is reached, time is up, or a service has failed; return the last rate."""
+    """Run the agents and print progress until the goal is reached or time is up; return the agent's last ``rate``.
+
+    Raises ConfigError if a service cannot continue.
+    """
     both = [agent] if hostile is None else [agent, hostile]
     tasks = [asyncio.create_task(one.run()) for one in both]
     broken = asyncio.create_task(stack.broken())

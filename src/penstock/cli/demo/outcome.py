@@ -76,7 +76,7 @@ class Outcome:
         return flaws
 
     def plain(self) -> dict[str, Any]:
-        """Return the outcome as JSON."""
+        """Return the outcome as a JSON object."""
         status, (first, last) = self.record.status, self.ends or (None, None)
         return {
             "ok": self.code == OK,

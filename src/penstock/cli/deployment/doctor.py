@@ -37,7 +37,7 @@ _NEED_SHM, _NEED_FILES = 256 * _MIB, 512 * _MIB
 
 @dataclass(frozen=True)
 class Finding:
-    """Outcome of one check; ``fix`` is the remedy if it is not ok."""
+    """Outcome of one check; ``fix`` is the remedy if ``state`` is not ok."""
 
     name: str
     state: Literal["ok", "warning", "failed"]
@@ -140,7 +140,7 @@ def _engines(settings: ServiceSettings) -> Iterator[Finding]:
 
 
 def _streams(settings: ServiceSettings) -> Iterator[Finding]:
-    """Check the space for the streams of ``penstock up``, unless its bus is elsewhere, and of ``penstock demo``."""
+    """Check the disk space for the streams of ``penstock demo``, and of ``penstock up`` without an external bus."""
     if "PENSTOCK_NATS_URL" not in os.environ:
         store = NatsServer(settings.data_dir.expanduser().resolve() / "nats").store
         yield _room("streams", store, LARGEST, "failed", "free some space, or set PENSTOCK_DATA_DIR")

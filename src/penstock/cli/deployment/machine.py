@@ -34,9 +34,10 @@ __all__ = ["DEMO", "DEMO_STREAMS", "DataDir", "down", "example", "pythons_for", 
 DEMO = "addition.yaml"
 """Job file of the demo."""
 DEMO_STREAMS = StreamSizes(experience_bytes=256 << 20, stream_bytes=128 << 20)
-"""Sizes for a few minutes of one small job, even with a hostile key; the folder may be in memory."""
+"""Sizes of the streams of a demo: enough for a few minutes, even with a hostile key, and small if the folder is in
+memory."""
 READY = "ready (Ctrl-C stops everything)"
-"""Line before the address of the page, which a detached deployment does not repeat."""
+"""Line of the log at which ``up --detach`` stops copying it, because it prints the address of the page itself."""
 READY_S = 120.0
 DOWN_S = 60.0
 
@@ -78,7 +79,10 @@ def up(
 
 
 def _pythons(engine: str) -> dict[str, Path]:
-    """Return the interpreter of rollout workers for an engine inside them; pass others by environment variable."""
+    """Return the interpreter of rollout workers if the engine runs inside them, by service; otherwise {}.
+
+    The interpreter of an engine outside the workers goes into an environment variable that they read.
+    """
     python, name = interpreter_with(engine), engine.partition("=")[0]
     if name in ENGINE_PACKAGES:
         return {"rollout": python}
@@ -87,7 +91,7 @@ def _pythons(engine: str) -> dict[str, Path]:
 
 
 def pythons_for(job: AnyJob) -> dict[str, Path]:
-    """Interpreters of services that the engine of a job needs. Raises ConfigError: it is not installed."""
+    """Return the interpreters that the engine of a job needs, by service. Raises ConfigError: it is not installed."""
     if not isinstance(job, TextJob) or job.rollout.engine not in ENGINE_PACKAGES:
         return {}
     return {"rollout": engine_python(job.rollout.engine, load_settings().engines_dir)}
@@ -117,7 +121,10 @@ def down(data_dir: DataDir = None, as_json: Json = False) -> None:
 
 
 def _running() -> Path:
-    """Return the default data directory, or that of this user's only deployment. Raises ConfigError: several run."""
+    """Return the default data directory if a deployment runs there, else the directory of this user's only running one.
+
+    If none runs, return the default directory. Raises ConfigError if several run elsewhere.
+    """
     usual = load_settings().data_dir.expanduser().resolve()
     if read_state(usual) is not None:
         return usual
@@ -188,7 +195,7 @@ def _note_next(url: str) -> None:
 
 
 async def _first(stop: asyncio.Event, work: object) -> None:
-    """Wait for ``work`` or the signal; raise the errors of ``work``."""
+    """Wait until ``work`` ends or ``stop`` is set, which cancels ``work``; raise the errors of ``work``."""
     assert asyncio.iscoroutine(work)
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -240,8 +247,8 @@ def _facts(url: str, pid: int, data_dir: Path, processes: dict[str, int]) -> dic
 
 
 def _copy_new_lines(log: Path, start: int, *, until: str = "") -> int:
-    """Print the whole lines of a log from byte ``start``, but none from one that begins with ``until``; return the
-    byte behind the last one."""
+    """Print the complete lines of a log from byte ``start`` to before the line ``until``; return the offset behind the
+    last printed line."""
     data = log.read_bytes()[start:]
     last = data.find(until.encode()) if until else -1
     end = data.rfind(b"\n") + 1 if last < 0 else last

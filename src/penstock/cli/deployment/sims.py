@@ -59,7 +59,7 @@ class Pins:
 ENCODER = "imageio-ffmpeg==0.8.1"
 """Package that encodes films (BSD-2-Clause). It contains the program ffmpeg (GPL), which runs as its own process."""
 PACKAGING = "packaging==26.3"
-"""Package that the MuJoCo environments of Gymnasium import and do not ask for."""
+"""Package that the MuJoCo environments of Gymnasium import without declaring it as a dependency."""
 PICTURES = "pictures and videos need OSMesa: apt-get install -y libosmesa6"
 PINS = {
     "gymnasium": Pins(
@@ -162,7 +162,7 @@ def _install(
 
 
 def _trial(name: str, python: str, folder: Path) -> list[str]:
-    """Return a command that fails if the simulator does not work."""
+    """Return a command that tries a simulator: its exit status is 0 only if the simulator works."""
     if name not in BACKENDS:
         return [python, "-P", str(folder / ADAPTER)]
     return [python, "-c", f"import {PINS[name].imports if name in PINS else 'numpy'}"]

@@ -51,7 +51,8 @@ def replay(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train sealed batches again and compare digests; exit 1 if they differ (on another environment: by too much)."""
+    """Train sealed batches again and compare digests; exit 1 if they differ. In another environment, exit 1 only if the
+    results differ too much."""
     done, ok = False, False
     with Client() as client:
         for row in client.replay(client.find(job).id, from_batch=from_batch, to_batch=to_batch, feedback=feedback):

@@ -93,7 +93,7 @@ def rm(
     which: Annotated[str, typer.Argument(metavar="WHICH", help="Number, initial, best, newest, final.")],
     as_json: Json = False,
 ) -> None:
-    """Delete the files of a checkpoint. While the job runs, its initial, best and newest checkpoints are refused."""
+    """Delete the files of a checkpoint. Not possible for the initial, best and newest checkpoint of a running job."""
     with Client() as client:
         record = client.find(job)
         row = choose(client.checkpoints(record.id), which)

@@ -96,7 +96,7 @@ def submit(
 
 
 def _print_warnings(client: Client, record: JobRecord) -> None:
-    """Print the coordinator's warnings about a submitted job; a key that may only submit gets none."""
+    """Print the coordinator's warnings about a submitted job, or nothing if the key may not read its events."""
     with contextlib.suppress(PenstockError):
         for row in client.events(record.id, follow=False):
             if row["type"] == "submitted" and row["level"] == "warning":
@@ -104,7 +104,10 @@ def _print_warnings(client: Client, record: JobRecord) -> None:
 
 
 def load_file(file: Path, overrides: list[str]) -> JobText:
-    """Load a job file (``-``: standard input) with overrides and relative files; validate it. Raises ConfigError."""
+    """Load a job file (``-``: standard input) with ``overrides`` and the files that it names; validate it.
+
+    Raises ConfigError.
+    """
     where = "standard input" if file == STDIN else str(file)
     data = parse_yaml(sys.stdin.read(), where=where) if file == STDIN else load_yaml(file)
     text = with_neighbours(with_overrides(data, overrides), Path() if file == STDIN else file.parent)
@@ -113,7 +116,7 @@ def load_file(file: Path, overrides: list[str]) -> JobText:
 
 
 def load_job(file: Path, overrides: list[str]) -> AnyJob:
-    """Load a job file as a config object; its code is not uploaded. Raises ConfigError."""
+    """Load a job file as a config object, without the code that it names. Raises ConfigError."""
     return parse_job(load_file(file, overrides).data, where=str(file))
 
 
@@ -389,7 +392,7 @@ def _canary(trial: dict[str, Any]) -> str:
 
 
 def _phase(record: JobRecord) -> str:
-    """Return the phase with the active warnings, so that a job that learnt nothing does not look like a success."""
+    """Return the phase and the kinds of active warnings, so that a job that learned nothing does not look fine."""
     kinds = ", ".join(warning.kind for warning in record.status.warnings)
     return f"{record.status.phase} ({kinds})" if kinds else record.status.phase
 

@@ -80,7 +80,9 @@ def _flag(which: str) -> str:
 
 
 def exported(row: Row) -> list[str]:
-    """Return files of a checkpoint for a Hugging Face folder: no optimizer, reference, generators, shards, critic.
+    """Return the names of the files of a checkpoint that belong in a Hugging Face folder.
+
+    Optimizer state, reference model, random generators, shards and critic do not.
 
     Raises:
         Conflict: the files are not on the coordinator's host.
@@ -93,7 +95,9 @@ def exported(row: Row) -> list[str]:
 
 
 def _merge(client: Client, record: JobRecord, row: Row, config: JobConfig, to: Path) -> None:
-    """Write merged weights. The base model is read from the path that the job used.
+    """Write the weights of a checkpoint's base model, merged with its adapter, to ``to``.
+
+    The base model is read from the path that the job used.
 
     Raises:
         ConfigError: torch or peft is not installed here, or the base model is not on this machine.
@@ -133,7 +137,7 @@ def model_card(
     Args:
         row: the checkpoint.
         curves: values of metrics by name, oldest first.
-        pins: package versions that trained it.
+        pins: versions of the packages that trained the checkpoint, by name.
     """
     config = text_job(record.spec)
     base = record.origin.model if record.origin is not None else config.model.path
@@ -180,7 +184,7 @@ def _push(directory: Path, repository: str, *, private: bool) -> str:
 
     Raises:
         ConfigError: huggingface_hub is not installed, or the name is not valid.
-        Unavailable: the hub refused it or is unreachable: network, token, or permissions.
+        Unavailable: the hub refused the upload or is unreachable: network, token, or permissions.
     """
     try:
         from huggingface_hub import HfApi

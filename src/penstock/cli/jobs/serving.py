@@ -56,7 +56,7 @@ def serve(
 
 
 def reference_of(text: str) -> str:
-    """Return ``job:NAME@WHICH`` for that, ``NAME@WHICH``, or ``NAME`` (the final checkpoint). Raises ConfigError."""
+    """Return ``text`` as a full reference ``job:NAME@WHICH``; the default of WHICH is final. Raises ConfigError."""
     reference = text if text.startswith(REFERENCE) else REFERENCE + text
     reference = reference if "@" in reference else f"{reference}@final"
     parse_reference(reference)
@@ -64,7 +64,7 @@ def reference_of(text: str) -> str:
 
 
 def _name_of(client: Client, path: str) -> str:
-    """Return the default name of the model."""
+    """Return the default name of a deployment: name of the job and checkpoint. Raises ConfigError for a directory."""
     if not path.startswith(REFERENCE):
         raise ConfigError("--name: give the model a name; of a checkpoint it would be that of its job")
     job, which = parse_reference(path)

@@ -50,12 +50,12 @@ class Point:
 
     @property
     def ends(self) -> list[float]:
-        """Mean of the last values of each job that has any."""
+        """For each job that has values, the mean of its last LAST values."""
         return [fmean(value for _, value in curve[-LAST:]) for curve in self.curves if curve]
 
     @property
     def mean(self) -> float:
-        """Mean of ``ends``; -inf if no job has values."""
+        """Mean of ``ends`` over the jobs; -inf if no job has values."""
         return fmean(self.ends) if self.ends else float("-inf")
 
     @property
@@ -67,7 +67,7 @@ class Point:
 
 
 def points_of(grid: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return all combinations of ``["a.b=1,2", "c=x,y"]``, first ``("a.b=1", "c=x")``. Raises ConfigError."""
+    """Return all combinations: for ``["a.b=1,2", "c=x,y"]``, first ``("a.b=1", "c=x")``. Raises ConfigError."""
     axes = []
     for text in grid:
         key, sep, values = text.partition("=")
@@ -196,7 +196,7 @@ def _plain(point: Point) -> dict[str, Any]:
 
 
 def svg_plot(points: Sequence[Point], metric: str) -> str:
-    """Draw the curves as SVG: one colour per point, one line per job, the range of both axes, and a legend."""
+    """Return the curves as SVG: one color per point, one line per job, the range of both axes, and a legend."""
     known = [pair for point in points for curve in point.curves for pair in curve]
     steps, values = [step for step, _ in known] or [0], [value for _, value in known] or [0.0]
     first, last, low, high = min(steps), max(steps), min(values), max(values)

@@ -24,11 +24,11 @@ from penstock.shared.protocol.jobs import TERMINAL_PHASES, JobRecord
 __all__ = ["follow", "top", "watch"]
 
 RECORD_S = 60.0
-"""Deadline for the record of a job to show the end that its last event reports (seconds)."""
+"""Longest time from the last event of a job until its record shows that the job has ended (seconds)."""
 
 LOOK_S = 0.5
 LINE_S, QUIET_S = 3.0, 15.0
-"""Seconds between progress lines without a terminal: after an update, and without an update."""
+"""Seconds between two progress lines on an output that is no terminal: after a new update, and without one."""
 PATIENCE_S = 60.0
 _LAST_EVENTS_S = 2.0
 

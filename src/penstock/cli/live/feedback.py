@@ -136,10 +136,10 @@ def _value(text: str, metric: str) -> bool | float | str:
 
 
 def _named(items: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Add ids to items that have none, derived from content, occurrence number and API key.
+    """Yield the items; those without an id get one, derived from content, occurrence number and PENSTOCK_API_KEY.
 
     So a file that is posted again, even if longer by then, has one effect, while two equal lines of one file are two
-    items. Without the key nobody can predict an id and occupy it first.
+    items. If the variable is set, only those who know the key can predict an id and post another item under it first.
     """
     secret = os.environ.get("PENSTOCK_API_KEY", "").encode()
     said: Counter[bytes] = Counter()

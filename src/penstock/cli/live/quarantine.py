@@ -73,7 +73,7 @@ def drop(item: Item, as_json: Json = False) -> None:
 
 
 def _place(client: Client, words: list[str]) -> list[str]:
-    """Return the id of an item, after the id of its job if it is given."""
+    """Return ``[item id]``, or ``[job id, item id]`` if ``words`` names the job before the item."""
     if len(words) > 2:
         raise typer.BadParameter(f"expected the id of an item, or a job and the id, got {len(words)} words")
     return [*(client.find(job).id for job in words[:-1]), words[-1]]

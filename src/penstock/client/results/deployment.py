@@ -35,13 +35,13 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     rate_limit: str | None = None
     models: list[str] | None = None
     max_weight: float = 1.0
-    """Largest weight of its feedback."""
+    """Largest weight of feedback that this key posts."""
     code_modules: list[str] | None = None
     """With the scope jobs:code: modules whose functions its job files may name."""
 
 
 class NewKey(Key, frozen=True, kw_only=True):
-    """A new key; its text ``key`` is shown this once. ``warnings``: models that it does not reach yet."""
+    """A new key; its text ``key`` is shown this once. ``warnings`` describe models that it does not reach yet."""
 
     key: str
     warnings: list[str] = []
@@ -67,7 +67,11 @@ class NewWebhook(Webhook, frozen=True, kw_only=True):
 
 
 class Deliveries(msgspec.Struct, frozen=True, kw_only=True):
-    """Progress of deliveries: the last event that is settled, and the error of the next one."""
+    """Progress of deliveries.
+
+    ``sequence``: last event that was delivered or skipped; ``attempts``, ``failing_since`` and ``last_error``: failed
+    attempts to deliver the next one.
+    """
 
     sequence: int
     delivered: int = 0
@@ -84,7 +88,7 @@ class WebhookState(Webhook, frozen=True, kw_only=True):
 
 
 class WebhookTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a test event: True if the receiver accepted it, else ``error``."""
+    """Result of a test event. ``delivered``: True if the receiver accepted it, otherwise ``error`` has the reason."""
 
     delivered: bool
     error: str = ""
@@ -135,7 +139,7 @@ class RunMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GraderRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The reward (0 after an error); ``sub_rewards`` holds the parts of a multi grader."""
+    """Result of a grader: its reward (0 after an error). ``sub_rewards``: rewards of the parts of a multi grader."""
 
     reward: float
     sub_rewards: dict[str, float]
@@ -144,10 +148,10 @@ class GraderRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One authorized request that may have changed something; ``key`` is the id of its sender's key.
+    """One authorized request that may have changed something; ``key`` is the id of the key of its sender.
 
     ``request`` is the `x-request-id` of its reply, ``path`` holds the path parameters of ``route``, with users as
-    pseudonyms. ``replayed``: the reply to an earlier request with its idempotency key was repeated.
+    pseudonyms. ``replayed``: the reply to an earlier request with the same idempotency key was sent again.
     """
 
     id: int

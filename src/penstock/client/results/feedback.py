@@ -28,7 +28,8 @@ __all__ = [
 class Accepted(msgspec.Struct, frozen=True, kw_only=True):
     """Receipt of an item of feedback that is on disk (``status`` `valid`: a dry run, which is not stored).
 
-    ``target``: `known`, `unknown_yet`, or `none` for an item without target; ``duplicate``: it was posted before.
+    ``target``: `known` if the server knows the response or episode that the item is about, otherwise `unknown_yet`;
+    `none` if the item is about neither. ``duplicate``: the item was posted before.
     """
 
     feedback_id: str
@@ -41,7 +42,7 @@ class Accepted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
-    """One item of a batch: ``status`` 202 (200: a dry run), or the status of its refusal and the ``problem``."""
+    """Result of one item of a batch. ``status``: 202 (dry run: 200), or the HTTP status of the ``problem``."""
 
     index: int
     id: str | None
@@ -56,7 +57,7 @@ class ItemReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Retracted(msgspec.Struct, frozen=True, kw_only=True):
-    """Receipt of a retraction. ``too_late``: the item was already trained, so that only the record changes."""
+    """Receipt of a retraction. ``too_late``: the item was already admitted or trained, so only the record changes."""
 
     feedback_id: str
     retraction_id: str
@@ -66,7 +67,7 @@ class Retracted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
-    """The update (``step``) that trained something, and the resulting version."""
+    """The update (``step``) that trained on an item or interaction, and the resulting policy version."""
 
     step: int
     version: int
@@ -114,7 +115,7 @@ class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Funnel(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of a job's feedback; ``interactions`` counts decisions on interactions, also without feedback."""
+    """Counts of a job's feedback; ``interactions`` counts decisions on interactions, also on those without feedback."""
 
     job: str
     items: int

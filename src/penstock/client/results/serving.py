@@ -62,7 +62,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Interaction(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of one served choice. ``decision`` is None while the interaction is undecided.
+    """The record of one answer (a choice of a response). ``decision`` is None while the interaction is undecided.
 
     ``token_ids`` and ``logprobs`` (of the sampler, natural logarithm) have the same length; ``spans`` cover them.
     ``untrainable`` is the reason why it must not be trained on, or empty. ``user`` and ``tags["user_id"]`` are
@@ -143,7 +143,8 @@ class EpisodeKey(msgspec.Struct, frozen=True, kw_only=True):
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """A training job or a deployment, under its name; or a checkpoint that is deployed on its first request.
 
-    ``promoted_at``: time of that version's promotion, with a promotion gate; ``checkpoint``: the deployed checkpoint.
+    ``promoted_at``: time of the promotion of ``policy_version`` (Unix seconds), for a job with a promotion gate.
+    ``checkpoint``: the deployed checkpoint. ``served``: False: the first request loads the model.
     """
 
     id: str
@@ -175,7 +176,10 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A canary version: its share of the conversations, its start (Unix seconds), and the feedback of both arms."""
+    """A canary version: its share of the conversations, its start (Unix seconds), and the feedback of both arms.
+
+    ``until``: latest end (Unix seconds); ``needed``: judged conversations of each arm that decide the trial.
+    """
 
     version: int
     served_version: int

@@ -12,8 +12,8 @@ __all__ = ["Letter", "LetterReplay", "LetterRow", "LogLine", "MetricName", "Samp
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One completion. ``id`` is `STEP-DRAW-INDEX`; non-finite numbers are None.
 
-    ``advantage``: relative to its group; None if it failed, or has no group to compare with. ``tokens``: number of
-    tokens; ``logprob``: sum of their log-probs.
+    ``advantage``: relative to its group; None if the completion failed, or has no group to compare with. ``tokens``:
+    number of tokens; ``logprob``: sum of their log-probs.
     """
 
     id: str
@@ -107,7 +107,7 @@ class Letter(LetterRow, frozen=True, kw_only=True):
 class LetterReplay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Result of the retry of a dead letter: a new ``draw`` of its prompt.
 
-    For interactions and feedback: the number ``stored`` in their ``stream`` again.
+    ``stored``: for interactions and feedback instead, the number of them that were stored again in ``stream``.
     """
 
     draw: str | None = None
