@@ -106,7 +106,7 @@ class JobFailure(BaseModel):
     ``environment_failed``: the simulator cannot be created; ``not_scored``: no scorer could score the samples;
     ``trainer_failed``, ``rollout_failed``: a worker cannot continue the job; ``internal``: a defect."""
     message: str
-    service: Literal["coordinator", "rollout", "trainer"] | None = None
+    service: Literal["coordinator", "rollout", "env", "reward", "trainer"] | None = None
     """Service that failed; None if no service is at fault."""
 
 
