@@ -255,13 +255,13 @@ async def check_budget(spec: AnyJob, *, stores_parts: bool) -> None:
 
 
 def check_groups(spec: TextJob | EmbodiedJob, row_bytes: int, *, stores_parts: bool) -> None:
-    """Refuse a job whose groups, with their rows, are larger than what can be stored.
+    """Refuse a job whose groups could exceed the size limit of one group, or together the job's byte budget.
 
     Args:
-        row_bytes: bytes that the largest row adds to a group.
+        row_bytes: bytes that the largest row of the data adds to a group.
 
     Raises:
-        ConfigError: a group, or the groups of a batch, do not fit; names the numbers.
+        ConfigError: one group, or all that must be stored at once, do not fit; the message has the sizes.
     """
     size = spec.max_group_bytes + row_bytes
     if isinstance(spec, EmbodiedJob):
@@ -288,10 +288,10 @@ def check_groups(spec: TextJob | EmbodiedJob, row_bytes: int, *, stores_parts: b
 
 
 def check_packages(spec: AnyJob, members: Members, now: float) -> list[str]:
-    """Return warnings about workers that lack a package of the job; the job would fail at the first of them.
+    """Return warnings about workers that lack a package the job needs; the job would fail on such a worker.
 
     Raises:
-        ConfigError: every running worker lacks it.
+        ConfigError: every running worker of a service lacks a package.
     """
     warnings = []
     for need in needs(spec):
@@ -366,7 +366,7 @@ def check_alias(spec: OnlineJob | ServingJob, running: Sequence[JobEntry]) -> No
     """Refuse a job to be served whose name already addresses another running job.
 
     Raises:
-        ConfigError: names that job.
+        ConfigError: another running job has the name; the message gives its id.
     """
     for job in running:
         if job.kind in SERVED and job.name == spec.name:

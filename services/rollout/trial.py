@@ -1,7 +1,7 @@
-"""A process that tries code of the user that rollout workers import, before a job is submitted.
+"""Process that tries out, before a job is submitted, the user code that rollout workers would import.
 
-It calls the function that orders the data (`data.curriculum`) on the first row, and the redaction function on a text;
-it only imports an engine, and the code in a model's directory. Started by ``run_trial`` as
+The process calls the function that orders the data (`data.curriculum`) on the first row, and the redaction function on
+a text. The process only imports an engine, and the code in a model's directory. ``run_trial`` starts the process as
 ``python -m penstock.services.rollout.trial FD PARENT``.
 """
 
@@ -24,7 +24,7 @@ __all__ = ["MODULE", "try_code"]
 
 MODULE = "penstock.services.rollout.trial"
 TEXT = "My name is Ann Lee; write to ann@example.com or call +1 555 0100."
-"""Text that a redaction function is tried on."""
+"""Text on which a redaction function is tried."""
 _ENGINE_WORDS = ("max_running", "stop_ids", "detokenize", "threads")
 """Named arguments of an engine, after its files, its options and the settings."""
 
@@ -69,7 +69,7 @@ def _try_model(_: TrialRequest, attempts: Attempts, key: str, path: str) -> None
 
 
 def _import_model(path: str) -> None:
-    """Import configuration and model class of a directory, if they are code of its own."""
+    """Import a model directory's configuration class and model class, if the directory brings their code."""
     from transformers import AutoConfig
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 

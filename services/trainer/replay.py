@@ -97,10 +97,9 @@ class Replay:
         low = max((c.low_seq for c in checkpoints), default=0)
         logged = {n: manifests.get((n, event.revision)) for n, event in trained.items()}
         purged = max((n for n, m in logged.items() if m is None or any(g.seq < low for g in m.groups)), default=0)
-        base = self._base(checkpoints, from_batch, purged)
         last = min(to_batch, max(trained, default=0)) if to_batch is not None else max(trained, default=0)
         replica = await self._open(config, simulator)
-        await replica.load(self._path(base))
+        base, unusable = await self._load_base(replica, self._bases(checkpoints, from_batch, purged))
         compare = partial(_digest, np.zeros(replica.learner.layout().nbytes, np.uint8))
         pins = read_manifest(self._path(base)).manifest.environment
         written = [self._path(c) for c in (base, *(c for c in checkpoints if base.number < c.number))]
@@ -124,6 +123,7 @@ class Replay:
                 row = msgspec.structs.replace(row, near=near.within, detail="; ".join([digest, *found]))
             await self._report(row)
         summary = f"{same} of {total} updates after checkpoint {base.number} gave the same weight digest"
+        summary += "".join(f"; checkpoint {number} could not be loaded: {error}" for number, error in unusable.items())
         if differences:
             summary += f"; another environment ({', '.join(differences)}) gives other bits"
         if differences and same < total:
@@ -169,19 +169,39 @@ class Replay:
                     checkpoints = [c for c in checkpoints if c.number < event.from_batch]
         return trained, checkpoints, simulator
 
-    def _base(self, checkpoints: list[Checkpointed], from_batch: int | None, purged: int) -> Checkpointed:
-        """Return the newest checkpoint before ``from_batch``, or else the oldest with all later batches in the log.
+    def _bases(self, checkpoints: list[Checkpointed], from_batch: int | None, purged: int) -> list[Checkpointed]:
+        """Return the checkpoints at which the replay can begin, the best first.
 
-        ``purged``: the last batch that lost groups to a purge.
+        These are the checkpoints before ``from_batch``, newest first, or without it those with all later batches in
+        the log, oldest first.
+
+        Args:
+            purged: the last batch that lost groups to a purge.
         """
         kept = [c for c in checkpoints if self._exists(c)]
         if from_batch is not None:
-            kept = [c for c in kept if c.number < from_batch][-1:]
-        else:
-            kept = [c for c in kept if c.number >= purged] or kept[-1:]
-        if not kept:
-            raise CheckpointError("no checkpoint is left from which these batches could be repeated")
-        return kept[0]
+            return [c for c in reversed(kept) if c.number < from_batch]
+        return [c for c in kept if c.number >= purged] or kept[-1:]
+
+    async def _load_base(self, replica: Replica, bases: list[Checkpointed]) -> tuple[Checkpointed, dict[int, str]]:
+        """Load the first of ``bases`` that can be loaded.
+
+        Returns:
+            the loaded checkpoint, and the errors of those before it by number.
+
+        Raises:
+            CheckpointError: no checkpoint can be loaded.
+        """
+        errors: dict[int, str] = {}
+        for base in bases:
+            try:
+                await replica.load(self._path(base))
+            except CheckpointError as error:
+                errors[base.number] = str(error)
+            else:
+                return base, errors
+        reasons = "".join(f"; {error}" for error in errors.values())
+        raise CheckpointError(f"no checkpoint is left from which these batches could be repeated{reasons}")
 
     def _path(self, checkpoint: Checkpointed) -> Path:
         return checkpoint_path(self._settings.data_dir, checkpoint.path)

@@ -46,7 +46,7 @@ class Decision(NamedTuple):
     """Sampled actions and the log-prob of each action component, both [N, C, A]."""
 
     actions_NCA: Tensor
-    """Sampled actions: float32, or int64 if a component is the number of a choice or of a bin."""
+    """Sampled actions: float32, or int64 if a component is the index of a discrete action or of a bin."""
     logprobs_NCA: Tensor
     """Log-probs, float32, in nats."""
 
@@ -68,7 +68,7 @@ class EpisodePolicy(nn.Module, ABC):
         noise: kind of the random numbers that ``act`` needs, one per action component.
         noise_shape: (C, A).
         observed: names of the observations that the policy reads.
-        vectors: names of the observed ones that are not images.
+        vectors: names of the observations in ``observed`` that are not images.
         encoder: encodes images as vectors.
         layers: all other weights, except a standard deviation that is independent of the observation.
     """
@@ -209,7 +209,7 @@ class GaussianPolicy(EpisodePolicy):
         """Flat, like biases, so that weight decay of matrices does not apply."""
 
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
-        """Clip actions to the bounds."""
+        """Clip actions to the simulator's bounds."""
         return self._shaped(self._bounds.clip(actions_NCA.double().cpu().numpy()))
 
     def from_environment(self, actions: NDArray[Any]) -> Tensor:
@@ -251,7 +251,7 @@ class SquashedPolicy(EpisodePolicy):
         self.layers = perceptron(sizes, nn.ReLU)
 
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
-        """Squash actions and scale them to the bounds."""
+        """Squash actions and scale them to the simulator's bounds."""
         return self._shaped(self._bounds.between((torch.tanh(actions_NCA.double()).cpu().numpy() + 1) / 2))
 
     def from_environment(self, actions: NDArray[Any]) -> Tensor:
@@ -315,11 +315,11 @@ class CategoricalPolicy(_ChoosingPolicy):
         super().__init__(config, spec, (action_chunk, 1), spec.num_actions)
 
     def to_environment(self, actions_NCA: Tensor) -> NDArray[Any]:
-        """Return the choices unchanged."""
+        """Return the sampled action indices unchanged."""
         return self._shaped(actions_NCA.cpu().numpy())
 
     def from_environment(self, actions: NDArray[Any]) -> Tensor:
-        """Return the choices unchanged."""
+        """Return the simulator's action indices unchanged."""
         return torch.from_numpy(self._flat(actions).astype(np.int64))
 
 

@@ -41,10 +41,10 @@ _FILE_PREFIX = "base_model.model."
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> PreTrainedModel:
-    """Add an adapter to ``model`` that does not change its function yet, and freeze everything else.
+    """Add an adapter, which leaves the outputs of ``model`` unchanged at first, and freeze all other weights.
 
     Args:
-        seed: of the job; the global random state is restored.
+        seed: the job's seed; the global random state is restored.
 
     Raises:
         ConfigError: peft is not installed, a target is not a linear layer of this model, or the functional decoder does
@@ -132,7 +132,7 @@ def share_base(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def adapter_files(model: PreTrainedModel, config: LoraConfig, *, base: str | None) -> dict[str, bytes]:
-    """Return the files beside an adapter's weights in peft's format, by name. ``base``: path of the base model."""
+    """Return the files that peft stores beside an adapter's weights, by name. ``base``: path of the base model."""
     described = _peft_config(config, _targets(model, config), base_model_name_or_path=base, inference_mode=True)
     with tempfile.TemporaryDirectory() as name:
         described.save_pretrained(name)
@@ -176,7 +176,10 @@ def is_adapter(name: str) -> bool:
 
 
 def stored_name(name: str) -> str:
-    """Return a module parameter's name in files: for adapters as in peft's, for others as without adapters."""
+    """Return the name under which files store the parameter that its module calls ``name``.
+
+    Adapter parameters have the names of peft's files; all others have the names of the model without adapters.
+    """
     if is_adapter(name):
         return _FILE_PREFIX + name.replace(f".{_ADAPTER}.", ".")
     return name.replace(".base_layer.", ".")

@@ -1,4 +1,4 @@
-"""Number of workers of a service: requests to the supervisor that starts the processes of this deployment."""
+"""Messages that set or query a service's number of workers, for the supervisor, which starts the workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ POOLS: tuple[Pool, ...] = get_args(Pool)
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Request for ``replicas`` workers; None: only report. Safe to repeat.
+    """Request for ``replicas`` workers in a pool; None: only report the numbers. Safe to repeat.
 
     ``wish``: id of the operation. Ids are ordered by time, and a request is rejected if a newer one was applied.
     """
@@ -25,7 +25,7 @@ class ScaleRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScaleReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers of workers: ``replicas`` stay, ``ready`` of these are ready, ``leaving`` others are draining."""
+    """Numbers of workers: ``replicas`` stay, of which ``ready`` are ready; ``leaving`` others are draining."""
 
     replicas: int
     ready: int

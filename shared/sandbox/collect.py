@@ -22,14 +22,14 @@ _CHUNK = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a run: how it ended, its standard output, and the values of its steps."""
+    """Outcome of a run: how it ended, its standard output, and the value of each step (a call or a test)."""
 
     verdict: Verdict
     stdout: bytes
     flooded: bool
     """True if the run exceeded its output limit and was stopped for it."""
     steps: dict[int, Any]
-    """Value of each step, by its number; failed steps are missing."""
+    """Value that each step reported, by number of the step; steps that raised or did not run are missing."""
 
     @property
     def ok(self) -> bool:
@@ -40,8 +40,9 @@ class Outcome:
 def collect(
     channel: socket.socket, out: int, results: int, *, nonce: str, limit_s: float, output_bytes: int
 ) -> Outcome:
-    """Collect output until the warden has reported the end of the run. The time limit counts from when the run is
-    contained.
+    """Collect a run's output until the warden has reported the run's end; return the outcome.
+
+    The time limit counts from the moment at which the run is contained.
 
     Raises:
         OSError: the run was not contained, the warden died, or it does not answer.
@@ -113,7 +114,7 @@ class _Run:
 
 
 def _steps(reported: bytes, nonce: str) -> dict[int, Any]:
-    """Return the values of steps in a run's report; lines without the nonce are the program's and are ignored."""
+    """Return the values of steps in a run's report; lines without the nonce, which the program wrote, are ignored."""
     values = {}
     for line in reported.splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):

@@ -115,7 +115,7 @@ def error_of(name: str, message: bytes) -> PenstockError:
 
 
 def answer_of(reply: Raw) -> bytes:
-    """Return the body of a server's reply. Raises the PenstockError that its handler raised, with its class."""
+    """Return the body of a server's reply; for an error reply, raise the PenstockError that the reply names."""
     name = reply.headers.get(ERROR_HEADER) if reply.headers else None
     if name is None:
         return reply.data

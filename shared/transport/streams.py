@@ -209,14 +209,17 @@ def _kept(seconds: float) -> dict[str, Any]:
 
 
 def _append_only(keep_s: float | None) -> dict[str, Any]:
-    """Return settings by which old messages are removed for new ones and single messages cannot be deleted;
-    irreversible."""
+    """Return the settings of an append-only stream. ``keep_s``: age limit of messages in seconds; None: no limit.
+
+    A full stream drops its oldest messages for new ones. Clients can neither delete nor purge messages; this cannot
+    be undone.
+    """
     fixed = {"discard": "old", "deny_delete": True, "deny_purge": True}
     return fixed | (_kept(keep_s) if keep_s is not None else {})
 
 
 def _newest_only(keep_s: float) -> dict[str, Any]:
-    """Return settings of a cache: one message per subject, and the oldest are removed for new ones."""
+    """Return the settings of a cache: one message per subject; a full stream drops its oldest messages for new ones."""
     return {"discard": "old", "max_msgs_per_subject": 1, **_kept(keep_s)}
 
 

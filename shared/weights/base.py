@@ -62,7 +62,7 @@ class WeightPublisher(Protocol):
     def publish(
         self, tensors: Iterable[tuple[str, Tensor]], *, version: int, epoch: int, keep: WeightManifest | None = None
     ) -> WeightManifest:
-        """Copy ``tensors`` out and return their manifest. The version of ``keep`` stays available.
+        """Publish a copy of ``tensors`` and return its manifest. The version of ``keep`` stays available.
 
         Raises:
             WeightsError: the tensors do not fit the layout, or the bytes cannot be stored.
@@ -81,7 +81,7 @@ class WeightReceiver(Protocol):
         """Return True if this receiver can use ``ref``."""
 
     def stage(self, manifest: WeightManifest) -> Staged:
-        """Open, check and verify the bytes of ``manifest``.
+        """Make the version of ``manifest`` available in memory, verify its bytes, and return it.
 
         Raises:
             WeightsError: the version could not be staged; nothing is held, and the engine keeps its version.

@@ -75,7 +75,7 @@ def check_job(deployment: Deployment, job: str, *, deletions: bool) -> JobSummar
     for fork in unexplained_forks(events, damaged=job in deployment.damaged):
         found.flaws.append(f"forked without a cause that was made: {fork.reason}")
     if status.phase == "succeeded":
-        _check_replay(client, found, deletions=deletions, damaged=deployment.damaged.get(job))
+        _check_replay(client, found, deletions=deletions)
     return found
 
 
@@ -97,16 +97,9 @@ def unexplained_forks(events: list[Event], *, damaged: bool) -> list[LineageFork
     return found
 
 
-def _check_replay(client: Client, found: JobSummary, *, deletions: bool, damaged: int | None) -> None:
-    """Every update that can be repeated gives the same bits; a deletion takes the log of what it trained with it.
-
-    A replay that would begin at the ``damaged`` checkpoint is refused, and begins at the next one instead.
-    """
+def _check_replay(client: Client, found: JobSummary, *, deletions: bool) -> None:
+    """Every update that can be repeated gives the same bits; a deletion takes the log of what it trained with it."""
     rows = list(client.replay(found.job))
-    if damaged is not None and rows and "was changed after the checkpoint was written" in rows[-1].get("summary", ""):
-        later = [row["number"] for row in client.checkpoints(found.job) if row["number"] > damaged]
-        found.notes.append(f"checkpoint {damaged} is damaged, and the replay begins at {later[0]}")
-        rows = list(client.replay(found.job, from_batch=later[0] + 1))
     found.replayed = sum(row.get("match") is True for row in rows)
     if any(row.get("match") is False for row in rows):
         found.flaws.append(f"replay: other bits: {[row for row in rows if row.get('match') is False][:2]}")

@@ -96,8 +96,8 @@ class Deployment:
     ) -> None:
         self.directory, self.data_dir, self.shm = directory, directory / "data", directory / "shm"
         self.say, self.restarts = say, list[str]()
-        self.damaged: dict[str, int] = {}
-        """Newest damaged checkpoint of jobs that have one: a fork of theirs may follow from a deletion."""
+        self.damaged: set[str] = set()
+        """Jobs of which a checkpoint was damaged: a fork of theirs may follow from a deletion."""
         self._clocks, self._mounted, self._keep = clocks, False, keep
         for folder in (self.data_dir, self.shm):
             folder.mkdir(parents=True)
@@ -292,7 +292,7 @@ class Deployment:
         data[random.Random(fault.number).randrange(len(data) // 2, len(data))] ^= 0xFF
         weights.write_bytes(data)
         self._signal("trainer-0", signal.SIGKILL)
-        self.damaged[job] = int(newest.name.partition("-")[0])
+        self.damaged.add(job)
         return f"checkpoint {newest.name} damaged"
 
 

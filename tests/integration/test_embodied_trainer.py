@@ -18,7 +18,7 @@ import pytest
 from penstock.services.trainer.replay import Replay
 from penstock.services.trainer.session import TrainerSession
 from penstock.shared.config.jobs.embodied_job import EmbodiedJob
-from penstock.shared.config.service import ServiceSettings
+from penstock.shared.config.service import ServiceSettings, checkpoint_path
 from penstock.shared.models.episode_policy import build_policy
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack, unpack
@@ -152,6 +152,12 @@ async def until_trained(leader: Leader, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
+def damage(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 0xFF
+    file.write_bytes(data)
+
+
 @pytest.mark.parametrize("config", [PPO, SAC, PICTURES], ids=["ppo", "sac", "pictures"])
 async def test_restarts_and_replays_give_the_digests_of_the_ledger(
     bus: Bus, tmp_path: Path, config: EmbodiedJob
@@ -182,16 +188,36 @@ async def test_restarts_and_replays_give_the_digests_of_the_ledger(
     assert leader.forks == 0
     assert len({event.digest for event in leader.trained}) == 4
 
-    rows: list[ReplayRow] = []
-    told = await bus.subscribe(
-        subjects.replay_progress("again"), lambda _, data: rows.append(unpack(data, ReplayRow)[0])
+    async def replay(from_batch: int | None) -> tuple[list[tuple[int, bool]], ReplayRow]:
+        rows: list[ReplayRow] = []
+        request = f"replay_{from_batch}"
+        progress = await bus.subscribe(
+            subjects.replay_progress(request), lambda _, data: rows.append(unpack(data, ReplayRow)[0])
+        )
+        await Replay(bus, settings, JOB, request).run(from_batch, None)
+        async with asyncio.timeout(30):
+            while not rows or not rows[-1].done:
+                await asyncio.sleep(0.01)
+        await progress.close()
+        *batches, done = rows
+        return [(row.batch, row.match) for row in batches], done
+
+    batches, done = await replay(1)
+    assert (batches, done.ok) == ([(1, True), (2, True), (3, True), (4, True)], True), done.summary
+
+    first, second = (
+        checkpoint_path(tmp_path, checkpoint.path) / "model.safetensors" for checkpoint in leader.checkpoints
     )
-    assert await Replay(bus, settings, JOB, "again").run(1, None), rows
-    async with asyncio.timeout(30):
-        while not rows or not rows[-1].done:
-            await asyncio.sleep(0.01)
-    await told.close()
-    assert [(row.batch, row.match) for row in rows[:-1]] == [(number, True) for number in (1, 2, 3, 4)]
+    damage(first)
+    batches, done = await replay(None)
+    assert (batches, done.ok) == ([(3, True), (4, True)], True), "the replay begins at the next checkpoint"
+    assert "2 of 2 updates after checkpoint 2" in done.summary
+    assert "checkpoint 0 could not be loaded" in done.summary
+    damage(second)
+    batches, done = await replay(None)
+    assert (batches, done.ok) == ([], False)
+    assert done.summary.startswith("no checkpoint is left")
+    assert done.summary.count("was changed after the checkpoint was written") == 2
 
 
 async def test_a_job_whose_simulator_the_policy_does_not_fit_fails_with_the_reason(bus: Bus, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from penstock.services.coordinator.training.run import JobRun
 from penstock.shared.config.jobs.job import JobConfig
 from penstock.shared.config.jobs.kinds import parse_job
 from penstock.shared.config.service import ServiceSettings
+from penstock.shared.errors import ConfigError
 from penstock.shared.protocol import subjects
 from penstock.shared.protocol.codec import pack
 from penstock.shared.protocol.events import Event
@@ -30,6 +31,7 @@ from penstock.shared.protocol.jobs import JobFailure, JobRecord
 from penstock.shared.protocol.messages import Heartbeat, Report
 from penstock.shared.runtime.tasks import end_tasks
 from penstock.shared.transport.bus import Bus
+from tests.unit.trainer.episode_batches import job_of
 
 JOB = JobConfig.parse(
     {
@@ -209,6 +211,21 @@ async def test_a_leader_gives_signs_of_life_where_nothing_changes(bus: Bus, monk
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
+
+
+async def test_a_job_whose_simulator_is_gone_since_its_submission_fails_with_the_reason(bus: Bus) -> None:
+    async def describe(_: bytes) -> bytes:
+        raise ConfigError("environment.task: no task 'Reach'")
+
+    store = JobStore(bus)
+    record = await store.create(job_of())
+    runner = JobRunner(bus, store, Members(), record, epoch=1, data_dir=Path("/nonexistent"))
+    async with await bus.serve(subjects.ENV_DESCRIBE, describe):
+        await asyncio.wait_for(runner.lead(), 30)
+    status = (await store.get(record.id)).status
+    assert (status.phase, status.error) == (
+        "failed", JobFailure(code="environment_failed", message="environment.task: no task 'Reach'", service="env"),
+    )  # fmt: skip
 
 
 async def test_what_follows_from_the_rest_is_not_stored(bus: Bus) -> None:

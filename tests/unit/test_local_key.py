@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.client.answers import default_headers
+from penstock.client.answers import default_headers, find_api_key
 from penstock.services.coordinator.auth import KeyRing
 from penstock.shared.config.local_key import LOCK, announce_key, ensure_secret, find_key, key_file, withdraw_key
 from penstock.shared.config.service import ServiceSettings
@@ -32,6 +32,7 @@ def test_clients_of_the_user_find_the_key_while_the_deployment_runs(data_dir: Pa
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert find_key(URL) == find_key("http://localhost:8123/") == secret
         assert default_headers(None, URL) == {"Authorization": f"Bearer {secret}"}
+        assert find_api_key(URL) == secret
         assert default_headers("mine", URL) == {"Authorization": "Bearer mine"}
         assert find_key("http://127.0.0.1:8124") is None
         assert find_key("http://example.org:8123") is None, "a key goes to nobody else"

@@ -167,7 +167,7 @@ class _Request:
         return digested
 
     def record(self, status: int, reply: Headers) -> AuditRecord:
-        """Return the record to store, after the request was answered."""
+        """Build the audit record, once the route has run. ``status``, ``reply``: status and headers of the response."""
         headers, client = Headers(scope=self._scope), self._scope.get("client")
         query = QueryParams(self._scope["query_string"])
         location = reply.get("location", "")

@@ -171,7 +171,7 @@ async def get_content(file_id: FileId, backend: BackendDep) -> Response:
     "/{file_id}", response_model=FileDeleted, dependencies=WRITE, responses={409: {"description": "In use."}}
 )
 async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
-    """Delete a file. 409 if an unfinished job names it, or a finished job with a LoRA adapter does."""
+    """Delete a file. 409 if an unfinished job names it, or a finished job's LoRA adapters need it as their model."""
     await asyncio.to_thread(backend.files.find, file_id)
     for job in (await backend.jobs.index()).all():
         spec = job.record().spec
@@ -179,7 +179,8 @@ async def delete_file(file_id: FileId, backend: BackendDep) -> Response:
             continue
         if not job.finished:
             raise Conflict(f"job '{job.id}' reads file '{file_id}'; cancel it first")
-        if (spec.get("model") or {}).get("lora") is not None:
+        model = spec.get("model") or {}
+        if model.get("lora") is not None and file_id in PurePath(str(model.get("path"))).parts:
             raise Conflict(f"the adapters of job '{job.id}' need model '{file_id}'; delete the job first")
     await asyncio.to_thread(backend.files.delete, file_id)
     return Json(FileDeleted(id=file_id))

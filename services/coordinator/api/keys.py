@@ -77,7 +77,7 @@ class KeyRequest(BaseModel):
 
 
 class NewKey(KeyRecord):
-    """A new key; ``key`` is shown this once."""
+    """A new key; ``key`` is not shown again."""
 
     key: str
     warnings: list[str] = Field([], description="Names that the key reaches once such a job exists")

@@ -68,7 +68,7 @@ class WebhookChange(BaseModel):
 
 
 class NewWebhook(WebhookRecord):
-    """A new webhook; ``secret`` is shown this once."""
+    """A new webhook; ``secret`` is not shown again."""
 
     secret: str
 

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 ONLINE = "online_rl"
 LOOK_AGAIN_S = 1.0
-"""Least time between reads of the bucket for an unknown job, which may have been submitted just now (seconds)."""
+"""Least time between reads of the `jobs` bucket for an unknown job, which may be a new one (seconds)."""
 RETRY_S = 1.0
 MARK_DIGITS = 8
 """Hex digits of the job mark at the end of a canonical id."""
@@ -30,7 +30,7 @@ MARK_DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class LiveJob:
-    """Facts of an online job that feedback needs."""
+    """Part of an online job's record that is needed to process feedback for the job."""
 
     id: str
     name: str
@@ -76,7 +76,7 @@ class LiveJobs:
         self._looked = -LOOK_AGAIN_S
 
     async def run(self) -> None:
-        """Follow the bucket until cancelled."""
+        """Follow the `jobs` bucket until cancelled, and keep the known jobs up to date."""
         while True:
             try:
                 async for job in self._store.watch():
@@ -117,7 +117,9 @@ class LiveJobs:
         return job.id if job is not None else None
 
     async def of_target(self, target: str, pointer: str) -> LiveJob:
-        """Return the job marked in a canonical id of an interaction or episode; without a mark, the only running job.
+        """Return the job whose mark is the end of ``target``, the canonical id of an interaction or episode.
+
+        If no known job has this mark, return the only running online job.
 
         Raises:
             HttpProblem: 410 the job is over; 422 no job, several jobs, or a job that is not online.

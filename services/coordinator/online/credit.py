@@ -155,7 +155,7 @@ class TurnTree:
         return found
 
     def rated(self, has_feedback: Sequence[bool], *, whole: bool) -> list[bool]:
-        """Return, by turn, True if its conversation has feedback; all True with ``whole``: feedback on the episode."""
+        """Return for each turn True if its conversation, or with ``whole`` the episode, has feedback."""
         roots = self.roots
         rated = {root for root, one in zip(roots, has_feedback, strict=True) if one}
         return [whole or root in rated for root in roots]
@@ -306,7 +306,9 @@ def trajectory_weights(
 def join_turns(
     tree: TurnTree, kinds: Mapping[int, Hashable], values: Sequence[float], temperatures: Sequence[float]
 ) -> list[list[int]]:
-    """Group trained turns (positions) into trajectories, in order; ``kinds`` has the use of each of these turns.
+    """Join trained turns into trajectories; return the positions of each trajectory's turns, ordered by first turn.
+
+    ``kinds`` maps the position of each trained turn to its kind, ``values`` are the returns of all turns.
 
     A turn joins its nearest trained ancestor if its prompt begins with that turn's prompt and completion, token by
     token, the ancestor has no other child, and both have one kind, return and temperature. Then one pass over the
@@ -327,7 +329,7 @@ def join_turns(
 
 
 class TurnKind(NamedTuple):
-    """Use of a trained turn. Turns of one kind may form one trajectory."""
+    """Loss for which a turn is trained, and further properties. Only turns of equal kind may form one trajectory."""
 
     objective: Objective
     is_weighted: bool
@@ -348,7 +350,7 @@ def form_trajectories(
     """Form the trajectories of an episode; return ``(positions of the turns, weight)`` of each.
 
     Args:
-        kinds: uses of the turns that can be trained on, by position.
+        kinds: kinds of the turns that can be trained on, by position.
         values: returns of all turns.
         turns: temperature and number of sampled tokens of each turn.
         owners: returns the owners of a trajectory, whose bounds limit the trajectories; None sets no bounds.

@@ -84,7 +84,7 @@ def weight_of(job: OnlineJob, agreements: Mapping[str, Paired], judges: Sequence
 def flaws_of_weights(
     entries: Iterable[Iterable[Event]], trained: Mapping[int, BatchSealed], job: OnlineJob
 ) -> list[str]:
-    """Describe admissions whose weight does not follow from earlier feedback, and groups trained with another one."""
+    """Describe wrong weights: of admissions (not as earlier feedback implies), and of groups (not as admitted)."""
     flaws: list[str] = []
     agreements: dict[str, Paired] = {}
     admissions: dict[int, Admission] = {}
@@ -154,7 +154,7 @@ class OwnerShares:
             taken.update(names)
 
     def try_add(self, trajectories: Sequence[Owners]) -> bool:
-        """Count all of these and return True, or count none and return False if an owner would exceed a share."""
+        """Count all ``trajectories`` and return True; if an owner would exceed a share, count none and return False."""
         if not self.fits(trajectories):
             return False
         for owners in trajectories:
@@ -162,13 +162,13 @@ class OwnerShares:
         return True
 
     def block(self, trajectories: Sequence[Owners]) -> None:
-        """Accept no more trajectories of the owners whose share these would exceed."""
+        """Refuse all later trajectories of each owner whose share ``trajectories`` would exceed."""
         for place, (most, taken) in enumerate(self._bounds):
             new = Counter(name for owners in trajectories for name in owners[place])
             taken.update({name: math.ceil(most) for name, count in new.items() if taken[name] + count > most})
 
     def fits(self, trajectories: Sequence[Owners]) -> bool:
-        """Return True if ``try_add`` would accept these."""
+        """Return True if ``try_add`` would count ``trajectories``."""
         if not trajectories:
             return True
         for place, (most, taken) in enumerate(self._bounds):
@@ -237,10 +237,11 @@ class InFlightBounds:
             self.auxiliary.add(owners)
 
     def try_add(self, found: Sequence[tuple[Owners, Objective]]) -> bool:
-        """Count all of these and return True, or count none and return False.
+        """Count all trajectories in ``found`` and return True; if they do not all fit, count none and return False.
 
-        If several trajectories that belong together do not fit, later ones of the owners at their limit are refused,
-        too: otherwise these could take every free slot, and the trajectories that belong together would never fit.
+        If several trajectories that belong together do not fit, later trajectories of the owners at their limit are
+        refused, too: otherwise the later ones could take every free slot, and those that belong together would never
+        fit.
         """
         every, auxiliary = (
             [owners for owners, _ in found],

@@ -380,11 +380,14 @@ def _answer(item: Feedback) -> dict[str, Any]:
 
 
 def _version(item: Feedback, admission: Admission) -> int:
-    """Return the policy version of a posted answer; each turn of a trajectory names its own."""
+    """Return the policy version that sampled a posted answer.
+
+    A turn of a longer trajectory may name its own version; otherwise the admission has it.
+    """
     own = item.body.get("policy_version")
     return int(own) if own is not None and len(admission.origin) > 2 else admission.version
 
 
 def _gap(posted: list[float], computed: list[float]) -> float:
-    """Return the mean absolute difference of log-probs."""
+    """Return the mean absolute difference between posted log-probs and those that a worker computed."""
     return sum(abs(a - b) for a, b in zip(posted, computed, strict=True)) / max(1, len(posted))

@@ -1,4 +1,4 @@
-"""Learns from live data on a job's leader: reads the streams, and publishes groups, statuses and waits."""
+"""Supply of an online job: turns live interactions and feedback into groups, and publishes statuses of the feedback."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ class LiveSupply:
         return self._unrecorded.drain(epoch=self.epoch, now=now, read_to=read_to)
 
     async def flush(self) -> None:
-        """Publish the non-final statuses, except of items with a final status that the ledger does not record yet."""
+        """Publish the non-final statuses, except those of items whose final status the ledger does not record yet."""
         ready = [status for name, status in self._passing.items() if name not in self._unrecorded]
         if ready:
             for status in ready:
@@ -318,7 +318,7 @@ class LiveSupply:
             await self._feed.notify(ready)
 
     async def committed(self, state: LedgerState, events: Sequence[Event], seq: int) -> None:
-        """Publish the statuses that follow from committed events, and discard the data they decided."""
+        """Publish the statuses that follow from committed events, and discard the data that the events decided."""
         self._state = state
         if self._unerased and any(isinstance(event, Checkpointed | Dropped | Promoted) for event in events):
             await self._erase_released()
@@ -359,7 +359,7 @@ class LiveSupply:
         await self._feed.notify(*self._unrecorded.drain_statuses())
 
     async def _free_stream_space(self) -> None:
-        """Once a stream fills: purge messages that no reader needs, and reject items that hold back the purge."""
+        """Purge messages that no reader needs from streams that fill up, and reject items that hold back the purge."""
         await self._feed.catch_up()
         if self._unrecorded:
             self._wants_purge = True
@@ -445,7 +445,7 @@ class LiveSupply:
         await self._publish(groups)
 
     def _temperature(self, settings: float | None) -> float:
-        """Return the temperature of the settings, or of the job file, as earlier versions store none in settings."""
+        """Return the recorded temperature ``settings``, or the job file's for None: earlier versions record none."""
         return self.config.sampling.temperature if settings is None else settings
 
     async def _find_records(self, items: Sequence[Feedback]) -> None:

@@ -187,7 +187,7 @@ class VideoBrowser:
         return found[seq].data
 
     async def _newest(self, job: str) -> dict[str, tuple[int, Video]]:
-        """Return the newest entry of each video by name, as (sequence, video), sorted by version and reset id.
+        """Return ``(sequence, video)`` of each video's newest entry by video name, sorted by version and reset id.
 
         An entry that reports an error never replaces an earlier one.
         """
@@ -202,7 +202,7 @@ class VideoBrowser:
 
 
 def _named(job: str, row: Row) -> Row:
-    """Return the row with ids that are unique across jobs, as `GET /v1/samples/{id}` accepts them."""
+    """Return the row with the ids that `GET /v1/samples/{id}` accepts, which are unique across jobs."""
     named = {**row, "id": f"{job}-{row['id']}", "href": f"/v1/samples/{job}-{row['id']}"}
     return named | {"siblings": [f"{job}-{id}" for id in row["siblings"]]} if "siblings" in row else named
 

@@ -218,8 +218,8 @@ class Journal:
     async def archive(self, *, below: int | None = None, least: int | None = None) -> None:
         """Write the next segment, which the next entry will name.
 
-        The segment holds entries below sequence ``below``, by default those that the older of two sound snapshots
-        covers. Nothing is written if they have fewer than ``least`` bytes.
+        The segment holds entries below sequence ``below``, by default those that the second newest snapshot
+        covers, if it can be verified. Nothing is written if the entries have fewer than ``least`` bytes.
 
         Raises:
             OSError: the archive cannot be written.
@@ -306,7 +306,7 @@ class Journal:
         return True
 
     async def _covered(self, place: int) -> int:
-        """Return the entry sequence that the ``place``-th newest snapshot covers, if it is sound, else 0."""
+        """Return the last ledger sequence in the ``place``-th newest snapshot; 0 if that is missing or not verified."""
         begun = await _begun(self._bus, self._job)
         for message in (await self._bus.get_whole(subjects.SNAPSHOTS, begun[-place:][:1])).values():
             if len(begun) < place:
@@ -364,7 +364,7 @@ async def archive_whole(bus: Bus, job: str, archive: LedgerArchive, *, least: in
 
 
 async def read_snapshots(bus: Bus, job: str) -> list[tuple[Snapshot, LedgerState, int]]:
-    """Return the snapshots of a job that are sound in themselves, each with its state and size, newest first.
+    """Return a job's snapshots that decode and match their digest, each with its state and size (bytes), newest first.
 
     The caller must check that the ledger has the entry that a snapshot names.
     """

@@ -124,7 +124,7 @@ class Presence:
         del self._silent[gateway]
 
     def look(self, busy: Iterable[str]) -> set[str]:
-        """Count one more check for each gateway in ``busy``, which have requests here; return the lost gateways."""
+        """Count one more check for each gateway in ``busy`` (those with requests here); return the lost gateways."""
         busy = set(busy)
         self._silent = Counter({gateway: self._silent[gateway] + 1 for gateway in busy})
         return {gateway for gateway, looks in self._silent.items() if looks > MAX_SILENT}
@@ -159,7 +159,9 @@ class _Live:
 
 @dataclass(eq=False)
 class InferenceServer:
-    """Serves one job on one worker. ``run`` serves until cancelled; ``drain`` accepts no more and lets the rest finish.
+    """Serves the live requests of one job on one worker.
+
+    ``run`` serves until cancelled; after ``drain``, no more requests are accepted, and those in progress are finished.
 
     Args:
         max_running: number of sequences that the engine decodes at once.
@@ -291,7 +293,7 @@ class InferenceServer:
         return live
 
     def _engine_for(self, request: InferenceRequest) -> Engine:
-        """Return the engine of the requested version; if this worker does not have it, the one that serves."""
+        """Return the engine with the requested version; if this worker does not have it, the serving engine."""
         if request.canary < 0:
             return self.engine
         candidate = self.candidate
@@ -300,7 +302,7 @@ class InferenceServer:
         return candidate.engine if candidate is not None and is_here else self.engine
 
     async def leave_candidate(self) -> None:
-        """Move answers in progress from the candidate's engine to the serving one, before it loads another version."""
+        """Move answers in progress to the serving engine, before the candidate's engine loads another version."""
         moved = [live for live in self._live.values() if live.engine is not self.engine]
         for live in moved:
             live.engine = self.engine
@@ -450,7 +452,7 @@ class InferenceServer:
             logger.warning("ignored on %s: %s", subject, error)
 
     async def _watch_gateways(self) -> None:
-        """Cut off the requests of lost gateways: their clients are disconnected and have not received the answer."""
+        """Stop generation for requests whose gateway counts as lost: the gateway's clients are lost with it."""
         while True:
             await asyncio.sleep(SIGN_EVERY_S)
             if not self.bus.connected:  # no heartbeat can arrive

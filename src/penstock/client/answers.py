@@ -28,6 +28,7 @@ __all__ = [
     "body_of",
     "default_headers",
     "error_of",
+    "find_api_key",
     "is_in_flight",
     "pause_s",
     "unreachable",
@@ -56,6 +57,11 @@ def authorities(url: str) -> ssl.SSLContext | bool:
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT) if url.startswith("http://") else True
 
 
+def find_api_key(url: str) -> str:
+    """Return the key for ``url`` from PENSTOCK_API_KEY or this user's key file, or "" if neither has one."""
+    return os.environ.get("PENSTOCK_API_KEY") or find_key(url) or ""
+
+
 def default_headers(api_key: str | None, url: str) -> dict[str, str]:
     """Return the Authorization header from ``api_key``, PENSTOCK_API_KEY, or this user's key file for ``url``.
 
@@ -64,7 +70,7 @@ def default_headers(api_key: str | None, url: str) -> dict[str, str]:
     Raises:
         ConfigError: the key contains characters that no key has.
     """
-    key = api_key or os.environ.get("PENSTOCK_API_KEY") or find_key(url)
+    key = api_key or find_api_key(url)
     if key and not (key.isascii() and key.isprintable()):
         raise ConfigError("the API key holds characters that no key has: pass the key itself, or leave it out")
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -52,7 +52,10 @@ def _show(id: str) -> Call[Episode]:
 
 
 def _end(id: str) -> Call[Episode]:
-    """End an episode: it refuses further requests, and its turns are credited. Safe to repeat. Raises NotFound."""
+    """End an episode. It then refuses requests, and the coordinator assigns credit to its turns. Safe to repeat.
+
+    Raises NotFound.
+    """
     return Call("POST", f"{_path(id)}/end", one(Episode))
 
 

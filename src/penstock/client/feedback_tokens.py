@@ -13,7 +13,7 @@ __all__ = ["AsyncFeedbackTokens", "FeedbackTokens"]
 def _create(
     metric: str, *, inference: str | None = None, episode: str | None = None, expires_in_s: float | None = None
 ) -> Call[FeedbackToken]:
-    """Create a token with which a page posts one value of ``metric`` about a response or an episode.
+    """Create a token with which a web page posts one value of ``metric`` about a response or an episode.
 
     The result has the ``token``, the ``url`` that accepts it, and the ``feedback_id`` whose status can be queried.
     """

@@ -101,7 +101,7 @@ async def complete_async(steps: Steps[T], send: AsyncSend) -> T:
 
 
 def sends(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
-    """Return a blocking method that sends the described call by ``self._send``."""
+    """Return a blocking method that sends the call that ``describe`` returns, through ``self._send``."""
 
     @_like(describe)
     def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -112,7 +112,7 @@ def sends(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], T]:
 
 
 def awaits(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], Awaitable[T]]:
-    """Return an asyncio method that sends the described call by ``self._send``."""
+    """Return an asyncio method that sends the call that ``describe`` returns, through ``self._send``."""
 
     @_like(describe)
     async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -123,7 +123,7 @@ def awaits(describe: Callable[P, Call[T]]) -> Callable[Concatenate[Any, P], Awai
 
 
 def runs(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P], T]:
-    """Return a blocking method that performs the described steps by ``self._send`` and returns their result."""
+    """Return a blocking method that performs the steps that ``describe`` yields, and returns their result."""
 
     @_like(describe)
     def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -133,7 +133,7 @@ def runs(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P], T]:
 
 
 def awaits_all(describe: Callable[P, Steps[T]]) -> Callable[Concatenate[Any, P], Awaitable[T]]:
-    """Return an asyncio method that performs the described steps by ``self._send`` and returns their result."""
+    """Return an asyncio method that performs the steps that ``describe`` yields, and returns their result."""
 
     @_like(describe)
     async def method(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:

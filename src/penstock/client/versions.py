@@ -12,7 +12,7 @@ __all__ = ["AsyncVersions", "Versions"]
 
 
 def _show(job: str) -> Call[Served]:
-    """Return ``newest``, ``served``, and ``canary``: the canary version with the feedback of both arms, or None."""
+    """Return the ``newest`` and the ``served`` version, and ``canary``: the trial of a canary version, or None."""
     return Call("GET", f"/v1/jobs/{job}/versions", one(Served))
 
 

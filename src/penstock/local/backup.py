@@ -218,9 +218,9 @@ async def _take(bus: Bus, data_dir: Path, target: Path, tell: Tell) -> BackupMan
 
 
 async def _lost(bus: Bus, links: _Links, mark: int) -> str:
-    """Return a message about a needed checkpoint or part of a ledger that was deleted before it was linked, or ''.
+    """Return a message if a needed checkpoint or a part of a ledger was deleted before it was linked, otherwise ''.
 
-    Most of a long ledger is in the archive; the linked archive is read, because the backup will contain this one.
+    Most of a long ledger is in the archive. This function reads the linked archive, which the backup will contain.
     """
     for entry in (await JobStore(bus).index()).unfinished():
         try:
@@ -233,7 +233,7 @@ async def _lost(bus: Bus, links: _Links, mark: int) -> str:
 
 
 async def _newest_checkpoint(bus: Bus, job: str, archive: LedgerArchive, mark: int) -> str:
-    """Return the path of the newest checkpoint of a job's lineage, by its ledger up to ``mark``, or ''.
+    """Return the path of the newest checkpoint in a job's ledger up to ``mark`` that no rollback discarded, or ''.
 
     Raises:
         ArchiveError: a part of the ledger is missing.
@@ -282,7 +282,7 @@ class _Links:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def update(self) -> None:
-        """Link new files; COMMIT markers last, so that no partial checkpoint looks complete."""
+        """Link files that are new. COMMIT markers come last, so that no partial checkpoint looks complete."""
         for folder in FOLDERS:
             found = (path for path in (self._data_dir / folder).rglob("*") if path.is_file() and _is_done(path))
             for path in sorted(found, key=lambda path: (path.name == "COMMIT", str(path))):

@@ -136,7 +136,7 @@ def load_name() -> str:
 
 
 def measure(plan: Plan) -> Result:
-    """Run one load to its end. Raises ConfigError if it fails."""
+    """Send requests as ``plan`` says until its time is over; return the result. Raises ConfigError if this fails."""
     if shutil.which("wrk") and not plan.acked:
         return _wrk(plan)
     with begun(plan) as process:

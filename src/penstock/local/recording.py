@@ -108,8 +108,7 @@ def record(
         request: the simulator; ``num_envs`` is ignored.
         expert_of: creates the expert; None: actions are sampled uniformly, with the reset id as seed.
         horizon: number of steps after which an episode is truncated.
-        noise: standard deviation of noise on continuous actions, as fraction of their range; recorded actions are
-            without it (arXiv 1703.09327).
+        noise: standard deviation of noise on continuous actions, as fraction of their range; not in the records.
         only_solved: drop episodes that did not solve the task, if the simulator reports success.
         source: description of the expert, for users.
         on_episode: called with the number of episodes so far, after each set of parallel ones.

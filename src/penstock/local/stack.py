@@ -176,7 +176,7 @@ class Stack:
                 await asyncio.sleep(_POLL_S)
 
     async def broken(self) -> None:
-        """Wait forever, or raise the ConfigError of a service that cannot continue."""
+        """Wait until a service cannot continue, and raise its ConfigError; never return."""
         assert self._broken is not None, "it was started"
         await asyncio.shield(self._broken)
 

@@ -17,19 +17,19 @@ CONNECT_S = 60.0
 
 
 class Scalable(Protocol):
-    """Processes whose number can change."""
+    """Workers whose number can change."""
 
     async def scale(self, service: str, replicas: int) -> None:
-        """Start to change the number of processes of a service to ``replicas``."""
+        """Set the number of workers of a service, without waiting until new ones are ready or old ones have ended."""
         ...
 
     async def pool(self, service: str) -> ScaleReply:
-        """Return how many processes of a service run, are ready, and still drain."""
+        """Return how many workers a service has, how many of them are ready, and how many others still drain."""
         ...
 
 
 class Supervisor:
-    """Serves scaling requests for the processes of one machine. Without a supervisor, users start workers by hand."""
+    """Serves scaling requests for the workers of one machine. Without a supervisor, users start workers by hand."""
 
     def __init__(self, nats_url: str, processes: Scalable) -> None:
         self._nats_url, self._processes = nats_url, processes

@@ -60,9 +60,9 @@ class Fitting:
 class Fitted:
     """A fitted model: float32 tensors by name, and facts for the env service and for users.
 
-    ``facts["error"]`` is the one-step error of the mean of the members on held-out episodes. ``state`` and ``reward``:
-    root mean square error divided by the standard deviation of the target. ``ends``: fraction of steps whose
-    termination was predicted wrongly.
+    ``facts["error"]`` is the one-step error of the members' mean prediction on held-out episodes. ``state`` and
+    ``reward``: root mean square error divided by the standard deviation of the target. ``ends``: fraction of steps
+    whose termination was predicted wrongly.
     """
 
     tensors: dict[str, NDArray[np.float32]]
@@ -282,7 +282,7 @@ def _train(
 
 
 def _forward(layers: list[Any], x_KBF: Any) -> Any:
-    """Return predictions [K, B, O]."""
+    """Return the predictions [K, B, O] of all members; inputs [1, B, F] go to every member."""
     from torch.nn import functional
 
     for i in range(0, len(layers), 2):
@@ -293,7 +293,7 @@ def _forward(layers: list[Any], x_KBF: Any) -> Any:
 
 
 def _error(layers: dict[str, NDArray[np.float32]], data: _Transitions) -> dict[str, float]:
-    """Return the errors of the members' mean on scaled held-out transitions; see ``Fitted``."""
+    """Return the errors of the members' mean prediction on ``data`` (held out, scaled); ``Fitted`` defines them."""
     import torch
 
     with torch.no_grad():

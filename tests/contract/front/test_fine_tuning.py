@@ -101,8 +101,11 @@ async def test_bad_uploads_are_told_by_line(connect: Any) -> None:
         assert (await client.get("/v1/files")).json()["data"] == []
 
 
-async def test_a_model_is_uploaded_for_job_files(deployment: Any, connect: Any) -> None:
+async def test_a_model_is_uploaded_for_job_files(
+    deployment: Any, connect: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its id becomes the directory in which the services read it, and it stays while a job needs it."""
+    monkeypatch.setenv("PENSTOCK_DATA_DIR", str(deployment.data_dir))
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("config.json", json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
@@ -124,9 +127,15 @@ async def test_a_model_is_uploaded_for_job_files(deployment: Any, connect: Any) 
         used = await client.delete(f"/v1/files/{made['id']}")
         assert (used.status_code, "reads file" in used.json()["detail"]) == (409, True)
         assert (await client.get(f"/v1/files/{made['id']}/content")).status_code == 404
-        tuned = await client.post("/v1/jobs", json=job | {"name": "adapted", "model": job["model"] | {"lora": {}}})
+        questions = (await uploaded(client, jsonl(ROWS))).json()["id"]
+        data = spec["data"] | {"train": {"type": "file", "path": questions}, "prompt": {"template": "{answer}+1"}}
+        adapter = {"name": "adapted", "data": data, "model": job["model"] | {"lora": {}}}
+        tuned = await client.post("/v1/jobs", json=job | adapter)
+        assert tuned.status_code == 202, tuned.text
         for one in (reply, tuned):
             deployment.advance(one.json()["id"], "cancelled")
+        unneeded = await client.delete(f"/v1/files/{questions}")
+        assert unneeded.status_code == 200, "a finished job needs no data"
         adapted = await client.delete(f"/v1/files/{made['id']}")
         assert (adapted.status_code, "delete the job first" in adapted.text) == (409, True), adapted.text
         rows = (await uploaded(client, jsonl(ROWS))).json()["id"]

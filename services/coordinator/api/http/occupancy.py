@@ -28,7 +28,10 @@ WAIT_S = 10.0
 
 
 class Occupancy:
-    """Limits per owner (id of a key, or an address where there are no keys) and over all owners."""
+    """Limits concurrent requests per owner, and large bodies and parser threads both per owner and in total.
+
+    An owner is the id of an API key, or the client's address in a deployment without keys.
+    """
 
     def __init__(self, settings: ServiceSettings) -> None:
         self._most = settings.key_concurrency

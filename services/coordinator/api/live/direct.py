@@ -26,7 +26,7 @@ __all__ = ["Direct", "posts_of"]
 
 @dataclass(frozen=True)
 class _Post:
-    """A route; ``path`` is its label in metrics."""
+    """POST route that ``Direct`` serves; metrics count its requests under ``path``."""
 
     path: str
     endpoint: Callable[..., Awaitable[Response]]
@@ -34,7 +34,10 @@ class _Post:
 
 
 def posts_of(router: APIRouter, paths: Iterable[str]) -> dict[str, _Post]:
-    """Return POST routes of ``router`` with these paths; all require a scope and take (request, caller, backend)."""
+    """Return the POST routes of ``router`` at ``paths``, by path.
+
+    All require a scope, and their endpoints take (request, caller, backend).
+    """
     wanted, found = set(paths), dict[str, _Post]()
     for route in router.routes:
         if isinstance(route, APIRoute) and route.path in wanted and "POST" in (route.methods or ()):

@@ -74,14 +74,14 @@ class Episode(EpisodeRecord):
 
 
 class NewEpisode(Episode):
-    """A new episode, with its key if requested; ``api_key`` is shown this once."""
+    """A new episode, with its key if requested; ``api_key`` is not shown again."""
 
     api_key: str | None = None
     api_key_expires_at: datetime | None = None
 
 
 class EpisodeKey(BaseModel):
-    """A key of one episode, for use at ``base_url``; ``key`` is shown this once."""
+    """A key of one episode, for use at ``base_url``; ``key`` is not shown again."""
 
     object: Literal["rl.episode_key"] = "rl.episode_key"
     key: str
@@ -148,8 +148,8 @@ async def list_episodes(
     found = await _book(backend).list_all(served_of(backend, model, caller))
     found = [record for record in found if _is_own(caller, record.key_id) and (after is None or record.id > after)]
     page = [_shown(record, request) for record in found[:limit]]
-    ids = {"first_id": page[0].id, "last_id": page[-1].id} if page else {}
-    return Json(EpisodeList(data=page, has_more=len(found) > limit, **ids))
+    first, last = (page[0].id, page[-1].id) if page else (None, None)
+    return Json(EpisodeList(data=page, has_more=len(found) > limit, first_id=first, last_id=last))
 
 
 @router.get("/{episode}", response_model=Episode)
@@ -160,7 +160,7 @@ async def get_episode(episode: OpenedEpisode, request: Request, caller: Opener, 
 
 @router.post("/{episode}/end", response_model=Episode)
 async def end_episode(episode: OpenedEpisode, request: Request, caller: Opener, backend: BackendDep) -> Response:
-    """End an episode: it refuses further requests, and its turns are credited. Safe to repeat."""
+    """End an episode. It then refuses requests, and the coordinator assigns credit to its turns. Safe to repeat."""
     served, record = await _own(backend, episode, caller)
     return Json(_shown(await _book(backend).end(served, record.id), request))
 

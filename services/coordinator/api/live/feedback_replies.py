@@ -87,7 +87,7 @@ class FeedbackStatusReply(BaseModel):
 
 
 class FunnelRow(BaseModel):
-    """Number of items with one metric, source and status."""
+    """Number of items with this metric (or kind), source (the key that posted them) and status."""
 
     metric: str
     source: str
@@ -96,7 +96,7 @@ class FunnelRow(BaseModel):
 
 
 class OutcomeRow(BaseModel):
-    """Number of interactions with one decision; undecided ones are not included."""
+    """Number of interactions whose decision has this status and reason; undecided ones are not counted."""
 
     status: str
     reason: str

@@ -65,7 +65,7 @@ class SglangEngine(ServerAdapter[Stream, SglangConfig]):
         await self._check_label(self._label, Unavailable)
 
     def _words(self) -> list[str]:
-        """Return the interpreter's arguments that start a server, without its address."""
+        """Return the Python interpreter's arguments to start a server; ``EngineServer.start`` adds the address."""
         model, config = self.model, self._config
         words = [
             "-m", "sglang.launch_server", "--model-path", str(model.path), "--tokenizer-path", str(model.tokenizer),

@@ -35,13 +35,13 @@ SHARE_LATE, SHARE_TWICE, SHARE_CORRECTED = 0.1, 0.1, 0.05
 
 
 class Voice(Protocol):
-    """Client of one API key that asks questions and posts feedback."""
+    """Client that asks questions and posts feedback with one API key."""
 
     errors: tuple[type[Exception], ...]
     """Exceptions of failed requests."""
 
     async def ask(self, question: str) -> tuple[str, str, int]:
-        """Return ``(id, answer, policy version)``."""
+        """Ask the policy a question; return ``(id of the response, answer, policy version)``."""
         ...
 
     async def say(self, feedback: dict[str, Any]) -> bool:
@@ -83,7 +83,7 @@ def sdk() -> Any:
 
 @asynccontextmanager
 async def voices(url: str, model: str, keys: Sequence[str], *, each: int = 1) -> AsyncIterator[list[Voice]]:
-    """Yield voices: one SDK client for each entry of ``keys`` ('' for no key), shared by ``each`` concurrent voices."""
+    """Yield a list with one voice for each of ``keys`` ('': none), ``each`` times to ask as many questions at once."""
     async with AsyncExitStack() as stack:
         found: list[Voice] = []
         for key in keys:
@@ -165,7 +165,7 @@ class Agent:
         await self._say(voice, name, value)
 
     async def _say(self, voice: Voice, name: str, value: bool) -> None:
-        """Post the verdict once or twice, or post a correction before the original verdict that it corrects."""
+        """Post the verdict: mostly once, at random twice, or as a correction that precedes the original verdict."""
         body = {"inference_id": name, "metric_name": "accepted", "value": value, "feedback_id": str(uuid.uuid4())}
         chance = self.rng.random()
         if chance < SHARE_TWICE:

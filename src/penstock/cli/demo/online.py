@@ -64,7 +64,7 @@ class Shown:
 
     @property
     def learnt(self) -> bool:
-        """True if the agent's answers improved as the demo promises."""
+        """True if the share of accepted answers rose as the demo promises."""
         return self.agent.start <= START and self.rate >= GOAL
 
     @property
@@ -74,13 +74,13 @@ class Shown:
 
     @property
     def traffic(self) -> float:
-        """Share of the hostile key in all answers."""
+        """Share of all answers that the hostile agent received."""
         hostile = len(self.hostile.answers) if self.hostile is not None else 0
         return hostile / max(1, hostile + len(self.agent.answers))
 
     @property
     def influence(self) -> float:
-        """Share of the hostile key in the trained feedback."""
+        """Share of the trained feedback that the hostile agent posted."""
         return self.trained[True] / max(1, sum(self.trained.values()))
 
     @property
@@ -145,7 +145,7 @@ async def _agents(
 ) -> AsyncIterator[tuple[Agent, Agent | None, str]]:
     """Yield the agent, the hostile agent (None without one), and the id of the hostile key ('').
 
-    Beside a hostile agent, each customer of the agent has a key of its own.
+    The agent asks with the deployment's key, or beside a hostile agent with a key for each of its customers.
     """
     rng, url = random.Random(job.seed), deployment.url
     if not hostile:

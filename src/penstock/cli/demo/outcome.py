@@ -21,7 +21,7 @@ FIRST, LAST = 5, 10
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run.
+    """Outcome of a finished run of the demo.
 
     ``rewards`` holds the goal's metric, named ``what``, for each update; ``evaluations`` the first and last value of
     each held-out metric; ``report`` the audit; ``goal`` is None if the job file promises none.

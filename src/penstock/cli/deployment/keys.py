@@ -36,7 +36,7 @@ def create(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Create a key and print it; it is shown this once."""
+    """Create a key and print it; it is not shown again."""
     wanted = [scope.strip() for scope in scopes.split(",") if scope.strip()]
     unknown = sorted(set(wanted) - set(SCOPES))
     if unknown or not wanted:

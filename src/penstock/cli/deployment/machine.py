@@ -79,9 +79,9 @@ def up(
 
 
 def _pythons(engine: str) -> dict[str, Path]:
-    """Return the interpreter of rollout workers if the engine runs inside them, by service; otherwise {}.
+    """Return ``{"rollout": interpreter}`` if the engine runs inside the rollout workers; otherwise {}.
 
-    The interpreter of an engine outside the workers goes into an environment variable that they read.
+    For an engine outside the workers, set the environment variable from which the workers read its interpreter.
     """
     python, name = interpreter_with(engine), engine.partition("=")[0]
     if name in ENGINE_PACKAGES:
@@ -247,8 +247,10 @@ def _facts(url: str, pid: int, data_dir: Path, processes: dict[str, int]) -> dic
 
 
 def _copy_new_lines(log: Path, start: int, *, until: str = "") -> int:
-    """Print the complete lines of a log from byte ``start`` to before the line ``until``; return the offset behind the
-    last printed line."""
+    """Print the complete lines of a log from byte ``start`` on, or those before the line ``until`` if it occurs.
+
+    Returns the offset after the last printed line.
+    """
     data = log.read_bytes()[start:]
     last = data.find(until.encode()) if until else -1
     end = data.rfind(b"\n") + 1 if last < 0 else last

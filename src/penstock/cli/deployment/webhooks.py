@@ -29,7 +29,7 @@ def create(
     description: Annotated[str, typer.Option(help="Description.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Create a webhook and print the secret that signs its deliveries; it is shown this once."""
+    """Create a webhook and print the secret that signs its deliveries; the secret is not shown again."""
     wanted = None if types is None else [one.strip() for one in types.split(",") if one.strip()]
     with Client() as client:
         of = None if job is None else client.find(job).id

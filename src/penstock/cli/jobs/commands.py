@@ -250,7 +250,7 @@ def _label(text: str) -> tuple[str, str]:
 
 
 def get(job: Job, as_json: Json = False) -> None:
-    """Show a job: its state, its draws and its conditions."""
+    """Show a job: its state, how many draws were trained or dropped, and its conditions."""
     with Client() as client:
         record = client.find(job)
     if as_json:
@@ -260,7 +260,7 @@ def get(job: Job, as_json: Json = False) -> None:
 
 
 def state_table(record: JobRecord) -> Table:
-    """Return a table of a job's state, its draws and its conditions."""
+    """Return a table of a job's state, its numbers of trained, in-flight and dropped draws, and its conditions."""
     status = record.status
     dropped = status.draws.get("dropped", {})
     rows = [
@@ -359,7 +359,7 @@ def resume(job: Job, as_json: Json = False) -> None:
 def scale(
     job: Job,
     wanted: Annotated[str, typer.Argument(metavar="POOL=N", help=f"Like rollout=4; pools: {', '.join(POOLS)}.")],
-    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait until the files exist.")] = 180,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=1, help="Seconds to wait until the workers run.")] = 180,
     as_json: Json = False,
 ) -> None:
     """Set the number of workers of a service, if 'penstock up' runs it; stopping workers finish their work first."""

@@ -70,7 +70,10 @@ _METRICS = ("reward/mean", "eval/greedy")
 
 
 def _trained(client: Client, job: str) -> JobRecord:
-    """Return a job by id, or the newest training job with that name, since deployments may have the same name."""
+    """Return the newest training job named ``job``; if there is none, the job that ``client.find`` returns.
+
+    ``client.find`` alone could return a deployment with the same name.
+    """
     named = client.list(name=job, limit=50)
     return next((record for record in named if trains(record.spec)), None) or client.find(job)
 

@@ -70,7 +70,7 @@ class View:
 
 
 class Observer:
-    """Collector of views of one job."""
+    """Reads the state of one job from the API, as a ``View``."""
 
     def __init__(self, client: AsyncClient, job: str) -> None:
         self._client, self._job = client, job
@@ -78,7 +78,7 @@ class Observer:
         self._tokens: deque[tuple[float, int]] = deque()
 
     async def look(self) -> View:
-        """Return a view of the job now. Raises Unavailable if the API does not answer."""
+        """Return the current state of the job. Raises Unavailable if the API does not answer."""
         record = await self._client.get(self._job)
         metrics = await self._client.metrics(self._job, max_points=400)
         view = View(record, time.monotonic() - self._began, metrics["series"])

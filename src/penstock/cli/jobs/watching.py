@@ -124,7 +124,7 @@ class _Panel:
         self._live.stop()
 
     def update(self, view: View, *, last: bool) -> None:
-        """Show a newer view."""
+        """Redraw the panel with the new state ``view`` of the job."""
         self._live.update(self._draw(view), refresh=last)
 
     def warn(self, text: str) -> None:
@@ -146,7 +146,7 @@ class _Lines:
         return
 
     def update(self, view: View, *, last: bool) -> None:
-        """Print a newer view if a line is due."""
+        """Print a line about the new state ``view`` of the job, if a line is due or it is the last state."""
         now, step = self._clock(), view.record.status.step
         if last or now - self._told_at >= (LINE_S if step != self._told_step else QUIET_S):
             self._screen.print(progress_line(view), soft_wrap=True)

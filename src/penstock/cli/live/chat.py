@@ -197,7 +197,7 @@ def _thumbs(client: Client, model: str, wanted: str | None) -> Thumbs | None:
 
 
 def _values(name: str, metric: MetricConfig) -> Thumbs:
-    """Return the best and the worst value of a metric."""
+    """Return the values of a metric that earn the highest reward (thumb up) and the lowest (thumb down)."""
     if metric.type == "boolean":
         up = metric.weight * (metric.when_true - metric.when_false) >= 0
         return Thumbs(name, up, not up)

@@ -48,7 +48,7 @@ def show(job: Job, letter: Letter) -> None:
 
 @app.command()
 def replay(job: Job, letter: Letter, as_json: Json = False) -> None:
-    """Retry a dead letter, as a new draw of its prompt or as messages stored again, and drop it."""
+    """Retry a dead letter: draw its prompt again, or store its messages again; then delete the dead letter."""
     with Client() as client:
         result = client.dead_letters.replay(client.find(job).id, letter)
     if as_json:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ import typer
 from penstock.cli.exits import FAILED, Commands
 from penstock.cli.printing import Json, console, note, number, seconds_of, show_done, show_json, show_line, table
 from penstock.client import Client
+from penstock.client.answers import find_api_key
 from penstock.shared.errors import ConfigError, DataError
 
 __all__ = ["app"]
@@ -59,7 +59,7 @@ def batch(
 ) -> None:
     """Post the items of a file; items that the same key posted before have no effect. Exit with 1 if one is refused."""
     with Client() as client:
-        rows = client.feedback_batch(_named(_items(file)))
+        rows = client.feedback_batch(_named(_items(file), find_api_key(client.url)))
     refused = [(place, row) for place, row in enumerate(rows, 1) if row.problem is not None]
     if as_json:
         for row in rows:
@@ -111,7 +111,7 @@ def token(
     expires: Annotated[str | None, typer.Option(help="Lifetime, like 90m or 7d; default: a day.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Create a token with which a page posts one verdict, and print it; it is shown this once."""
+    """Create a token with which a web page posts one verdict, and print it; it is not shown again."""
     inference, episode = (None, target) if target.startswith("ep_") else (target, None)
     with Client() as client:
         made = client.feedback_tokens.create(
@@ -125,7 +125,7 @@ def token(
 
 
 def _value(text: str, metric: str) -> bool | float | str:
-    """Parse a value as JSON; keep it as text for comments, and if it is neither a boolean nor a number."""
+    """Convert ``text`` to a boolean or number if it is one in JSON; comments and demonstrations remain text."""
     if metric in ("comment", "demonstration"):
         return text
     try:
@@ -135,13 +135,13 @@ def _value(text: str, metric: str) -> bool | float | str:
     return value if isinstance(value, bool | int | float) else text
 
 
-def _named(items: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the items; those without an id get one, derived from content, occurrence number and PENSTOCK_API_KEY.
+def _named(items: Iterable[dict[str, Any]], key: str) -> Iterator[dict[str, Any]]:
+    """Yield the items; those without an id get one, derived from content, occurrence number and the API key.
 
     So a file that is posted again, even if longer by then, has one effect, while two equal lines of one file are two
-    items. If the variable is set, only those who know the key can predict an id and post another item under it first.
+    items. Only those who know the key can predict an id and post another item under it first.
     """
-    secret = os.environ.get("PENSTOCK_API_KEY", "").encode()
+    secret = key.encode()
     said: Counter[bytes] = Counter()
     for item in items:
         named = item

@@ -41,7 +41,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewKey(Key, frozen=True, kw_only=True):
-    """A new key; its text ``key`` is shown this once. ``warnings`` describe models that it does not reach yet."""
+    """A new key; its text ``key`` is not shown again. ``warnings`` describe models that it does not reach yet."""
 
     key: str
     warnings: list[str] = []
@@ -61,7 +61,7 @@ class Webhook(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewWebhook(Webhook, frozen=True, kw_only=True):
-    """A new webhook; ``secret`` signs its deliveries and is shown this once."""
+    """A new webhook; ``secret`` signs its deliveries and is not shown again."""
 
     secret: str
 

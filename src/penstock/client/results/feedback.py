@@ -98,7 +98,7 @@ class FeedbackStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunnelRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of items with one metric (or kind), source (the key that posted them) and status."""
+    """Number of items with this metric (or kind), source (the key that posted them) and status."""
 
     metric: str
     source: str
@@ -107,7 +107,7 @@ class FunnelRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of interactions with one decision."""
+    """Number of interactions whose decision has this status and reason; undecided ones are not counted."""
 
     status: str
     reason: str
@@ -125,7 +125,7 @@ class Funnel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FeedbackToken(msgspec.Struct, frozen=True, kw_only=True):
-    """A token for one verdict, shown this once; ``feedback_id`` is the id of the item that it will post to ``url``."""
+    """A token for one verdict, which is posted to ``url`` as the item ``feedback_id``. The token is not shown again."""
 
     token: str
     feedback_id: str

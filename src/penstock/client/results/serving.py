@@ -124,14 +124,14 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NewEpisode(Episode, frozen=True, kw_only=True):
-    """A new episode; ``api_key`` is its key if one was requested, shown this once."""
+    """A new episode. ``api_key`` is its key, if one was requested, and is not shown again."""
 
     api_key: str | None = None
     api_key_expires_at: datetime | None = None
 
 
 class EpisodeKey(msgspec.Struct, frozen=True, kw_only=True):
-    """A key that is valid for one episode only, shown this once."""
+    """A key that is valid for one episode only; ``key`` is not shown again."""
 
     key: str
     episode: str
@@ -176,9 +176,9 @@ class ModelVersion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
-    """A canary version: its share of the conversations, its start (Unix seconds), and the feedback of both arms.
+    """A canary version: share of the conversations, start (Unix seconds), and feedback on it and the served version.
 
-    ``until``: latest end (Unix seconds); ``needed``: judged conversations of each arm that decide the trial.
+    ``until``: latest end (Unix seconds); ``needed``: judged conversations that each version needs for a decision.
     """
 
     version: int
@@ -194,7 +194,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Versions(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest version of a job, the served version, and the canary version."""
+    """The newest version of a job, the served version, and the canary version (None if there is none)."""
 
     newest: int
     served: int

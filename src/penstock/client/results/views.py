@@ -39,10 +39,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenSample(Sample, frozen=True, kw_only=True):
-    """A completion with everything that is stored of it; all lists by token have one length, except the prompt's.
+    """A completion with everything that is stored of it, token by token.
 
-    ``mask``: 1 for tokens of the policy; ``versions``: policy version per token; ``siblings``: ids of the other
-    completions of its group.
+    ``token_ids``, ``logprobs``, ``mask`` (1: chosen by the policy), ``versions`` (policy version per token) and
+    ``token_texts`` have the same length. ``siblings``: ids of the other completions of its group.
     """
 
     job: str
@@ -107,7 +107,7 @@ class Letter(LetterRow, frozen=True, kw_only=True):
 class LetterReplay(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Result of the retry of a dead letter: a new ``draw`` of its prompt.
 
-    ``stored``: for interactions and feedback instead, the number of them that were stored again in ``stream``.
+    ``stored``: for a dead letter of interactions or feedback, the number of these that were stored again in ``stream``.
     """
 
     draw: str | None = None
