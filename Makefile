@@ -136,7 +136,7 @@ bench-jobs: $(BIN)/pytest  ## pages and submissions per second with ten thousand
 bench-page: $(BIN)/pytest  ## first paint of the web page, and when it shows 200 jobs or the curves of one (needs Chromium)
 	$(BIN)/python benchmarks/page.py $(ARGS)
 
-bench-embodied: $(BIN)/pytest  ## a robot arm as a job beside one plain process, three seeds (needs metaworld)
+bench-embodied: $(BIN)/fonttools  ## a robot arm as a job beside one plain process, three seeds (needs metaworld)
 	$(BIN)/python benchmarks/embodied_training.py $(ARGS)
 
 $(SB3_VENV)/bin/.stable-baselines3:
